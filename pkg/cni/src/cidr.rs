@@ -1,0 +1,195 @@
+//! An address with its prefix length, parsed as strictly as Go's `net.ParseCIDR`.
+//!
+//! `ipnetwork` holds the value and does the arithmetic, but never the parsing: it takes a bare address, a dotted mask
+//! and a signed length, all of which Go, and therefore every configuration in the field, rejects.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::str::FromStr;
+
+use ipnetwork::IpNetwork;
+use serde::de::{Deserialize, Deserializer, Error as _};
+use serde::ser::{Serialize, Serializer};
+
+/// An IP address and a prefix length. Host bits are kept: `10.1.2.3/24` is an address in a network.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Cidr(IpNetwork);
+
+/// The text was no CIDR. Displays Go's text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParseCidrError(String);
+
+impl fmt::Display for ParseCidrError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "invalid CIDR address: {}", self.0)
+    }
+}
+
+impl std::error::Error for ParseCidrError {}
+
+impl Cidr {
+    /// `None` if the prefix is longer than the family's addresses.
+    pub fn new(address: IpAddr, prefix: u8) -> Option<Cidr> {
+        IpNetwork::new(address, prefix).ok().map(Cidr)
+    }
+
+    /// The address alone: /32 or /128.
+    pub fn host(address: IpAddr) -> Cidr {
+        Cidr(IpNetwork::from(address))
+    }
+
+    /// The default route's destination in the family of `address`.
+    pub fn default_route(family_of: IpAddr) -> Cidr {
+        match family_of {
+            IpAddr::V4(_) => Cidr(IpNetwork::from(IpAddr::V4(Ipv4Addr::UNSPECIFIED))).with_prefix(0),
+            IpAddr::V6(_) => Cidr(IpNetwork::from(IpAddr::V6(Ipv6Addr::UNSPECIFIED))).with_prefix(0),
+        }
+    }
+
+    fn with_prefix(self, prefix: u8) -> Cidr {
+        Cidr::new(self.address(), prefix.min(self.bits())).unwrap_or(self)
+    }
+
+    /// The address, host bits included.
+    pub fn address(&self) -> IpAddr {
+        self.0.ip()
+    }
+
+    /// The prefix length in bits.
+    pub fn prefix(&self) -> u8 {
+        self.0.prefix()
+    }
+
+    /// 32 or 128.
+    pub fn bits(&self) -> u8 {
+        if self.is_ipv4() { 32 } else { 128 }
+    }
+
+    /// Whether the family is IPv4.
+    pub fn is_ipv4(&self) -> bool {
+        self.0.is_ipv4()
+    }
+
+    /// Whether the prefix length is zero and the address unspecified.
+    pub fn is_default_route(&self) -> bool {
+        self.prefix() == 0 && self.address().is_unspecified()
+    }
+
+    /// The same prefix with the host bits cleared.
+    pub fn network(&self) -> Cidr {
+        Cidr::new(self.0.network(), self.prefix()).unwrap_or(*self)
+    }
+
+    /// Whether there are no host bits.
+    pub fn is_network(&self) -> bool {
+        self.0.network() == self.0.ip()
+    }
+
+    /// Whether `address` is in the network. An address of the other family never is.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        self.0.contains(address)
+    }
+
+    /// The highest address of the network: IPv4's broadcast.
+    pub fn last(&self) -> IpAddr {
+        self.0.broadcast()
+    }
+}
+
+impl FromStr for Cidr {
+    type Err = ParseCidrError;
+
+    fn from_str(text: &str) -> Result<Cidr, ParseCidrError> {
+        let error = || ParseCidrError(text.to_owned());
+        let (address, prefix) = text.split_once('/').ok_or_else(error)?;
+        if prefix.is_empty() || prefix.len() > 4 || !prefix.bytes().all(|digit| digit.is_ascii_digit()) {
+            return Err(error());
+        }
+        let address: IpAddr = address.parse().map_err(|_| error())?;
+        let prefix: u16 = prefix.parse().map_err(|_| error())?;
+        // Go writes an IPv4-mapped address as IPv4 and counts the prefix from there.
+        let (address, prefix) = match address {
+            IpAddr::V6(v6) if prefix >= 96 => match v6.to_ipv4_mapped() {
+                Some(v4) => (IpAddr::V4(v4), prefix - 96),
+                None => (address, prefix),
+            },
+            _ => (address, prefix),
+        };
+        u8::try_from(prefix).ok().and_then(|prefix| Cidr::new(address, prefix)).ok_or_else(error)
+    }
+}
+
+impl fmt::Display for Cidr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address(), self.prefix())
+    }
+}
+
+impl fmt::Debug for Cidr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for Cidr {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Cidr {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Cidr, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_go_rejects_is_rejected() {
+        for text in [
+            "",
+            "10.1.2.3",
+            "10.1.2.3/",
+            "/24",
+            "10.1.2.3/255.255.255.0",
+            "10.1.2.3/+24",
+            "10.1.2.3/-1",
+            "10.1.2.3/33",
+            "010.1.2.3/24",
+            "10.1.2/24",
+            "fd00::/129",
+            "fd00::1%eth0/64",
+            "10.1.2.3/24/1",
+            " 10.1.2.3/24",
+            "10.1.2.3/ 4",
+        ] {
+            assert!(text.parse::<Cidr>().is_err(), "{text:?} was accepted");
+        }
+        let error = "10.1.2.3".parse::<Cidr>().unwrap_err();
+        assert_eq!(error.to_string(), "invalid CIDR address: 10.1.2.3");
+    }
+
+    #[test]
+    fn host_bits_are_kept_and_can_be_cleared() {
+        let cidr: Cidr = "10.1.2.3/24".parse().unwrap();
+        assert_eq!(cidr.to_string(), "10.1.2.3/24");
+        assert_eq!(cidr.network().to_string(), "10.1.2.0/24");
+        assert!(!cidr.is_network() && cidr.network().is_network());
+        assert_eq!(cidr.last().to_string(), "10.1.2.255");
+    }
+
+    #[test]
+    fn a_mapped_address_is_ipv4_as_in_go() {
+        assert_eq!("::ffff:10.0.0.1/120".parse::<Cidr>().unwrap().to_string(), "10.0.0.1/24");
+    }
+
+    #[test]
+    fn the_whole_internet_is_a_network() {
+        let all: Cidr = "0.0.0.0/0".parse().unwrap();
+        assert!(all.is_default_route() && all.contains("255.255.255.255".parse().unwrap()));
+        assert_eq!(all, Cidr::default_route("1.2.3.4".parse().unwrap()));
+    }
+}

@@ -1,0 +1,26 @@
+//! The CNI protocol, without the kernel.
+//!
+//! Rooms, from the wire inwards:
+//!
+//! - [`json`]: one JSON document as Go's decoder reads it (keys of structures match case-insensitively, `null` is
+//!   the default, the last duplicate wins).
+//! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
+//! - [`config`]: the network configuration every plugin receives; [`result`]: the result every plugin returns, one
+//!   type in the newest shape, converted at the door.
+//! - [`error`]: an error with its CNI code.
+//! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
+//!   [`delegate`]: running another plugin (IPAM).
+//! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in by `main`.
+//! - [`libcni`]: the runtime's side: network lists, request derivation, the result cache.
+//!
+//! This crate never touches the kernel's network state, holds no unsafe code and needs no privilege. What does is
+//! `cni-linux`, which depends on this crate and never the reverse.
+
+pub mod cidr;
+pub mod error;
+pub mod machine;
+pub mod rollback;
+
+pub use cidr::Cidr;
+pub use error::{Code, Error, Result};
+pub use rollback::Rollback;

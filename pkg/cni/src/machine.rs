@@ -1,0 +1,103 @@
+//! The few things the protocol needs of the operating system, as a value that `main` hands in.
+//!
+//! `cni-linux` provides the real one; so this crate stays free of the kernel, and protocol tests pass values.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// What [`skel`](crate::skel), [`delegate`](crate::delegate) and [`libcni`](crate::libcni) ask of the machine.
+pub trait Machine {
+    /// Whether `path` is the network namespace this process runs in. An error if it cannot be opened or is none.
+    fn is_own_netns(&self, path: &Path) -> io::Result<bool>;
+
+    /// Whether SIGTERM has been received. Waits end early when it is.
+    fn terminated(&self) -> bool;
+
+    /// The monotonic clock.
+    fn now(&self) -> Instant;
+
+    /// Runs a program to its end: no shell, an empty signal mask, killed with this process.
+    ///
+    /// # Errors
+    /// See [`RunError`]; in every case the child is gone when this returns.
+    fn run(&self, child: &Child<'_>) -> Result<Output, RunError>;
+}
+
+/// A program to run.
+#[derive(Clone, Debug)]
+pub struct Child<'a> {
+    /// The file to execute; never looked up on a path.
+    pub program: PathBuf,
+    /// Its arguments, without the program's name.
+    pub args: Vec<OsString>,
+    /// The complete environment, or `None` to inherit this process's.
+    pub env: Option<Vec<(OsString, OsString)>>,
+    /// What it reads on its standard input.
+    pub stdin: &'a [u8],
+    /// How long it may run before it is killed and reaped.
+    pub timeout: Duration,
+}
+
+/// How a program ended, and what it wrote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// How it ended.
+    pub status: Exit,
+    /// All it wrote to standard output.
+    pub stdout: Vec<u8>,
+    /// All it wrote to standard error.
+    pub stderr: Vec<u8>,
+}
+
+/// How a program ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// It exited with this status.
+    Status(i32),
+    /// This signal ended it.
+    Signal(i32),
+}
+
+impl std::fmt::Display for Exit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Exit::Status(status) => write!(f, "exit status {status}"),
+            Exit::Signal(signal) => write!(f, "killed by signal {signal}"),
+        }
+    }
+}
+
+/// Why a program could not be run to its end.
+#[derive(Debug)]
+pub enum RunError {
+    /// It could not be started.
+    Start(io::Error),
+    /// It ran out of time and was killed.
+    Timeout(Duration),
+    /// This process received SIGTERM; the child was killed.
+    Terminated,
+    /// Talking to it failed; it was killed.
+    Io(io::Error),
+}
+
+impl std::fmt::Display for RunError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            RunError::Start(error) => write!(f, "it could not be started: {error}"),
+            RunError::Timeout(limit) => write!(f, "it was killed after {} s without an answer", limit.as_secs_f32()),
+            RunError::Terminated => f.write_str("it was killed because this process received SIGTERM"),
+            RunError::Io(error) => write!(f, "talking to it failed: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for RunError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            RunError::Start(error) | RunError::Io(error) => Some(error),
+            RunError::Timeout(_) | RunError::Terminated => None,
+        }
+    }
+}
