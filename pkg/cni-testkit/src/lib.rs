@@ -1,1 +1,61 @@
-//! placeholder
+//! Test only: a node to play on, plugins to run there, and the truth about what they left behind.
+//!
+//! - [`Node`]: one host network namespace with a private mount namespace, its [`Container`]s, its own data
+//!   folder. Its drop asserts that nothing is left of any attachment.
+//! - [`Invocation`]: one run of a plugin binary in a node; [`Outcome`]: what came back, with assertions that
+//!   print the whole call when they fail. Configurations sent and results received are validated by JSON Schema.
+//! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a whole life.
+//! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
+//!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
+//! - [`deviation`]: what is known to be different in the plugins under test, as data.
+//!
+//! Nothing here is named on the machine: namespaces live by file descriptors, paths to them are symlinks in the
+//! node's temporary folder, and several nodes live side by side in one process. Never shipped.
+//!
+//! The fact a newcomer would get wrong: a namespace is a property of a *thread*. Programs are started, and
+//! closures run, on throw-away threads that have entered the node; the test's own thread never leaves home.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fixture fails by panicking, where the test can see it")]
+
+mod attachment;
+pub mod deviation;
+mod invocation;
+mod leftovers;
+mod namespace;
+mod node;
+mod outcome;
+pub mod probe;
+mod schema;
+mod skip;
+
+pub use attachment::Attachment;
+pub use invocation::{Invocation, Started};
+pub use node::{Container, Node, Ran};
+pub use outcome::{Failure, Outcome};
+pub use skip::{skipped, unprovoked};
+
+use std::path::PathBuf;
+
+/// The folder of the plugins under test: `CNI_BIN_DIR`, else the one this test was built into.
+///
+/// # Panics
+/// If there is no such folder: tests build nothing themselves.
+pub fn bin_dir() -> PathBuf {
+    let dir = match std::env::var_os("CNI_BIN_DIR") {
+        Some(dir) => PathBuf::from(dir),
+        None => {
+            let test = std::env::current_exe().expect("the test binary has a path");
+            test.ancestors().nth(2).expect("target/<profile>/deps/<test>").to_path_buf()
+        }
+    };
+    // Plugins run with another working directory, and CNI_PATH must be absolute for them.
+    match std::fs::canonicalize(&dir) {
+        Ok(dir) => dir,
+        Err(error) => panic!("no folder of plugins to test at {}: {error}; set CNI_BIN_DIR", dir.display()),
+    }
+}
+
+/// The folder of the Go plugins, for tests that mix both: `CNI_GO_BIN_DIR`, else Debian's.
+pub fn go_bin_dir() -> PathBuf {
+    std::env::var_os("CNI_GO_BIN_DIR").map_or_else(|| PathBuf::from("/usr/lib/cni"), PathBuf::from)
+}

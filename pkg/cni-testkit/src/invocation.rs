@@ -1,0 +1,285 @@
+//! One run of a plugin: environment, standard input, deadline.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::{Container, Node, Outcome, schema};
+
+/// A plugin about to be run in a node. Starts with `CNI_PATH` alone in its environment, besides `PATH`.
+#[derive(Clone, Debug)]
+#[must_use = "nothing happens before `run` or `start`"]
+pub struct Invocation<'n> {
+    node: &'n Node,
+    program: PathBuf,
+    args: Vec<OsString>,
+    env: BTreeMap<OsString, OsString>,
+    stdin: Vec<u8>,
+    timeout: Duration,
+    closed_stdout: bool,
+}
+
+impl Node {
+    /// The plugin `name` of the folder under test.
+    pub fn plugin(&self, name: &str) -> Invocation<'_> {
+        Invocation::new(self, crate::bin_dir().join(name)).cni_path(crate::bin_dir())
+    }
+
+    /// Debian's (or `CNI_GO_BIN_DIR`'s) Go plugin `name`.
+    pub fn go_plugin(&self, name: &str) -> Invocation<'_> {
+        Invocation::new(self, crate::go_bin_dir().join(name)).cni_path(crate::go_bin_dir())
+    }
+}
+
+impl<'n> Invocation<'n> {
+    /// Any program.
+    pub fn new(node: &'n Node, program: impl Into<PathBuf>) -> Invocation<'n> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        Invocation {
+            node,
+            program: program.into(),
+            args: Vec::new(),
+            env: BTreeMap::from([("PATH".into(), path)]),
+            stdin: Vec::new(),
+            timeout: Duration::from_secs(60),
+            closed_stdout: false,
+        }
+    }
+
+    /// `CNI_COMMAND`.
+    pub fn command(self, verb: &str) -> Self {
+        self.env("CNI_COMMAND", verb)
+    }
+
+    /// `CNI_CONTAINERID`.
+    pub fn id(self, id: &str) -> Self {
+        self.env("CNI_CONTAINERID", id)
+    }
+
+    /// `CNI_NETNS`.
+    pub fn netns(self, path: impl AsRef<Path>) -> Self {
+        self.env("CNI_NETNS", path.as_ref())
+    }
+
+    /// `CNI_IFNAME`.
+    pub fn ifname(self, name: &str) -> Self {
+        self.env("CNI_IFNAME", name)
+    }
+
+    /// `CNI_ARGS`.
+    pub fn cni_args(self, args: &str) -> Self {
+        self.env("CNI_ARGS", args)
+    }
+
+    /// `CNI_PATH`.
+    pub fn cni_path(self, path: impl AsRef<OsStr>) -> Self {
+        self.env("CNI_PATH", path.as_ref())
+    }
+
+    /// Everything that names `container`'s interface `eth0`: ID, namespace, name.
+    pub fn container(self, container: &Container) -> Self {
+        self.id(&container.id).netns(container.netns()).ifname("eth0")
+    }
+
+    /// One variable.
+    pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
+        self.env.insert(name.as_ref().to_owned(), value.as_ref().to_owned());
+        self
+    }
+
+    /// One variable less.
+    pub fn without(mut self, name: &str) -> Self {
+        self.env.remove(OsStr::new(name));
+        self
+    }
+
+    /// One command line argument more.
+    pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {
+        self.args.push(arg.as_ref().to_owned());
+        self
+    }
+
+    /// The configuration. It must be one: the schema says so here, before the plugin is asked.
+    #[track_caller]
+    pub fn config(self, config: &Value) -> Self {
+        let errors = schema::of_config(config);
+        assert!(errors.is_empty(), "the test's configuration is none: {errors:?}\n{config:#}");
+        self.bad_config(config)
+    }
+
+    /// A configuration that is wrong on purpose.
+    pub fn bad_config(self, config: &Value) -> Self {
+        self.stdin(config.to_string())
+    }
+
+    /// Any bytes.
+    pub fn stdin(mut self, bytes: impl Into<Vec<u8>>) -> Self {
+        self.stdin = bytes.into();
+        self
+    }
+
+    /// When to give up; a minute if not said.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Nobody reads what the plugin writes to its standard output: writing it fails.
+    pub fn with_closed_stdout(mut self) -> Self {
+        self.closed_stdout = true;
+        self
+    }
+
+    /// Runs the plugin to its end.
+    ///
+    /// # Panics
+    /// If it cannot be started, if it outlives its deadline (it is killed then, its children with it), or if it
+    /// succeeds with a 1.x result that the schema refuses.
+    #[track_caller]
+    pub fn run(self) -> Outcome {
+        let stdin = file_with(&self.stdin);
+        let mut started = self.spawn(Stdio::from(stdin));
+        started.end()
+    }
+
+    /// Starts the plugin and keeps its standard input open: it waits for its configuration to end, as every plugin
+    /// must, until [`Started::finish`] closes it. So a crowd of them can be let go at one moment.
+    pub fn start(self) -> Started {
+        let config = self.stdin.clone();
+        let mut started = self.spawn(Stdio::piped());
+        let stdin = started.child.stdin.as_mut().expect("standard input is a pipe");
+        stdin.write_all(&config).expect("a configuration fits into a pipe");
+        started
+    }
+
+    fn spawn(self, stdin: Stdio) -> Started {
+        let (stdout, stderr) = (file_with(b""), file_with(b""));
+        let (out, err) = (stdout.try_clone().unwrap(), stderr.try_clone().unwrap());
+        let out = if self.closed_stdout { Stdio::from(broken_pipe()) } else { Stdio::from(out) };
+        let mut command = Command::new(&self.program);
+        command.args(&self.args).env_clear().envs(&self.env).stdin(stdin).stdout(out).stderr(err);
+        // A group of its own, so that a deadline takes the delegates too.
+        command.process_group(0).current_dir("/");
+        let child = self.node.enter(|| command.spawn());
+        let child = child.unwrap_or_else(|error| panic!("to run {}: {error}", self.program.display()));
+        Started { child, stdout, stderr, timeout: self.timeout, call: self.describe(), verb: self.verb() }
+    }
+
+    fn verb(&self) -> String {
+        self.env.get(OsStr::new("CNI_COMMAND")).map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+
+    fn describe(&self) -> String {
+        let mut text = format!("{} {:?}\n", self.program.display(), self.args);
+        for (name, value) in self.env.iter().filter(|(name, _)| *name != "PATH") {
+            text.push_str(&format!("  {}={}\n", name.to_string_lossy(), value.to_string_lossy()));
+        }
+        let stdin = String::from_utf8_lossy(&self.stdin);
+        text.push_str("config: ");
+        text.extend(stdin.chars().take(8000));
+        text
+    }
+}
+
+/// A plugin that is running. Use [`finish`](Started::finish).
+#[derive(Debug)]
+#[must_use = "a started plugin must be waited for"]
+pub struct Started {
+    child: Child,
+    stdout: File,
+    stderr: File,
+    timeout: Duration,
+    call: String,
+    verb: String,
+}
+
+impl Started {
+    /// The process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends its standard input, so that it begins to work.
+    pub fn release(&mut self) {
+        self.child.stdin.take();
+    }
+
+    /// Sends it SIGTERM, as a runtime does that has lost patience.
+    pub fn terminate(&self) {
+        let pid = Pid::from_raw(i32::try_from(self.child.id()).expect("a pid"));
+        nix::sys::signal::kill(pid, Signal::SIGTERM).expect("to signal our own child");
+    }
+
+    /// Ends its standard input and waits for its end.
+    ///
+    /// # Panics
+    /// As [`Invocation::run`].
+    #[track_caller]
+    pub fn finish(mut self) -> Outcome {
+        self.end()
+    }
+
+    #[track_caller]
+    fn end(&mut self) -> Outcome {
+        self.release();
+        let (status, in_time) = self.wait();
+        let outcome =
+            Outcome::new(status, read(&mut self.stdout), read(&mut self.stderr), self.call.clone(), self.verb.clone());
+        assert!(in_time, "still running after {:?}\n{}", self.timeout, outcome.report());
+        outcome.validated()
+    }
+
+    /// The exit status, and whether it came in time. The process is gone and reaped afterwards.
+    fn wait(&mut self) -> (ExitStatus, bool) {
+        let group = Pid::from_raw(i32::try_from(self.child.id()).expect("a pid"));
+        let (child, timeout) = (&mut self.child, self.timeout);
+        thread::scope(|scope| {
+            let (ended, end) = mpsc::channel();
+            scope.spawn(move || ended.send(child.wait()));
+            let (status, in_time) = match end.recv_timeout(timeout) {
+                Ok(status) => (status, true),
+                Err(_) => {
+                    let _ = killpg(group, Signal::SIGKILL);
+                    (end.recv().expect("a killed process ends"), false)
+                }
+            };
+            (status.expect("to wait for our own child"), in_time)
+        })
+    }
+}
+
+/// An open, nameless file that holds `bytes` and stands at its beginning.
+fn file_with(bytes: &[u8]) -> File {
+    use std::io::Seek;
+    let mut file = tempfile::tempfile().expect("a temporary file");
+    file.write_all(bytes).expect("to write a temporary file");
+    file.rewind().expect("to rewind a temporary file");
+    file
+}
+
+/// The writing end of a pipe whose reader has gone.
+fn broken_pipe() -> File {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    File::from(std::os::fd::OwnedFd::from(writer))
+}
+
+fn read(file: &mut File) -> String {
+    use std::io::{Read, Seek};
+    // The plugin has written through the same open file and left the position at the end.
+    file.rewind().expect("to rewind a temporary file");
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).expect("to read a temporary file");
+    String::from_utf8_lossy(&bytes).into_owned()
+}

@@ -1,0 +1,138 @@
+//! What is still on a node when its test is over: links, reservations, firewall rules.
+//!
+//! Bridges without ports stay by design, and so do the empty base chains of the firewall: nobody's container is
+//! in them. Everything else must have gone with the last DEL.
+
+use std::fs;
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::Node;
+
+/// One line for each thing left. Waits a little where something is: the kernel ends namespaces, and the links in
+/// them, some time after their last holder has gone.
+pub(crate) fn of(node: &Node) -> Vec<String> {
+    let deadline = Instant::now() + Duration::from_secs(3);
+    loop {
+        let left: Vec<String> = [links(node), stored(node), nft(node), legacy(node)].concat();
+        if left.is_empty() || Instant::now() > deadline {
+            return left;
+        }
+        sleep(Duration::from_millis(50));
+    }
+}
+
+fn links(node: &Node) -> Vec<String> {
+    let expected = node.inner.expected.lock().unwrap().clone();
+    let links = node.json(&["ip", "-j", "-d", "link", "show"]);
+    let mut left = Vec::new();
+    for link in links.as_array().into_iter().flatten() {
+        let name = link["ifname"].as_str().unwrap_or_default();
+        let fine = name == "lo" || link["linkinfo"]["info_kind"] == "bridge" || expected.iter().any(|e| e == name);
+        if !fine {
+            left.push(format!("link {name} (master {}, alias {})", link["master"], link["ifalias"]));
+        }
+    }
+    left
+}
+
+fn stored(node: &Node) -> Vec<String> {
+    let mut left = Vec::new();
+    for network in subfolders(&node.data_dir()) {
+        left.extend(reservations(&node.data_dir().join(&network)).into_iter().map(|r| format!("in {network}: {r:?}")));
+    }
+    let defaults = node.enter(|| {
+        let networks = Path::new("/var/lib/cni/networks");
+        let mut found: Vec<String> = Vec::new();
+        for network in subfolders(networks) {
+            let held = reservations(&networks.join(&network));
+            found.extend(held.into_iter().map(|r| format!("in {}/{network}: {r:?}", networks.display())));
+        }
+        let results = fs::read_dir("/var/lib/cni/results").into_iter().flatten().flatten();
+        found.extend(results.map(|entry| format!("cached result {}", entry.path().display())));
+        found
+    });
+    left.extend(defaults);
+    left
+}
+
+fn subfolders(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let names = entries.filter(|entry| entry.path().is_dir()).filter_map(|entry| entry.file_name().into_string().ok());
+    // Ours alone, deletable at any time, and no reservation (decision 18).
+    names.filter(|name| name != ".cni").collect()
+}
+
+/// The reservations in the folder of one network as (address, content).
+pub(crate) fn reservations(dir: &Path) -> Vec<(String, String)> {
+    let mut found: Vec<(String, String)> = Vec::new();
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name == "lock" || name.starts_with("last_reserved_ip.") || entry.path().is_dir() {
+            continue;
+        }
+        let content = fs::read(entry.path()).unwrap_or_default();
+        found.push((name, String::from_utf8_lossy(&content).into_owned()));
+    }
+    found.sort();
+    found
+}
+
+/// Rules, and chains that are somebody's alone, in nf_tables: what `iptables-nft` makes is seen here too.
+fn nft(node: &Node) -> Vec<String> {
+    const BASE: [&str; 4] = ["PREROUTING", "POSTROUTING", "INPUT", "OUTPUT"];
+    if !crate::probe::has_tool("nft") {
+        return Vec::new();
+    }
+    let ruleset = node.json(&["nft", "-j", "list", "ruleset"]);
+    let mut left = Vec::new();
+    for object in ruleset["nftables"].as_array().into_iter().flatten() {
+        if let Some(rule) = object.get("rule") {
+            left.push(format!("nft rule {rule}"));
+        }
+        if let Some(chain) = object.get("chain")
+            && !BASE.contains(&chain["name"].as_str().unwrap_or_default())
+        {
+            left.push(format!("nft chain {chain}"));
+        }
+    }
+    left
+}
+
+/// Rules of legacy iptables. Its tables exist only where somebody has used it.
+fn legacy(node: &Node) -> Vec<String> {
+    let mut left = Vec::new();
+    for (names, save) in
+        [("/proc/net/ip_tables_names", "iptables-legacy-save"), ("/proc/net/ip6_tables_names", "ip6tables-legacy-save")]
+    {
+        let tables = node.run(&["cat", names]);
+        if tables.ok && !tables.stdout.trim().is_empty() && crate::probe::has_tool(save) {
+            let rules = node.exec(&[save]);
+            left.extend(rules.lines().filter(|line| line.starts_with("-A")).map(|line| format!("{save}: {line}")));
+        }
+    }
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_and_the_last_address_are_no_reservations() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, content) in [("lock", ""), ("last_reserved_ip.0", "10.0.0.2"), ("10.0.0.2", "c\r\neth0")] {
+            fs::write(dir.path().join(name), content).unwrap();
+        }
+        assert_eq!(reservations(dir.path()), [("10.0.0.2".to_owned(), "c\r\neth0".to_owned())]);
+    }
+
+    #[test]
+    fn a_node_with_a_stray_link_does_not_pass() {
+        let node = Node::new();
+        node.exec(&["ip", "link", "add", "stray", "type", "veth", "peer", "name", "other"]);
+        assert_eq!(links(&node).len(), 2, "{:?}", links(&node));
+        node.exec(&["ip", "link", "del", "stray"]);
+    }
+}

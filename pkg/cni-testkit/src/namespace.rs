@@ -1,0 +1,63 @@
+//! Making and entering namespaces, on threads that are thrown away.
+//!
+//! A namespace is held by the open file of `/proc/thread-self/ns/*`; it ends when the last holder closes it.
+//! `self` instead of `thread-self` would name the main thread's namespace, which is never the one meant.
+
+use std::fs::File;
+use std::panic::resume_unwind;
+use std::path::Path;
+use std::thread;
+
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, setns, unshare};
+
+/// Runs `f` on a fresh thread and returns what it returns; a panic in it continues here.
+fn on_a_thread<T: Send>(f: impl FnOnce() -> T + Send) -> T {
+    thread::scope(|scope| match scope.spawn(f).join() {
+        Ok(value) => value,
+        Err(panic) => resume_unwind(panic),
+    })
+}
+
+fn open(kind: &str) -> File {
+    File::open(format!("/proc/thread-self/ns/{kind}")).expect("a thread can open its own namespace")
+}
+
+/// A new, empty network namespace.
+pub(crate) fn network() -> File {
+    on_a_thread(|| {
+        unshare(CloneFlags::CLONE_NEWNET).expect("to make a network namespace: run as root or by scripts/test");
+        open("net")
+    })
+}
+
+/// A new network namespace and, with it, a mount namespace in which the folders that CNI writes to by default are
+/// empty and private, and `/sys` shows the new network namespace.
+pub(crate) fn node() -> (File, File) {
+    on_a_thread(|| {
+        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
+            .expect("to make network and mount namespaces: run as root or by scripts/test");
+        let none: Option<&str> = None;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).expect("to make mounts private");
+        for folder in ["/run", "/var/lib"] {
+            mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755")).expect("a private tmpfs");
+        }
+        if Path::new("/etc/cni").exists() {
+            mount(Some("tmpfs"), "/etc/cni", Some("tmpfs"), MsFlags::empty(), none).expect("a private /etc/cni");
+        }
+        // Refused inside some user namespaces; only `/sys/class/net` would be wrong then, and no plugin relies on it.
+        let _ = mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), none);
+        (open("net"), open("mnt"))
+    })
+}
+
+/// Runs `f` on a fresh thread inside the two namespaces. Programs that it starts are born there.
+pub(crate) fn within<T: Send>(net: &File, mnt: &File, f: impl FnOnce() -> T + Send) -> T {
+    on_a_thread(|| {
+        // A thread that shares its root and working directory with others may not change its mount namespace.
+        unshare(CloneFlags::CLONE_FS).expect("to have a root of one's own");
+        setns(net, CloneFlags::CLONE_NEWNET).expect("to enter a network namespace");
+        setns(mnt, CloneFlags::CLONE_NEWNS).expect("to enter a mount namespace");
+        f()
+    })
+}

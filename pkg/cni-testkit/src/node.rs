@@ -1,0 +1,265 @@
+//! A node: the host's side of a test, and the containers on it.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::{process, thread};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{leftovers, namespace};
+
+/// A host: a network namespace, a mount namespace with private `/run` and `/var/lib`, and a temporary folder.
+///
+/// Its drop asserts that no link, reservation or firewall rule is left, unless the test is failing already.
+#[derive(Debug)]
+pub struct Node {
+    pub(crate) inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    dir: TempDir,
+    net: File,
+    mnt: File,
+    made: AtomicUsize,
+    /// Containers' namespaces, kept to the end: a namespace that ends takes its links with it, host ends included,
+    /// and would hide what a plugin left behind.
+    kept: Mutex<Vec<Arc<File>>>,
+    pub(crate) expected: Mutex<Vec<String>>,
+}
+
+impl Node {
+    /// A fresh node with `lo` up.
+    #[expect(clippy::new_without_default, reason = "a node is made on purpose, never by default")]
+    pub fn new() -> Node {
+        let (net, mnt) = namespace::node();
+        let dir = tempfile::Builder::new().prefix("cni-node-").tempdir().expect("a temporary folder");
+        fs::create_dir(dir.path().join("netns")).expect("a folder for paths to namespaces");
+        let inner =
+            Inner { dir, net, mnt, made: AtomicUsize::new(0), kept: Mutex::default(), expected: Mutex::default() };
+        let node = Node { inner: Arc::new(inner) };
+        node.exec(&["ip", "link", "set", "lo", "up"]);
+        node
+    }
+
+    /// A new container on this node.
+    pub fn container(&self) -> Container {
+        let number = self.inner.made.fetch_add(1, Ordering::Relaxed);
+        let net = Arc::new(namespace::network());
+        self.inner.kept.lock().unwrap().push(Arc::clone(&net));
+        let path = self.dir().join(format!("netns/c{number}"));
+        symlink(fd_path(&net), &path).expect("a path to the namespace");
+        Container { inner: Arc::clone(&self.inner), id: format!("container-{number}"), net, path }
+    }
+
+    /// A path to the node's own network namespace.
+    pub fn netns(&self) -> PathBuf {
+        fd_path(&self.inner.net)
+    }
+
+    /// The node's temporary folder.
+    pub fn dir(&self) -> &Path {
+        self.inner.dir.path()
+    }
+
+    /// Where host-local keeps its reservations on this node. Made by whoever needs it first.
+    pub fn data_dir(&self) -> PathBuf {
+        self.dir().join("networks")
+    }
+
+    /// The reservations of `network` as (address, content), in the order of their names.
+    pub fn reservations(&self, network: &str) -> Vec<(String, String)> {
+        leftovers::reservations(&self.data_dir().join(network))
+    }
+
+    /// Writes a file below the node's folder and returns its path.
+    pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.dir().join(name);
+        fs::create_dir_all(path.parent().expect("a file has a folder")).expect("to make a folder");
+        fs::write(&path, content).expect("to write a file");
+        path
+    }
+
+    /// From now on the drop accepts that the link `name` is left on the host.
+    pub fn expect_left(&self, name: &str) {
+        self.inner.expected.lock().unwrap().push(name.to_owned());
+    }
+
+    /// Runs `f` on a fresh thread inside the node, the mount namespace included.
+    pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
+        namespace::within(&self.inner.net, &self.inner.mnt, f)
+    }
+
+    /// Runs a program in the node, whatever it returns.
+    pub fn run(&self, argv: &[&str]) -> Ran {
+        self.enter(|| ran(argv))
+    }
+
+    /// Runs a program in the node, asserts success and returns what it printed.
+    #[track_caller]
+    pub fn exec(&self, argv: &[&str]) -> String {
+        self.run(argv).success()
+    }
+
+    /// Like [`exec`](Node::exec), for programs that print JSON (`ip -j`); nothing printed is `null`.
+    #[track_caller]
+    pub fn json(&self, argv: &[&str]) -> Value {
+        parse(argv, &self.exec(argv))
+    }
+
+    /// One link of the host as `ip -j -d` shows it.
+    pub fn link(&self, name: &str) -> Option<Value> {
+        find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
+    }
+
+    /// The names of the links whose master is `bridge`.
+    pub fn ports(&self, bridge: &str) -> Vec<String> {
+        let links = self.json(&["ip", "-j", "-d", "link", "show"]);
+        let ports = links.as_array().into_iter().flatten().filter(|link| link["master"] == bridge);
+        ports.filter_map(|link| link["ifname"].as_str().map(str::to_owned)).collect()
+    }
+
+    /// A sysctl of the node, by its path below `/proc/sys`, without the newline.
+    #[track_caller]
+    pub fn sysctl(&self, path: &str) -> String {
+        self.exec(&["cat", &format!("/proc/sys/{path}")]).trim_end().to_owned()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            return;
+        }
+        let left = leftovers::of(self);
+        assert!(left.is_empty(), "left behind on the node:\n{}", left.join("\n"));
+    }
+}
+
+/// A container: a network namespace with a path. It lives as long as its node, or until [`destroy`](Self::destroy).
+#[derive(Debug)]
+pub struct Container {
+    inner: Arc<Inner>,
+    /// Its container ID; each on a node has its own.
+    pub id: String,
+    net: Arc<File>,
+    path: PathBuf,
+}
+
+impl Container {
+    /// The path a runtime would put into `CNI_NETNS`.
+    pub fn netns(&self) -> &Path {
+        &self.path
+    }
+
+    /// Runs `f` on a fresh thread inside the container's network namespace and the node's mount namespace.
+    pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
+        namespace::within(&self.net, &self.inner.mnt, f)
+    }
+
+    /// Runs a program in the container, whatever it returns.
+    pub fn run(&self, argv: &[&str]) -> Ran {
+        self.enter(|| ran(argv))
+    }
+
+    /// Runs a program in the container, asserts success and returns what it printed.
+    #[track_caller]
+    pub fn exec(&self, argv: &[&str]) -> String {
+        self.run(argv).success()
+    }
+
+    /// Like [`exec`](Container::exec), for programs that print JSON.
+    #[track_caller]
+    pub fn json(&self, argv: &[&str]) -> Value {
+        parse(argv, &self.exec(argv))
+    }
+
+    /// One link of the container as `ip -j -d` shows it.
+    pub fn link(&self, name: &str) -> Option<Value> {
+        find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
+    }
+
+    /// The addresses of an interface as `address/prefix`, the kernel's link-local ones left out.
+    pub fn addresses(&self, interface: &str) -> Vec<String> {
+        let links = self.json(&["ip", "-j", "addr", "show", "dev", interface]);
+        let infos = links.as_array().into_iter().flatten().filter_map(|link| link["addr_info"].as_array()).flatten();
+        let global = infos.filter(|info| info["scope"] != "link" && info["local"].is_string());
+        global.map(|info| format!("{}/{}", info["local"].as_str().unwrap(), info["prefixlen"])).collect()
+    }
+
+    /// Makes the path what a runtime leaves after unmounting it: a plain file. The namespace itself lives on.
+    pub fn unmount(&self) {
+        fs::remove_file(&self.path).expect("to remove the path");
+        fs::write(&self.path, "").expect("to write a plain file");
+    }
+
+    /// Removes the path alone: the namespace and the links in it live on, out of any plugin's reach.
+    pub fn unlink(&self) {
+        fs::remove_file(&self.path).expect("to remove the path");
+    }
+
+    /// Removes the path and ends the namespace, and the links in it with it (a moment later: the kernel takes its
+    /// time).
+    pub fn destroy(self) {
+        let _ = fs::remove_file(&self.path);
+        self.inner.kept.lock().unwrap().retain(|kept| !Arc::ptr_eq(kept, &self.net));
+    }
+}
+
+/// How a program ended and what it wrote.
+#[derive(Debug)]
+pub struct Ran {
+    argv: Vec<String>,
+    /// Whether it exited with 0.
+    pub ok: bool,
+    /// Its standard output.
+    pub stdout: String,
+    /// Its standard error.
+    pub stderr: String,
+}
+
+impl Ran {
+    /// Asserts success and returns the standard output.
+    #[track_caller]
+    pub fn success(self) -> String {
+        assert!(self.ok, "`{}` failed: {}{}", self.argv.join(" "), self.stderr, self.stdout);
+        self.stdout
+    }
+}
+
+fn ran(argv: &[&str]) -> Ran {
+    let mut command = Command::new(argv[0]);
+    command.args(&argv[1..]).stdin(Stdio::null());
+    let output = command.output().unwrap_or_else(|error| panic!("to run `{}`: {error}", argv[0]));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ran {
+        argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
+        ok: output.status.success(),
+        stdout: text(&output.stdout),
+        stderr: text(&output.stderr),
+    }
+}
+
+#[track_caller]
+fn parse(argv: &[&str], text: &str) -> Value {
+    if text.trim().is_empty() {
+        return Value::Null;
+    }
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("`{}` printed no JSON: {error}: {text}", argv.join(" ")))
+}
+
+fn find_link(links: Value, name: &str) -> Option<Value> {
+    let Value::Array(links) = links else { return None };
+    links.into_iter().find(|link| link["ifname"] == name)
+}
+
+/// A path to an open file that holds for as long as this process keeps the descriptor. Needs no mount and no name.
+fn fd_path(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd()))
+}

@@ -1,0 +1,80 @@
+//! What this machine can do, found out by doing it, once per process, in a node of its own.
+//!
+//! `Ok` or the reason, ready for [`require!`](crate::require). Never a version comparison: kernels are
+//! configured, patched and confined.
+
+use std::path::Path;
+use std::sync::OnceLock;
+
+use crate::Node;
+
+/// What a probe finds.
+pub type Probed = Result<(), String>;
+
+static VLANS: OnceLock<Probed> = OnceLock::new();
+static NFT_BRIDGE: OnceLock<Probed> = OnceLock::new();
+static IPTABLES: OnceLock<Probed> = OnceLock::new();
+static NFT: OnceLock<Probed> = OnceLock::new();
+
+/// Bridges that filter by VLAN.
+pub fn vlan_filtering() -> Probed {
+    let argv = ["ip", "link", "add", "probe0", "type", "bridge", "vlan_filtering", "1"];
+    once(&VLANS, "the kernel's bridges have no VLAN filtering", &[&argv])
+}
+
+/// nf_tables in the bridge family, as `macspoofchk` needs it, and the tool to see it with.
+pub fn nft_bridge() -> Probed {
+    tool("nft")?;
+    let table = ["nft", "add table bridge probe"];
+    once(&NFT_BRIDGE, "no nf_tables in the bridge family", &[&table, &["nft", "delete table bridge probe"]])
+}
+
+/// nf_tables in the inet family, and the tool to see it with.
+pub fn nft() -> Probed {
+    tool("nft")?;
+    once(&NFT, "no nf_tables in the inet family", &[&["nft", "add table inet probe"], &["nft", "delete table inet probe"]])
+}
+
+/// A working `iptables -t nat`.
+pub fn iptables() -> Probed {
+    tool("iptables")?;
+    once(&IPTABLES, "iptables does not work here", &[&["iptables", "-w", "-t", "nat", "-S", "POSTROUTING"]])
+}
+
+/// A program in `PATH` or the system folders.
+pub fn tool(name: &str) -> Probed {
+    if has_tool(name) { Ok(()) } else { Err(format!("no program {name} on this machine")) }
+}
+
+/// A plugin in the folder under test.
+pub fn plugin(name: &str) -> Probed {
+    let path = crate::bin_dir().join(name);
+    if path.is_file() { Ok(()) } else { Err(format!("no {name} in {}", crate::bin_dir().display())) }
+}
+
+/// The Go plugins, for tests that mix both.
+pub fn go_plugins() -> Probed {
+    let dir = crate::go_bin_dir();
+    let missing = ["bridge", "host-local", "loopback"].into_iter().find(|name| !dir.join(name).is_file());
+    missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
+}
+
+pub(crate) fn has_tool(name: &str) -> bool {
+    let path = std::env::var("PATH").unwrap_or_default();
+    let folders = path.split(':').chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"]);
+    folders.filter(|folder| !folder.is_empty()).any(|folder| Path::new(folder).join(name).is_file())
+}
+
+fn once(cell: &OnceLock<Probed>, reason: &str, steps: &[&[&str]]) -> Probed {
+    let probe = || {
+        let node = Node::new();
+        for step in steps {
+            let ran = node.run(step);
+            if !ran.ok {
+                return Err(format!("{reason}: `{}`: {}", step.join(" "), ran.stderr.trim()));
+            }
+        }
+        Ok(())
+    };
+    cell.get_or_init(probe).clone()
+}
