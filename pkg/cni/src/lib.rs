@@ -16,10 +16,18 @@
 //! This crate never touches the kernel's network state, holds no unsafe code and needs no privilege. What does is
 //! `cni-linux`, which depends on this crate and never the reverse.
 
+pub mod args;
 pub mod cidr;
+pub mod config;
+pub mod delegate;
 pub mod error;
+pub mod ident;
+pub mod json;
 pub mod machine;
+pub mod result;
 pub mod rollback;
+pub mod skel;
+pub mod version;
 
 pub use cidr::Cidr;
 pub use error::{Code, Error, Result};

@@ -1,0 +1,101 @@
+//! `CNI_ARGS`: `K=V;K=V`, the deprecated channel for per-container values.
+//!
+//! More lenient than Go where Go only hurts: a value may contain `=`, an empty piece (a trailing `;`) is skipped, and
+//! any key that begins with `K8S_` is known. Keys are case-sensitive; of duplicates the last one counts.
+
+use crate::{Code, Error, Result};
+
+/// The pairs, in their order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CniArgs(Vec<(String, String)>);
+
+impl CniArgs {
+    /// Splits the variable's text.
+    ///
+    /// # Errors
+    /// Code 4 and Go's text for a piece without `=`, also with IgnoreUnknown.
+    pub fn parse(text: &str) -> Result<CniArgs> {
+        let pair =
+            |piece: &str| match piece.split_once('=') {
+                Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+                _ => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("ARGS: invalid pair {piece:?}"))
+                    .with_details("CNI_ARGS")),
+            };
+        text.split(';').filter(|piece| !piece.is_empty()).map(pair).collect::<Result<_>>().map(CniArgs)
+    }
+
+    /// The value of a key. An empty value is a value.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
+    }
+
+    /// All pairs.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(key, value)| (key.as_str(), value.as_str()))
+    }
+
+    /// Fails for keys that are not in `known`, unless `IgnoreUnknown` is true.
+    ///
+    /// # Errors
+    /// Code 4 with Go's text.
+    pub fn check_known(&self, known: &[&str]) -> Result<()> {
+        let ignore = match self.get("IgnoreUnknown") {
+            None => false,
+            Some(value) if value == "1" || value.eq_ignore_ascii_case("true") => true,
+            Some(value) if value == "0" || value.eq_ignore_ascii_case("false") => false,
+            Some(value) => {
+                return Err(Error::new(
+                    Code::INVALID_ENVIRONMENT,
+                    format!("ARGS: error parsing value of pair \"IgnoreUnknown={value}\": boolean unmarshal error: invalid input {value}"),
+                )
+                .with_details("CNI_ARGS"));
+            }
+        };
+        let unknown: Vec<String> = self
+            .0
+            .iter()
+            .filter(|(key, _)| !known.contains(&key.as_str()) && key != "IgnoreUnknown" && !key.starts_with("K8S_"))
+            .map(|(key, value)| format!("\"{key}={value}\""))
+            .collect();
+        if ignore || unknown.is_empty() {
+            return Ok(());
+        }
+        let msg = format!("ARGS: unknown args [{}]", unknown.join(" "));
+        Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_ARGS"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_may_contain_an_equals_sign_and_a_trailing_semicolon_is_fine() {
+        let args = CniArgs::parse("A=b=c;IP=10.0.0.1;E=;A=last;").unwrap();
+        assert_eq!(args.get("A"), Some("last"));
+        assert_eq!((args.get("E"), args.get("a"), args.get("IP")), (Some(""), None, Some("10.0.0.1")));
+        assert_eq!(CniArgs::parse("").unwrap(), CniArgs::default());
+    }
+
+    #[test]
+    fn a_piece_without_a_value_is_an_error() {
+        for text in ["A", "A=1;B", "=x"] {
+            let error = CniArgs::parse(text).unwrap_err();
+            assert!(error.msg().starts_with("ARGS: invalid pair"), "{error}");
+            assert_eq!(error.code(), Code::INVALID_ENVIRONMENT);
+        }
+    }
+
+    #[test]
+    fn unknown_keys_are_errors_unless_ignored_and_kubernetes_keys_never_are() {
+        let check = |text: &str| CniArgs::parse(text).unwrap().check_known(&["IP"]);
+        assert!(check("IP=1;K8S_POD_NAME=x").is_ok());
+        assert_eq!(check("IP=1;X=y").unwrap_err().msg(), "ARGS: unknown args [\"X=y\"]");
+        for yes in ["1", "true", "True", "TRUE"] {
+            assert!(check(&format!("X=y;IgnoreUnknown={yes}")).is_ok());
+        }
+        for no in ["0", "false", "maybe", ""] {
+            assert!(check(&format!("X=y;IgnoreUnknown={no}")).is_err(), "{no}");
+        }
+    }
+}

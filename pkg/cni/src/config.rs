@@ -1,0 +1,276 @@
+//! The network configuration that a plugin reads from its standard input.
+//!
+//! Parsed once by the skeleton: the standard keys are checked here, a plugin decodes its own keys from the same tree
+//! with [`NetConf::decode`], and a delegate gets the very bytes that came in ([`NetConf::raw`]).
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use crate::json::Json;
+use crate::result::AddResult;
+use crate::version::Version;
+use crate::{Code, Error, Result, ident};
+
+/// A configuration whose standard keys are sound.
+#[derive(Clone, Debug)]
+pub struct NetConf {
+    raw: Vec<u8>,
+    json: Json,
+    name: String,
+    version: Version,
+    ipam_type: String,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Standard {
+    #[serde(rename = "type")]
+    _kind: String,
+    ipam: Option<Ipam>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Ipam {
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+impl NetConf {
+    /// Reads a configuration whose version has already been found supported.
+    ///
+    /// # Errors
+    /// Code 6 for JSON, 7 for the name.
+    pub(crate) fn new(raw: Vec<u8>, json: Json, version: Version) -> Result<NetConf> {
+        let standard: Standard =
+            json.decode().map_err(|error| Error::caused(Code::DECODE, "error unmarshall network config", error))?;
+        let name = name(&json)?.to_owned();
+        Ok(NetConf { raw, json, name, version, ipam_type: standard.ipam.unwrap_or_default().kind })
+    }
+
+    /// Reads and checks a configuration by itself, as the skeleton does for ADD.
+    ///
+    /// # Errors
+    /// 1 for the version, 6 for JSON, 7 for the name.
+    pub fn parse(raw: impl Into<Vec<u8>>) -> Result<NetConf> {
+        let raw = raw.into();
+        let json = parse_object(&raw)?;
+        name(&json)?;
+        let text = version_text(&json)?;
+        let version = Version::find(&text).ok_or_else(|| incompatible("incompatible CNI versions", &text))?;
+        NetConf::new(raw, json, version)
+    }
+
+    /// The bytes as they came in.
+    pub fn raw(&self) -> &[u8] {
+        &self.raw
+    }
+
+    /// The whole document.
+    pub fn json(&self) -> &Json {
+        &self.json
+    }
+
+    /// The network's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The version in which the runtime wants its answers.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// `ipam.type`; empty if there is none.
+    pub fn ipam_type(&self) -> &str {
+        &self.ipam_type
+    }
+
+    /// The plugin's own keys.
+    ///
+    /// # Errors
+    /// Code 6; the message names the key's path.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T> {
+        self.json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))
+    }
+
+    /// Whether there is a `prevResult`.
+    pub fn has_prev_result(&self) -> bool {
+        self.json.get("prevResult").is_some()
+    }
+
+    /// `prevResult`, which must be of the configuration's own family of versions.
+    ///
+    /// # Errors
+    /// Code 6 with Go's text.
+    pub fn prev_result(&self) -> Result<Option<AddResult>> {
+        let Some(json) = self.json.get("prevResult") else { return Ok(None) };
+        AddResult::decode_as(json, self.version)
+            .map(Some)
+            .map_err(|error| Error::caused(Code::DECODE, "could not parse prevResult", error))
+    }
+}
+
+/// The document as an object.
+pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
+    let error = |why: String| Error::new(Code::DECODE, format!("error unmarshall network config: {why}"));
+    match Json::parse(raw) {
+        Ok(json @ Json::Object(_)) => Ok(json),
+        Ok(_) => Err(error("it is no JSON object".to_owned())),
+        Err(why) => Err(error(why.to_string())),
+    }
+}
+
+/// The network's name, checked.
+pub(crate) fn name(json: &Json) -> Result<&str> {
+    let name = match json.get("name") {
+        None => "",
+        Some(Json::String(text)) => text.as_str(),
+        Some(_) => return Err(Error::new(Code::DECODE, "error unmarshall network config: name: expected a string")),
+    };
+    ident::check_network_name(name)?;
+    Ok(name)
+}
+
+/// What `cniVersion` says; absent and empty are 0.1.0.
+pub(crate) fn version_text(json: &Json) -> Result<String> {
+    match json.get("cniVersion") {
+        None => Ok("0.1.0".to_owned()),
+        Some(Json::String(text)) if text.is_empty() => Ok("0.1.0".to_owned()),
+        Some(Json::String(text)) => Ok(text.clone()),
+        Some(_) => Err(Error::new(Code::DECODE, "decoding version from network config: cniVersion: expected a string")),
+    }
+}
+
+/// Code 1 with Go's text and details.
+pub(crate) fn incompatible(msg: &str, config: &str) -> Error {
+    let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
+    Error::new(Code::INCOMPATIBLE_VERSION, msg)
+        .with_details(format!("config is \"{config}\", plugin supports [{}]", supported.join(" ")))
+}
+
+/// The attachments that a GC request calls valid: (container ID, interface name).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ValidAttachments(BTreeSet<(String, String)>);
+
+#[derive(Deserialize)]
+struct Attachment {
+    #[serde(default, rename = "containerID")]
+    container_id: String,
+    #[serde(default)]
+    ifname: String,
+}
+
+impl ValidAttachments {
+    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments`. `null` is an empty list, as Go's libcni sends it.
+    ///
+    /// # Errors
+    /// Code 7 without the key, if it is no list, or if one element lacks its ID or name: then nothing may be removed.
+    pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
+        const KEY: &str = "cni.dev/valid-attachments";
+        let list = json.get_or_null(KEY).or_else(|| json.get_or_null("cni.dev/attachments"));
+        let items = match list {
+            None => return Err(Error::config(format!("GC needs the key {KEY}: without it nothing is removed"))),
+            Some(Json::Null) => return Ok(ValidAttachments::default()),
+            Some(Json::Array(items)) => items,
+            Some(_) => return Err(Error::config(format!("{KEY} is no list: nothing is removed"))),
+        };
+        let attachment = |(index, item): (usize, &Json)| match item.decode::<Attachment>() {
+            Ok(Attachment { container_id, ifname }) if !container_id.is_empty() && !ifname.is_empty() => {
+                Ok((container_id, ifname))
+            }
+            Ok(_) => {
+                Err(Error::config(format!("{KEY}[{index}] lacks its containerID or its ifname: nothing is removed")))
+            }
+            Err(error) => Err(Error::config(format!("{KEY}[{index}]: {error}: nothing is removed"))),
+        };
+        items.iter().enumerate().map(attachment).collect::<Result<_>>().map(ValidAttachments)
+    }
+
+    /// Whether this attachment is still valid.
+    pub fn contains(&self, container_id: &str, ifname: &str) -> bool {
+        self.0.contains(&(container_id.to_owned(), ifname.to_owned()))
+    }
+
+    /// Whether any attachment of this container is still valid.
+    pub fn contains_container(&self, container_id: &str) -> bool {
+        self.iter().any(|(id, _)| id == container_id)
+    }
+
+    /// All of them, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(id, ifname)| (id.as_str(), ifname.as_str()))
+    }
+}
+
+impl<I: Into<String>, N: Into<String>> FromIterator<(I, N)> for ValidAttachments {
+    fn from_iter<T: IntoIterator<Item = (I, N)>>(pairs: T) -> ValidAttachments {
+        ValidAttachments(pairs.into_iter().map(|(id, ifname)| (id.into(), ifname.into())).collect())
+    }
+}
+
+/// An `ip` or `ip/prefix`, as `ips` and `IP` give it: the address alone.
+///
+/// # Errors
+/// Go's text.
+pub fn parse_requested_address(text: &str) -> Result<IpAddr> {
+    let address = match text.parse::<crate::Cidr>() {
+        Ok(cidr) => Some(cidr.address()),
+        Err(_) => text.parse::<IpAddr>().ok().map(|address| address.to_canonical()),
+    };
+    address.ok_or_else(|| Error::config(format!("invalid IP address {text}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_standard_keys_are_checked_with_gos_texts() {
+        let error = |text: &str| {
+            let error = NetConf::parse(text).unwrap_err();
+            (error.code().0, error.msg().to_owned())
+        };
+        assert_eq!(error("{}"), (7, "missing network name".into()));
+        assert_eq!(error(r#"{"name":"a/b"}"#), (7, "invalid characters found in network name".into()));
+        assert_eq!(error(r#"{"name":"a","cniVersion":"0.4"}"#), (1, "incompatible CNI versions".into()));
+        assert_eq!(error(r#"{"name":"a","cniVersion":4}"#).0, 6);
+        assert_eq!(error("[]").0, 6);
+        assert_eq!(error(r#"{"name":"a"} x"#).0, 6);
+        assert_eq!(error(r#"{"name":"a","ipam":{"type":5}}"#).0, 6);
+        let conf = NetConf::parse(r#"{"NAME":"a","type":"bridge","ipam":{"Type":"host-local"}}"#).unwrap();
+        assert_eq!((conf.name(), conf.version(), conf.ipam_type()), ("a", Version::V0_1_0, "host-local"));
+    }
+
+    #[test]
+    fn a_prev_result_without_a_version_inherits_the_configurations() {
+        let conf =
+            NetConf::parse(r#"{"name":"a","cniVersion":"0.2.0","prevResult":{"ip4":{"ip":"1.2.3.4/8"}}}"#).unwrap();
+        assert_eq!(conf.prev_result().unwrap().unwrap().ips.len(), 1);
+        let conf = NetConf::parse(r#"{"name":"a","cniVersion":"0.4.0","prevResult":{"cniVersion":"1.0.0"}}"#).unwrap();
+        assert!(conf.prev_result().unwrap_err().msg().starts_with("could not parse prevResult: result type supports"));
+        assert!(NetConf::parse(r#"{"name":"a","prevResult":null}"#).unwrap().prev_result().unwrap().is_none());
+    }
+
+    #[test]
+    fn gc_acts_only_on_a_list_of_whole_attachments() {
+        let valid = |text: &str| ValidAttachments::from_config(&Json::parse(text.as_bytes()).unwrap());
+        for bad in [
+            "{}",
+            r#"{"cni.dev/valid-attachments":{}}"#,
+            r#"{"cni.dev/valid-attachments":"x"}"#,
+            r#"{"cni.dev/valid-attachments":[{"containerID":"a"}]}"#,
+            r#"{"cni.dev/valid-attachments":[{"containerID":"a","ifname":"b"},{"ifname":"b"}]}"#,
+            r#"{"cni.dev/valid-attachments":[null]}"#,
+        ] {
+            assert_eq!(valid(bad).unwrap_err().code(), Code::INVALID_CONFIG, "{bad}");
+        }
+        assert_eq!(valid(r#"{"cni.dev/valid-attachments":null}"#).unwrap(), ValidAttachments::default());
+        assert_eq!(valid(r#"{"cni.dev/attachments":[]}"#).unwrap(), ValidAttachments::default());
+        let one = valid(r#"{"cni.dev/valid-attachments":[{"containerID":"a","ifname":"b"}]}"#).unwrap();
+        assert!(one.contains("a", "b") && !one.contains("a", "c") && one.contains_container("a"));
+    }
+}

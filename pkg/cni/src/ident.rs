@@ -1,0 +1,89 @@
+//! Identifiers: container IDs, network names, interface names.
+//!
+//! They end up in file names, chain names and link aliases, so they are checked once, at the door. The texts are
+//! Go's; other programs compare them.
+
+use crate::{Code, Error, Result};
+
+/// How long a network name may be, in bytes: longer ones do not fit into file names once something is added to them.
+pub const MAX_NETWORK_NAME: usize = 200;
+
+/// A letter or a digit, then letters, digits, `_`, `.` and `-`.
+fn is_identifier(text: &str) -> bool {
+    text.bytes().next().is_some_and(|first| first.is_ascii_alphanumeric())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
+}
+
+/// Checks a CNI_CONTAINERID.
+///
+/// # Errors
+/// Code 4 with Go's text; the ID is in the details.
+pub fn check_container_id(id: &str) -> Result<()> {
+    if is_identifier(id) {
+        return Ok(());
+    }
+    Err(Error::new(Code::INVALID_ENVIRONMENT, "invalid characters in containerID (CNI_CONTAINERID)").with_details(id))
+}
+
+/// Checks the characters of a network's name, not its length.
+///
+/// # Errors
+/// Code 7 with Go's text; the name is in the details.
+pub fn check_network_name(name: &str) -> Result<()> {
+    if name.is_empty() {
+        return Err(Error::config("missing network name"));
+    }
+    if is_identifier(name) {
+        return Ok(());
+    }
+    Err(Error::config("invalid characters found in network name").with_details(name))
+}
+
+/// Checks a CNI_IFNAME: what the kernel takes as the name of a link.
+///
+/// # Errors
+/// Code 4 with Go's text.
+pub fn check_interface_name(name: &str) -> Result<()> {
+    let invalid = |msg: &str, details: &str| {
+        Err(Error::new(Code::INVALID_ENVIRONMENT, format!("{msg} (CNI_IFNAME)")).with_details(details))
+    };
+    if name.is_empty() {
+        return invalid("interface name is empty", "");
+    }
+    if name.len() > 15 {
+        return invalid("interface name is too long", "interface name should be less than 16 characters");
+    }
+    if name == "." || name == ".." {
+        return invalid("interface name is . or ..", name);
+    }
+    if name.chars().any(|c| c == '/' || c == ':' || c.is_whitespace()) {
+        return invalid("interface name contains / or : or whitespace characters", name);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn container_ids_and_network_names_share_their_alphabet() {
+        for good in ["a", "0", "a-b_c.d", "Z9.", "a--"] {
+            assert!(check_container_id(good).is_ok() && check_network_name(good).is_ok(), "{good}");
+        }
+        for bad in ["", "-a", ".a", "_a", "a/b", "a b", "some-%%container-id", "ä", "a\0"] {
+            assert!(check_container_id(bad).is_err() && check_network_name(bad).is_err(), "{bad}");
+        }
+        assert_eq!(check_network_name("").unwrap_err().msg(), "missing network name");
+    }
+
+    #[test]
+    fn interface_names_are_what_the_kernel_takes() {
+        for good in ["eth0", "a", "123456789012345", "eth0.100", "e%d"] {
+            assert!(check_interface_name(good).is_ok(), "{good}");
+        }
+        for bad in ["", ".", "..", "1234567890123456", "a/b", "a:b", "a b", "a\tb", "a\u{a0}b"] {
+            assert!(check_interface_name(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,451 @@
+//! One JSON document, read the way Go's decoder reads it.
+//!
+//! Configurations in the field were written against Go's `encoding/json`: keys of structures match whatever their
+//! case, `null` means the default, and of duplicate keys the last one counts. serde_json refuses all three, so its
+//! tokens are first collected into a [`Json`] tree, which keeps order and duplicates, and structures are then decoded
+//! from the tree with plain `#[derive(Deserialize)]`.
+//!
+//! Easy to get wrong: keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+
+/// How deep objects and arrays may nest.
+pub const MAX_DEPTH: usize = 128;
+
+/// A JSON value that remembers the order of keys and their duplicates.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Json {
+    /// `null`
+    Null,
+    /// `true` or `false`
+    Bool(bool),
+    /// Any number.
+    Number(serde_json::Number),
+    /// Any string.
+    String(String),
+    /// `[...]`
+    Array(Vec<Json>),
+    /// `{...}`, every member in the order given, duplicates included.
+    Object(Vec<(String, Json)>),
+}
+
+/// Why a document could not be read or a structure not be decoded: `path: reason`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JsonError {
+    path: String,
+    reason: String,
+}
+
+impl Json {
+    /// Reads one document. Bytes that are no UTF-8 become U+FFFD, as in Go.
+    ///
+    /// # Errors
+    /// What is no JSON, what follows the document, and what nests deeper than [`MAX_DEPTH`].
+    pub fn parse(bytes: &[u8]) -> Result<Json, JsonError> {
+        check_depth(bytes)?;
+        let text = String::from_utf8_lossy(bytes);
+        let mut reader = serde_json::Deserializer::from_str(&text);
+        reader.disable_recursion_limit(); // the depth was just checked
+        let json = Json::deserialize(&mut reader).map_err(JsonError::new)?;
+        reader.end().map_err(JsonError::new)?;
+        Ok(json)
+    }
+
+    /// The member of a structure: its name in any case, the last that is not `null`.
+    pub fn get(&self, name: &str) -> Option<&Json> {
+        let Json::Object(members) = self else { return None };
+        members.iter().rev().find(|(key, value)| key.eq_ignore_ascii_case(name) && *value != Json::Null).map(|m| &m.1)
+    }
+
+    /// Like [`get`](Json::get), but tells `null` from absent.
+    pub fn get_or_null(&self, name: &str) -> Option<&Json> {
+        let Json::Object(members) = self else { return None };
+        self.get(name).or_else(|| members.iter().rev().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|m| &m.1))
+    }
+
+    /// The text of a string.
+    pub fn as_str(&self) -> Option<&str> {
+        if let Json::String(text) = self { Some(text) } else { None }
+    }
+
+    /// Decodes a structure by Go's rules; keys it does not know are ignored.
+    ///
+    /// # Errors
+    /// A value of the wrong type, named by its path.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, JsonError> {
+        T::deserialize(Reader(self))
+    }
+
+    fn kind(&self) -> de::Unexpected<'_> {
+        match self {
+            Json::Null => de::Unexpected::Unit,
+            Json::Bool(value) => de::Unexpected::Bool(*value),
+            Json::Number(_) => de::Unexpected::Other("number"),
+            Json::String(text) => de::Unexpected::Str(text),
+            Json::Array(_) => de::Unexpected::Seq,
+            Json::Object(_) => de::Unexpected::Map,
+        }
+    }
+}
+
+/// Counts brackets outside strings: cheap, and independent of what serde_json's own limit may be.
+fn check_depth(bytes: &[u8]) -> Result<(), JsonError> {
+    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
+    for byte in bytes {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'{' | b'[' if !in_string => {
+                depth += 1;
+                if depth > MAX_DEPTH {
+                    return Err(JsonError::new(format!("nested deeper than {MAX_DEPTH} levels")));
+                }
+            }
+            b'}' | b']' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+impl<'de> Deserialize<'de> for Json {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Json, D::Error> {
+        struct Build;
+        impl<'de> Visitor<'de> for Build {
+            type Value = Json;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("JSON")
+            }
+            fn visit_unit<E>(self) -> Result<Json, E> {
+                Ok(Json::Null)
+            }
+            fn visit_bool<E>(self, value: bool) -> Result<Json, E> {
+                Ok(Json::Bool(value))
+            }
+            fn visit_u64<E>(self, value: u64) -> Result<Json, E> {
+                Ok(Json::Number(value.into()))
+            }
+            fn visit_i64<E>(self, value: i64) -> Result<Json, E> {
+                Ok(Json::Number(value.into()))
+            }
+            fn visit_f64<E>(self, value: f64) -> Result<Json, E> {
+                Ok(serde_json::Number::from_f64(value).map_or(Json::Null, Json::Number))
+            }
+            fn visit_str<E>(self, value: &str) -> Result<Json, E> {
+                Ok(Json::String(value.to_owned()))
+            }
+            fn visit_string<E>(self, value: String) -> Result<Json, E> {
+                Ok(Json::String(value))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Json, A::Error> {
+                let mut array = Vec::new();
+                while let Some(item) = items.next_element()? {
+                    array.push(item);
+                }
+                Ok(Json::Array(array))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Json, A::Error> {
+                let mut object = Vec::new();
+                while let Some(member) = members.next_entry()? {
+                    object.push(member);
+                }
+                Ok(Json::Object(object))
+            }
+        }
+        deserializer.deserialize_any(Build)
+    }
+}
+
+impl JsonError {
+    fn new(reason: impl fmt::Display) -> JsonError {
+        JsonError { path: String::new(), reason: reason.to_string() }
+    }
+
+    fn under(mut self, segment: impl fmt::Display) -> JsonError {
+        let gap = if self.path.is_empty() || self.path.starts_with('[') { "" } else { "." };
+        self.path = format!("{segment}{gap}{}", self.path);
+        self
+    }
+
+    /// Where in the document, as `ipam.ranges[0]`; empty for the document itself.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+}
+
+impl fmt::Display for JsonError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.path.as_str() {
+            "" => f.write_str(&self.reason),
+            path => write!(f, "{path}: {}", self.reason),
+        }
+    }
+}
+
+impl std::error::Error for JsonError {}
+
+impl de::Error for JsonError {
+    fn custom<T: fmt::Display>(reason: T) -> JsonError {
+        JsonError::new(reason)
+    }
+}
+
+/// Decodes from a tree.
+#[derive(Clone, Copy)]
+struct Reader<'a>(&'a Json);
+
+impl<'a> Reader<'a> {
+    fn mismatch<'de, V: Visitor<'de>>(&self, visitor: &V) -> JsonError {
+        de::Error::invalid_type(self.0.kind(), visitor)
+    }
+}
+
+/// The scalars: `null` is the type's zero, everything else must fit exactly.
+macro_rules! scalars {
+    ($($method:ident => $zero:ident($value:expr)),* $(,)?) => {$(
+        fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+            match self.0 {
+                Json::Null => visitor.$zero($value),
+                _ => self.deserialize_any(visitor),
+            }
+        }
+    )*};
+}
+
+impl<'de> de::Deserializer<'de> for Reader<'_> {
+    type Error = JsonError;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        match self.0 {
+            Json::Null => visitor.visit_unit(),
+            Json::Bool(value) => visitor.visit_bool(*value),
+            Json::Number(number) => number.deserialize_any(visitor).map_err(JsonError::new),
+            Json::String(text) => visitor.visit_str(text),
+            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0 }),
+            Json::Object(_) => self.deserialize_map(visitor),
+        }
+    }
+
+    scalars! {
+        deserialize_bool => visit_bool(false),
+        deserialize_i8 => visit_i64(0), deserialize_i16 => visit_i64(0),
+        deserialize_i32 => visit_i64(0), deserialize_i64 => visit_i64(0),
+        deserialize_u8 => visit_u64(0), deserialize_u16 => visit_u64(0),
+        deserialize_u32 => visit_u64(0), deserialize_u64 => visit_u64(0),
+        deserialize_i128 => visit_i64(0), deserialize_u128 => visit_u64(0),
+        deserialize_f32 => visit_f64(0.0), deserialize_f64 => visit_f64(0.0),
+        deserialize_char => visit_str(""), deserialize_str => visit_str(""), deserialize_string => visit_str(""),
+        deserialize_bytes => visit_bytes(b""), deserialize_byte_buf => visit_bytes(b""),
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        match self.0 {
+            Json::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_unit<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        visitor.visit_unit()
+    }
+
+    fn deserialize_unit_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, JsonError> {
+        visitor.visit_unit()
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, JsonError> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        match self.0 {
+            Json::Null => visitor.visit_seq(Items { items: [].iter(), index: 0 }),
+            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0 }),
+            _ => Err(self.mismatch(&visitor)),
+        }
+    }
+
+    fn deserialize_tuple<V: Visitor<'de>>(self, _: usize, visitor: V) -> Result<V::Value, JsonError> {
+        self.deserialize_seq(visitor)
+    }
+
+    fn deserialize_tuple_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: usize,
+        visitor: V,
+    ) -> Result<V::Value, JsonError> {
+        self.deserialize_seq(visitor)
+    }
+
+    /// A map: keys as they are written, in order, duplicates included (the collecting type decides).
+    fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        match self.0 {
+            Json::Null => visitor.visit_map(Members { members: Vec::new().into_iter(), value: None }),
+            Json::Object(members) => visitor.visit_map(Members {
+                members: members.iter().map(|(key, value)| (key.as_str(), value)).collect::<Vec<_>>().into_iter(),
+                value: None,
+            }),
+            _ => Err(self.mismatch(&visitor)),
+        }
+    }
+
+    /// A structure: each known field at most once, under its own spelling.
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, JsonError> {
+        match self.0 {
+            Json::Null | Json::Object(_) => visitor.visit_map(Members {
+                members: fields
+                    .iter()
+                    .filter_map(|field| self.0.get(field).map(|value| (*field, value)))
+                    .collect::<Vec<_>>()
+                    .into_iter(),
+                value: None,
+            }),
+            _ => Err(self.mismatch(&visitor)),
+        }
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, JsonError> {
+        match self.0 {
+            Json::String(text) => visitor.visit_enum(text.as_str().into_deserializer()),
+            _ => Err(self.mismatch(&visitor)),
+        }
+    }
+
+    fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        self.deserialize_any(visitor)
+    }
+
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
+        visitor.visit_unit()
+    }
+}
+
+struct Items<'a> {
+    items: std::slice::Iter<'a, Json>,
+    index: usize,
+}
+
+impl<'de> SeqAccess<'de> for Items<'_> {
+    type Error = JsonError;
+
+    fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, JsonError> {
+        let Some(item) = self.items.next() else { return Ok(None) };
+        let index = self.index;
+        self.index += 1;
+        seed.deserialize(Reader(item)).map(Some).map_err(|error| error.under(format_args!("[{index}]")))
+    }
+}
+
+struct Members<'a> {
+    members: std::vec::IntoIter<(&'a str, &'a Json)>,
+    value: Option<(&'a str, &'a Json)>,
+}
+
+impl<'de> MapAccess<'de> for Members<'_> {
+    type Error = JsonError;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, JsonError> {
+        self.value = self.members.next();
+        match self.value {
+            Some((key, _)) => seed.deserialize(key.into_deserializer()).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, JsonError> {
+        let Some((key, value)) = self.value.take() else {
+            return Err(JsonError::new("a value was asked for before its key"));
+        };
+        seed.deserialize(Reader(value)).map_err(|error| error.under(key))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    #[derive(Debug, Default, PartialEq, Deserialize)]
+    #[serde(default, rename_all = "camelCase")]
+    struct Conf {
+        cni_version: String,
+        mtu: u32,
+        vlan: Option<i64>,
+        ranges: Vec<Vec<Inner>>,
+        sysctl: BTreeMap<String, String>,
+    }
+
+    #[derive(Debug, Default, PartialEq, Deserialize)]
+    #[serde(default)]
+    struct Inner {
+        subnet: String,
+    }
+
+    fn decode(text: &str) -> Result<Conf, JsonError> {
+        Json::parse(text.as_bytes())?.decode()
+    }
+
+    #[test]
+    fn keys_of_structures_match_in_any_case_and_the_last_one_counts() {
+        let conf = decode(r#"{"CNIVERSION":"0.4.0","Mtu":1,"mtu":2,"MTU":null,"ranges":[[{"Subnet":"x"}]]}"#).unwrap();
+        assert_eq!((conf.cni_version.as_str(), conf.mtu), ("0.4.0", 2));
+        assert_eq!(conf.ranges[0][0].subnet, "x");
+    }
+
+    #[test]
+    fn keys_of_maps_keep_their_case() {
+        let conf = decode(r#"{"sysctl":{"A":"1","a":"2"}}"#).unwrap();
+        assert_eq!(conf.sysctl.len(), 2);
+    }
+
+    #[test]
+    fn null_is_the_default_everywhere() {
+        let conf =
+            decode(r#"{"cniVersion":null,"mtu":null,"vlan":null,"ranges":[null,[null]],"sysctl":null}"#).unwrap();
+        assert_eq!(conf, Conf { ranges: vec![vec![], vec![Inner::default()]], ..Conf::default() });
+    }
+
+    #[test]
+    fn errors_name_the_path() {
+        let error = decode(r#"{"ranges":[[{"subnet":"a"},{"subnet":5}]]}"#).unwrap_err();
+        assert_eq!(error.path(), "ranges[0][1].subnet");
+        assert!(error.to_string().starts_with("ranges[0][1].subnet: invalid type"), "{error}");
+    }
+
+    #[test]
+    fn what_go_refuses_is_refused() {
+        for text in ["", "[]", "{} {}", "{}x", r#"{"mtu":"1"}"#, r#"{"mtu":1.0}"#, r#"{"mtu":-1}"#, r#"{"ranges":{}}"#]
+        {
+            assert!(decode(text).is_err(), "{text:?} was accepted");
+        }
+    }
+
+    #[test]
+    fn nesting_ends_at_128_levels() {
+        let nested = |depth: usize| format!("{{\"x\":{}{}}}", "[".repeat(depth - 1), "]".repeat(depth - 1));
+        assert!(decode(&nested(128)).is_ok());
+        assert!(decode(&nested(129)).unwrap_err().to_string().contains("128"));
+        assert!(decode(r#"{"x":"[[[[\"[["}"#).is_ok());
+    }
+
+    #[test]
+    fn bytes_that_are_no_utf8_become_replacement_characters() {
+        assert_eq!(Json::parse(b"\"a\xffb\"").unwrap().as_str(), Some("a\u{fffd}b"));
+    }
+}

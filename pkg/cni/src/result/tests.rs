@@ -1,0 +1,112 @@
+//! Every shape, both ways, and what must not be lost between them.
+
+use super::*;
+
+fn full() -> AddResult {
+    let json = Json::parse(
+        br#"{"cniVersion":"1.1.0",
+        "interfaces":[{"name":"cni0","mac":"0a:00:00:00:00:01"},
+            {"name":"eth0","mac":"0a:00:00:00:00:02","mtu":1400,"sandbox":"/run/netns/c","socketPath":"/s","pciID":"0000:03:00.1"}],
+        "ips":[{"interface":0,"address":"10.1.0.2/24","gateway":"10.1.0.1"},{"address":"fd00::2/64"},{"address":"10.2.0.2/24"}],
+        "routes":[{"dst":"0.0.0.0/0","gw":"10.1.0.1"},{"dst":"10.9.8.7/16","mtu":0,"advmss":1,"priority":0,"table":0,"scope":0},
+            {"dst":"::/0"}],
+        "dns":{"nameservers":["10.1.0.1"],"domain":"d","search":["s"],"options":["o"]}}"#,
+    )
+    .unwrap();
+    AddResult::decode(&json, Version::V0_1_0).unwrap()
+}
+
+fn text(result: &AddResult, version: Version) -> String {
+    String::from_utf8(result.encode(version).unwrap()).unwrap()
+}
+
+fn round_trip(result: &AddResult, version: Version) -> AddResult {
+    let json = Json::parse(&result.encode(version).unwrap()).unwrap();
+    assert_eq!(json.get("cniVersion").unwrap().as_str(), Some(version.as_str()));
+    AddResult::decode_as(&json, version).unwrap()
+}
+
+#[test]
+fn the_newest_version_keeps_everything() {
+    assert_eq!(round_trip(&full(), Version::V1_1_0), full());
+}
+
+#[test]
+fn older_versions_from_0_3_0_on_lose_only_what_1_1_0_added_to_interfaces() {
+    let mut expected = full();
+    expected.interfaces[1] =
+        Interface { mtu: None, socket_path: String::new(), pci_id: String::new(), ..expected.interfaces[1].clone() };
+    for version in [Version::V0_3_0, Version::V0_3_1, Version::V0_4_0, Version::V1_0_0] {
+        assert_eq!(round_trip(&full(), version), expected, "{version}");
+    }
+}
+
+#[test]
+fn the_oldest_versions_keep_one_address_per_family() {
+    for version in [Version::V0_1_0, Version::V0_2_0] {
+        let back = round_trip(&full(), version);
+        let addresses: Vec<String> = back.ips.iter().map(|ip| ip.address.to_string()).collect();
+        assert_eq!(addresses, ["10.1.0.2/24", "fd00::2/64"]);
+        assert_eq!(back.routes[1], Route::new("10.9.8.7/16".parse().unwrap(), None));
+        assert!(back.interfaces.is_empty() && back.dns == full().dns);
+    }
+}
+
+#[test]
+fn the_oldest_versions_cannot_say_that_there_is_no_address() {
+    let error = AddResult::default().encode(Version::V0_2_0).unwrap_err();
+    assert_eq!(error.to_string(), "cannot convert: no valid IP addresses");
+}
+
+#[test]
+fn a_route_of_a_family_without_an_address_is_left_out_of_the_oldest_versions() {
+    let mut result = full();
+    result.ips.truncate(1);
+    assert!(!text(&result, Version::V0_2_0).contains("::/0"));
+}
+
+#[test]
+fn new_shapes_are_sorted_and_old_ones_in_declared_order() {
+    let result = AddResult {
+        interfaces: vec![Interface { name: "lo".into(), mac: "00:00:00:00:00:00".into(), ..Interface::default() }],
+        ips: vec![IpConfig { interface: Some(0), address: "127.0.0.1/8".parse().unwrap(), gateway: None }],
+        ..AddResult::default()
+    };
+    assert_eq!(
+        text(&result, Version::V1_0_0),
+        "{\n    \"cniVersion\": \"1.0.0\",\n    \"interfaces\": [\n        {\n            \"mac\": \"00:00:00:00:00:00\",\n            \"name\": \"lo\"\n        }\n    ],\n    \"ips\": [\n        {\n            \"address\": \"127.0.0.1/8\",\n            \"interface\": 0\n        }\n    ]\n}"
+    );
+    assert_eq!(
+        text(&result, Version::V0_4_0),
+        "{\n    \"cniVersion\": \"0.4.0\",\n    \"interfaces\": [\n        {\n            \"name\": \"lo\",\n            \"mac\": \"00:00:00:00:00:00\"\n        }\n    ],\n    \"ips\": [\n        {\n            \"version\": \"4\",\n            \"interface\": 0,\n            \"address\": \"127.0.0.1/8\"\n        }\n    ],\n    \"dns\": {}\n}"
+    );
+    assert_eq!(
+        text(&result, Version::V0_1_0),
+        "{\n    \"cniVersion\": \"0.1.0\",\n    \"ip4\": {\n        \"ip\": \"127.0.0.1/8\"\n    },\n    \"dns\": {}\n}"
+    );
+}
+
+#[test]
+fn a_result_without_a_version_has_the_callers_and_another_family_is_refused() {
+    let json = |text: &str| Json::parse(text.as_bytes()).unwrap();
+    let bare = json(r#"{"ip4":{"ip":"10.0.0.2/24"}}"#);
+    assert_eq!(AddResult::decode(&bare, Version::V0_2_0).unwrap().ips.len(), 1);
+    assert!(AddResult::decode(&bare, Version::V1_0_0).unwrap().ips.is_empty());
+    let newer = json(r#"{"cniVersion":"1.1.0","ips":[]}"#);
+    assert!(AddResult::decode_as(&newer, Version::V1_0_0).is_ok());
+    assert_eq!(
+        AddResult::decode_as(&newer, Version::V0_4_0).unwrap_err().to_string(),
+        "result type supports [0.3.0 0.3.1 0.4.0] but unmarshalled CNIVersion is \"1.1.0\""
+    );
+    assert_eq!(
+        AddResult::decode(&json(r#"{"cniVersion":"9.9.9"}"#), Version::V1_0_0).unwrap_err().to_string(),
+        "unsupported CNI result version \"9.9.9\""
+    );
+}
+
+#[test]
+fn bad_addresses_are_named_with_their_path() {
+    let json = Json::parse(br#"{"ips":[{"address":"10.0.0.1"}]}"#).unwrap();
+    let error = AddResult::decode(&json, Version::V1_0_0).unwrap_err();
+    assert_eq!(error.to_string(), "ips[0].address: invalid CIDR address: 10.0.0.1");
+}

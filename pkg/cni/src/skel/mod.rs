@@ -1,0 +1,380 @@
+//! The skeleton: what every plugin does around its own work.
+//!
+//! The environment and stdin are read once and become values; identifiers, versions and the namespace guard are
+//! checked before any work; a result is converted, encoded and written in full, and only then committed. A plugin is
+//! a [`Plugin`]: five verbs that get a [`Call`] and know nothing of streams, variables or exit codes.
+//!
+//! Easy to get wrong: an [`Added`] that is not committed undoes itself when it is dropped. So nothing here may end
+//! the process while one is alive.
+
+use std::io::{IsTerminal, Read, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use crate::args::CniArgs;
+use crate::config::{self, NetConf, ValidAttachments};
+use crate::json::Json;
+use crate::machine::Machine;
+use crate::result::{AddResult, pretty};
+use crate::rollback::{Notes, Rollback};
+use crate::version::{Version, parse_triple};
+use crate::{Code, Error, Result, ident};
+
+mod environment;
+#[cfg(test)]
+mod tests;
+
+pub use environment::{Environment, Verb};
+
+/// How much is read from stdin.
+pub const MAX_STDIN: usize = 16 << 20;
+
+/// A CNI plugin. VERSION is answered by the skeleton.
+pub trait Plugin {
+    /// The name of the binary.
+    fn name(&self) -> &'static str;
+
+    /// Attaches the container. What was done is in [`Added::rollback`] until the result has been written.
+    ///
+    /// # Errors
+    /// Nothing of a failed ADD may stay but what others may use too (a bridge, a shared chain).
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>>;
+
+    /// Whether the attachment is as ADD left it, and as later plugins may have changed it.
+    ///
+    /// # Errors
+    /// What differs.
+    fn check(&self, call: &Call<'_>) -> Result<()>;
+
+    /// Removes all of the attachment that can be found, in whatever state it is. What is missing is no error.
+    ///
+    /// # Errors
+    /// All that went wrong, after everything that could be removed has been.
+    fn del(&self, call: &Call<'_>) -> Result<()>;
+
+    /// Removes everything of this network that belongs to no attachment of `valid`.
+    ///
+    /// # Errors
+    /// All that went wrong, after everything that could be removed has been.
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()>;
+
+    /// Whether the next ADD could be served.
+    ///
+    /// # Errors
+    /// Codes 50 and 51, or what is wrong with the configuration.
+    fn status(&self, call: &Call<'_>) -> Result<()>;
+}
+
+/// A finished ADD: the result, and how to undo it.
+#[derive(Debug)]
+pub struct Added<'a> {
+    /// What the runtime is told.
+    pub result: AddResult,
+    /// Committed once the result has been written; dropped, and so run, if that fails.
+    pub rollback: Rollback<'a>,
+}
+
+/// One call of a plugin, as values.
+#[derive(Debug)]
+pub struct Call<'m> {
+    /// CNI_CONTAINERID; empty for GC and STATUS.
+    pub container_id: String,
+    /// CNI_NETNS. `None` if it was not given, or if a DEL must not touch it because it is the plugin's own.
+    pub netns: Option<PathBuf>,
+    /// CNI_IFNAME; empty for GC and STATUS.
+    pub ifname: String,
+    /// The configuration.
+    pub conf: NetConf,
+    /// The whole environment, for delegates.
+    pub environment: &'m Environment,
+    /// The machine.
+    pub machine: MachineRef<'m>,
+    /// Where remarks go.
+    pub notes: Notes,
+}
+
+/// A borrowed [`Machine`] that can be printed.
+#[derive(Clone, Copy)]
+pub struct MachineRef<'m>(pub &'m dyn Machine);
+
+impl std::fmt::Debug for MachineRef<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Machine")
+    }
+}
+
+impl<'m> std::ops::Deref for MachineRef<'m> {
+    type Target = dyn Machine + 'm;
+
+    fn deref(&self) -> &Self::Target {
+        self.0
+    }
+}
+
+impl Call<'_> {
+    /// CNI_ARGS.
+    ///
+    /// # Errors
+    /// Code 4 for a malformed pair.
+    pub fn args(&self) -> Result<CniArgs> {
+        CniArgs::parse(&self.environment.args)
+    }
+
+    /// CNI_NETNS, for the verbs that need it.
+    ///
+    /// # Errors
+    /// Code 4; the skeleton has checked this for ADD and CHECK.
+    pub fn netns(&self) -> Result<&Path> {
+        self.netns.as_deref().ok_or_else(|| environment::missing(&["CNI_NETNS"]))
+    }
+
+    /// A new stack of undos whose failures are told to this call's notes.
+    pub fn rollback<'a>(&self) -> Rollback<'a> {
+        Rollback::new(self.notes.clone())
+    }
+}
+
+/// The streams of a call, as values.
+pub struct Streams<'a> {
+    /// Where the configuration comes from. `None` if that is a terminal, which nobody types into.
+    pub stdin: Option<&'a mut dyn Read>,
+    /// The wire.
+    pub stdout: &'a mut dyn Write,
+    /// Everything else.
+    pub notes: Notes,
+}
+
+/// Runs a plugin as a process: its environment, its standard streams, its exit code.
+pub fn run(plugin: &dyn Plugin, machine: &dyn Machine) -> ExitCode {
+    use std::os::fd::AsFd as _;
+
+    // The message of a panic goes into the error; where it happened goes to stderr, without the usual backtrace hint.
+    std::panic::set_hook(Box::new(|info| eprint(&info.to_string())));
+    let environment = Environment::from_process();
+    let mut stdin = std::io::stdin();
+    let terminal = stdin.is_terminal();
+    // Rust's own stdout writes line by line; a result goes out in one piece.
+    let mut stdout = match std::io::stdout().as_fd().try_clone_to_owned() {
+        Ok(fd) => std::fs::File::from(fd),
+        Err(error) => {
+            eprint(&format!("{}: stdout cannot be used: {error}", plugin.name()));
+            return ExitCode::FAILURE;
+        }
+    };
+    let streams = Streams {
+        stdin: if terminal { None } else { Some(&mut stdin) },
+        stdout: &mut stdout,
+        notes: Notes::new(eprint),
+    };
+    match dispatch(plugin, machine, &environment, streams) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failed) => ExitCode::FAILURE,
+    }
+}
+
+/// One line to stderr. A closed stderr is nobody's problem.
+fn eprint(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// The call failed and the error has been written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Failed;
+
+/// Runs a plugin on values.
+///
+/// # Errors
+/// [`Failed`], after the error has been written to stdout.
+pub fn dispatch(
+    plugin: &dyn Plugin,
+    machine: &dyn Machine,
+    environment: &Environment,
+    mut streams: Streams<'_>,
+) -> Result<(), Failed> {
+    let mut version = Version::NEWEST;
+    let outcome = serve(plugin, machine, environment, &mut streams, &mut version);
+    outcome.map_err(|error| {
+        let written = streams.stdout.write_all(&encode_error(&error, version)).and_then(|()| streams.stdout.flush());
+        if let Err(why) = written {
+            streams.notes.note(format_args!("{error} (and this could not be written to stdout: {why})"));
+        }
+        Failed
+    })
+}
+
+#[derive(Serialize)]
+struct WireError<'a> {
+    #[serde(rename = "cniVersion")]
+    cni_version: &'static str,
+    code: u32,
+    msg: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    details: &'a str,
+}
+
+fn encode_error(error: &Error, version: Version) -> Vec<u8> {
+    let (code, msg, details) = (error.code().0, error.msg(), error.details());
+    pretty(&WireError { cni_version: version.as_str(), code, msg, details })
+}
+
+/// `version` is what an error is to be written in, as soon as it is known.
+fn serve(
+    plugin: &dyn Plugin,
+    machine: &dyn Machine,
+    environment: &Environment,
+    streams: &mut Streams<'_>,
+    version: &mut Version,
+) -> Result<()> {
+    let Some(verb) = environment.verb(plugin.name())? else {
+        streams.notes.note(about(plugin.name()));
+        return Ok(());
+    };
+    if verb == Verb::Version {
+        return write_out(streams.stdout, &version_reply(&mut streams.stdin));
+    }
+    environment.check(verb)?;
+
+    let raw = read_config(&mut streams.stdin)?;
+    let json = config::parse_object(&raw)?;
+    if let Ok(text) = config::version_text(&json) {
+        *version = Version::find(&text).unwrap_or(Version::NEWEST);
+    }
+    let name_length = config::name(&json)?.len();
+    let supported = check_version(verb, &config::version_text(&json)?)?;
+    let conf = NetConf::new(raw, json, supported)?;
+    if verb == Verb::Add && name_length > ident::MAX_NETWORK_NAME {
+        let msg = format!("network name is too long: {name_length} bytes, at most {} fit", ident::MAX_NETWORK_NAME);
+        return Err(Error::config(msg).with_details(conf.name()));
+    }
+
+    let attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
+    let given = |value: &str| if attachment { value.to_owned() } else { String::new() };
+    let mut call = Call {
+        container_id: given(&environment.container_id),
+        netns: Some(PathBuf::from(given(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
+        ifname: given(&environment.ifname),
+        conf,
+        environment,
+        machine: MachineRef(machine),
+        notes: streams.notes.clone(),
+    };
+    // A path that cannot be opened is the plugin's to judge: some never look at it.
+    let own = !environment.netns_override
+        && call.netns.as_deref().is_some_and(|path| machine.is_own_netns(path).unwrap_or(false));
+    let guard = || {
+        Error::new(Code::INVALID_NETNS, "plugin's netns and netns from CNI_NETNS should not be the same")
+            .with_details(format!("CNI_NETNS={}", environment.netns))
+    };
+    if own && verb != Verb::Del {
+        return Err(guard());
+    }
+    match verb {
+        Verb::Add => add(plugin, &call, streams.stdout),
+        Verb::Check => unwinding(plugin, || plugin.check(&call)),
+        Verb::Del if own => {
+            call.netns = None;
+            let outcome = unwinding(plugin, || plugin.del(&call));
+            Err(Error::join([Some(guard()), outcome.err()].into_iter().flatten()).unwrap_or_else(guard))
+        }
+        Verb::Del => unwinding(plugin, || plugin.del(&call)),
+        Verb::Gc => {
+            let valid = ValidAttachments::from_config(call.conf.json())?;
+            unwinding(plugin, || plugin.gc(&call, &valid))
+        }
+        Verb::Status => unwinding(plugin, || plugin.status(&call)),
+        Verb::Version => Ok(()),
+    }
+}
+
+/// The end of an ADD: encode, write all of it, only then commit. Every way out before that rolls back.
+fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<()> {
+    unwinding(plugin, || {
+        let Added { result, rollback } = plugin.add(call)?;
+        if call.machine.terminated() {
+            return Err(Error::new(Code::TRY_AGAIN, "interrupted by SIGTERM: all of this ADD was rolled back"));
+        }
+        let bytes = result.encode(call.conf.version()).map_err(|error| {
+            let doing = format!("failed to express the result in version {}", call.conf.version());
+            Error::new(Code::INCOMPATIBLE_VERSION, error.to_string()).with_details(doing)
+        })?;
+        write_out(stdout, &bytes)?;
+        rollback.commit();
+        Ok(())
+    })
+}
+
+/// Turns a panic into code 999. By then unwinding has run every rollback.
+fn unwinding(plugin: &dyn Plugin, verb: impl FnOnce() -> Result<()>) -> Result<()> {
+    catch_unwind(AssertUnwindSafe(verb)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no text".to_owned());
+        Err(Error::new(Code::INTERNAL, format!("{} failed by a fault of its own: {text}", plugin.name())))
+    })
+}
+
+fn write_out(stdout: &mut dyn Write, bytes: &[u8]) -> Result<()> {
+    stdout
+        .write_all(bytes)
+        .and_then(|()| stdout.flush())
+        .map_err(|error| Error::caused(Code::IO, "failed to write the result to stdout", error))
+}
+
+fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
+    let Some(stdin) = stdin else {
+        return Err(Error::new(
+            Code::IO,
+            "error reading from stdin: it is a terminal; the network configuration is expected there",
+        ));
+    };
+    let mut bytes = Vec::with_capacity(4096);
+    stdin
+        .take(MAX_STDIN as u64 + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|error| Error::caused(Code::IO, "error reading from stdin", error))?;
+    if bytes.len() > MAX_STDIN {
+        return Err(Error::new(Code::IO, format!("error reading from stdin: more than {} MiB", MAX_STDIN >> 20)));
+    }
+    Ok(bytes)
+}
+
+/// The rules of versions, in Go's order and with Go's texts.
+fn check_version(verb: Verb, config: &str) -> Result<Version> {
+    let needed = match verb {
+        Verb::Check => Some(("CHECK", Version::V0_4_0)),
+        Verb::Gc => Some(("GC", Version::V1_1_0)),
+        Verb::Status => Some(("STATUS", Version::V1_1_0)),
+        Verb::Add | Verb::Del | Verb::Version => None,
+    };
+    if let Some((verb, needed)) = needed {
+        let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
+        let wanted = triple(config)?;
+        if wanted < triple(needed.as_str())? {
+            return Err(config::incompatible(&format!("config version does not allow {verb}"), config));
+        }
+        if wanted > triple(Version::NEWEST.as_str())? {
+            return Err(config::incompatible(&format!("plugin version does not allow {verb}"), config));
+        }
+    }
+    Version::find(config).ok_or_else(|| config::incompatible("incompatible CNI versions", config))
+}
+
+/// VERSION: the input's version if we speak it, else the newest. Never fails, never waits for a terminal.
+fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
+    let asked = read_config(stdin).ok().and_then(|bytes| {
+        let json = Json::parse(&bytes).ok()?;
+        Version::find(json.get("cniVersion")?.as_str().filter(|text| !text.is_empty())?)
+    });
+    let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
+    let version = asked.unwrap_or(Version::NEWEST);
+    format!("{{\"cniVersion\":\"{version}\",\"supportedVersions\":[{}]}}\n", supported.join(",")).into_bytes()
+}
+
+/// What a person sees who runs the plugin by hand.
+fn about(name: &str) -> String {
+    let supported: Vec<&str> = Version::ALL.iter().map(|version| version.as_str()).collect();
+    let version = env!("CARGO_PKG_VERSION");
+    format!("CNI {name} plugin v{version}\nCNI protocol versions supported: {}", supported.join(", "))
+}

@@ -1,0 +1,140 @@
+//! The specification's versions.
+//!
+//! A configuration's version must be one of [`Version::ALL`], to the letter; order alone matters for CHECK (0.4.0)
+//! and for GC and STATUS (1.1.0), which is why also versions we do not support must be comparable ([`parse_triple`]).
+
+use std::fmt;
+
+/// A version of the specification that we speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Version {
+    /// 0.1.0: `ip4` and `ip6`
+    V0_1_0,
+    /// 0.2.0: VERSION
+    V0_2_0,
+    /// 0.3.0: lists of plugins; `interfaces` and `ips`
+    V0_3_0,
+    /// 0.3.1
+    V0_3_1,
+    /// 0.4.0: CHECK; DEL gets `prevResult`
+    V0_4_0,
+    /// 1.0.0: `ips[].version` is gone
+    V1_0_0,
+    /// 1.1.0: GC, STATUS; more fields in interfaces and routes
+    V1_1_0,
+}
+
+impl Version {
+    /// All of them, oldest first.
+    pub const ALL: [Version; 7] = [
+        Version::V0_1_0,
+        Version::V0_2_0,
+        Version::V0_3_0,
+        Version::V0_3_1,
+        Version::V0_4_0,
+        Version::V1_0_0,
+        Version::V1_1_0,
+    ];
+
+    /// The newest.
+    pub const NEWEST: Version = Version::V1_1_0;
+
+    /// As it stands in `cniVersion`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Version::V0_1_0 => "0.1.0",
+            Version::V0_2_0 => "0.2.0",
+            Version::V0_3_0 => "0.3.0",
+            Version::V0_3_1 => "0.3.1",
+            Version::V0_4_0 => "0.4.0",
+            Version::V1_0_0 => "1.0.0",
+            Version::V1_1_0 => "1.1.0",
+        }
+    }
+
+    /// The version a `cniVersion` names; empty or absent is 0.1.0. `None` for one that we do not speak.
+    pub fn find(text: &str) -> Option<Version> {
+        if text.is_empty() {
+            return Some(Version::V0_1_0);
+        }
+        Version::ALL.into_iter().find(|version| version.as_str() == text)
+    }
+
+    /// Which family of result shapes the version belongs to.
+    pub fn shape(self) -> Shape {
+        match self {
+            Version::V0_1_0 | Version::V0_2_0 => Shape::Ip4Ip6,
+            Version::V0_3_0 | Version::V0_3_1 | Version::V0_4_0 => Shape::VersionedIps,
+            Version::V1_0_0 | Version::V1_1_0 => Shape::Ips,
+        }
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// The three shapes a result has had on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// 0.1.0 and 0.2.0
+    Ip4Ip6,
+    /// 0.3.0 to 0.4.0: `ips[].version`
+    VersionedIps,
+    /// 1.0.0 and 1.1.0
+    Ips,
+}
+
+impl Shape {
+    /// The versions of this shape.
+    pub fn versions(self) -> impl Iterator<Item = Version> {
+        Version::ALL.into_iter().filter(move |version| version.shape() == self)
+    }
+}
+
+/// `a.b.c` as numbers, with Go's leniency: one to three parts, missing ones are 0, an empty text is 0.1.0.
+///
+/// # Errors
+/// Go's words for what is no version.
+pub fn parse_triple(text: &str) -> Result<[u64; 3], String> {
+    if text.is_empty() {
+        return Ok([0, 1, 0]);
+    }
+    let mut triple = [0; 3];
+    let parts: Vec<&str> = text.split('.').collect();
+    if parts.len() > 3 {
+        return Err(format!("invalid version \"{text}\": too many parts"));
+    }
+    for (slot, part) in triple.iter_mut().zip(parts) {
+        *slot =
+            part.parse().map_err(|_| format!("failed to convert version part \"{part}\" of \"{text}\" to a number"))?;
+    }
+    Ok(triple)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_exact_text_of_a_version_is_found() {
+        for version in Version::ALL {
+            assert_eq!(Version::find(version.as_str()), Some(version));
+        }
+        assert_eq!(Version::find(""), Some(Version::V0_1_0));
+        for text in ["0.4", "1.1", "1.1.1", "01.0.0", " 1.0.0", "9.9.9"] {
+            assert_eq!(Version::find(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn malformed_versions_do_not_parse() {
+        for text in ["asdf", "asdf.", ".x", "0.", "..", "1.2.3.4", "1.2.3.4.5", "1.-2.3"] {
+            assert!(parse_triple(text).is_err(), "{text}");
+        }
+        assert_eq!(parse_triple("1.2"), Ok([1, 2, 0]));
+        assert_eq!(parse_triple(""), Ok([0, 1, 0]));
+    }
+}
