@@ -1,1 +1,52 @@
-//! placeholder
+//! The Linux kernel as CNI plugins need it.
+//!
+//! Rooms:
+//!
+//! - [`netns`]: network namespaces by path, and the one door through which code runs inside one.
+//! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`], [`bridge`],
+//!   [`veth`], [`vlan`], [`addr`], [`route`] and [`neigh`] put their verbs.
+//! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
+//! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
+//! - [`machine`], [`child`]: signals, and running another program so that it can never outlive this one.
+//! - `firewall`: iptables and nf_tables.
+//! - `sys`: the only unsafe code of the whole workspace.
+//!
+//! Everything is synchronous; rtnetlink and its runtime are an inner matter, and none of their types leave this crate.
+//! The fact a newcomer gets wrong: a netlink socket belongs to the namespace it was born in, /proc/sys to the thread
+//! that opens the file. So one connection per namespace, and the door for the files.
+
+pub mod addr;
+pub mod announce;
+pub mod bridge;
+pub mod child;
+pub mod error;
+pub mod firewall;
+pub mod link;
+pub mod mac;
+pub mod machine;
+pub mod mark;
+pub mod neigh;
+pub mod netlink;
+pub mod netns;
+pub mod route;
+mod sys;
+pub mod sysctl;
+#[cfg(test)]
+mod testing;
+pub mod veth;
+pub mod vlan;
+pub mod watch;
+
+pub use addr::{Addr, Dad};
+pub use bridge::{BridgeSpec, PortFlags};
+pub use error::{Error, Result, Taken};
+pub use link::{BridgeInfo, Link, LinkKind, OperState, Port, PortState, Promisc};
+pub use mac::Mac;
+pub use machine::LinuxMachine;
+pub use mark::Mark;
+pub use netlink::Netlink;
+pub use netns::Netns;
+pub use route::{Family, Route};
+pub use veth::{Veth, VethSpec};
+pub use vlan::{Target, Vlan, VlanFlags};
+pub use watch::Watch;

@@ -1,0 +1,199 @@
+//! Addresses on interfaces.
+//!
+//! The newcomer's mistakes: an IPv6 address just added is *tentative*, and of no use, until the kernel has looked for
+//! duplicates (on an interface without carrier: for ever); and taking an interface down loses its IPv6 addresses.
+
+use std::net::IpAddr;
+
+use cni::Cidr;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use crate::error::{Error, Result};
+use crate::netlink::Netlink;
+
+/// An address of an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Addr {
+    /// The address with the length of its network's prefix.
+    pub cidr: Cidr,
+    /// The interface's index.
+    pub index: u32,
+    /// How far it reaches: 0 everywhere, 253 this link, 254 this host.
+    pub scope: u8,
+    /// Whether duplicates are still looked for.
+    pub tentative: bool,
+    /// Whether somebody else on the link has it.
+    pub dad_failed: bool,
+    /// Whether it stays until it is deleted.
+    pub permanent: bool,
+}
+
+/// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for IPv4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dad {
+    /// As the interface's sysctls say.
+    Normal,
+    /// Not at all: the address is usable at once.
+    Skip,
+}
+
+impl Netlink {
+    /// The addresses of one interface, of both families.
+    pub fn list_addresses(&self, index: u32) -> Result<Vec<Addr>> {
+        let mut message = AddressMessage::default();
+        message.header.index = index;
+        let answer = match self.dump(RouteNetlinkMessage::GetAddress(message)) {
+            Ok(answer) => answer,
+            Err(cause) => {
+                return Err(Error::new(format_args!("failed to list the addresses of {}", self.label(index)), cause));
+            }
+        };
+        Ok(answer.into_iter().filter_map(decode).filter(|addr| addr.index == index).collect())
+    }
+
+    /// Every address of the namespace.
+    pub fn list_all_addresses(&self) -> Result<Vec<Addr>> {
+        let answer = self.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()));
+        let answer = answer.map_err(|cause| Error::new("failed to list the addresses", cause))?;
+        Ok(answer.into_iter().filter_map(decode).collect())
+    }
+
+    /// Adds an address, for IPv4 with its network's broadcast address where there is one.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if the interface has it already.
+    pub fn add_address(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
+        let message = RouteNetlinkMessage::NewAddress(message(index, cidr, dad));
+        self.request(message, NLM_F_CREATE | NLM_F_EXCL)
+            .map(drop)
+            .map_err(|cause| Error::new(format_args!("failed to add {cidr} to {}", self.label(index)), cause))
+    }
+
+    /// Deletes an address.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] if the interface has no such address, or does not exist.
+    pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
+        let mut message = message(index, cidr, Dad::Normal);
+        // The kernel would otherwise compare what it may itself have filled in differently.
+        message.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::Broadcast(_)));
+        self.request(RouteNetlinkMessage::DelAddress(message), 0)
+            .map(drop)
+            .map_err(|cause| Error::new(format_args!("failed to delete {cidr} from {}", self.label(index)), cause))
+    }
+}
+
+fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
+    let mut message = AddressMessage::default();
+    message.header.index = index;
+    message.header.prefix_len = cidr.prefix();
+    message.header.family = if cidr.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    message.attributes.push(AddressAttribute::Local(cidr.address()));
+    message.attributes.push(AddressAttribute::Address(cidr.address()));
+    match cidr.last() {
+        // RFC 3021: two stations need no broadcast address, one has nobody to send to.
+        IpAddr::V4(last) if cidr.prefix() < 31 => message.attributes.push(AddressAttribute::Broadcast(last)),
+        IpAddr::V6(_) if dad == Dad::Skip => {
+            message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));
+        }
+        _ => {}
+    }
+    message
+}
+
+fn decode(message: RouteNetlinkMessage) -> Option<Addr> {
+    let RouteNetlinkMessage::NewAddress(AddressMessage { header, attributes, .. }) = message else { return None };
+    let (mut local, mut address) = (None, None);
+    // The header has the low eight flags, for kernels too old for the attribute.
+    let mut flags = AddressFlags::from_bits_retain(header.flags.bits().into());
+    for attribute in attributes {
+        match attribute {
+            AddressAttribute::Local(ip) => local = Some(ip),
+            AddressAttribute::Address(ip) => address = Some(ip),
+            AddressAttribute::Flags(all) => flags = all,
+            _ => {}
+        }
+    }
+    // On a point-to-point link "address" is the other side; IPv6 sends "local" only there.
+    let cidr = Cidr::new(local.or(address)?, header.prefix_len)?;
+    Some(Addr {
+        cidr,
+        index: header.index,
+        scope: header.scope.into(),
+        tentative: flags.contains(AddressFlags::Tentative),
+        dad_failed: flags.contains(AddressFlags::Dadfailed),
+        permanent: flags.contains(AddressFlags::Permanent),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::BridgeSpec;
+    use crate::testing::{in_new_netns, output};
+
+    fn cidr(text: &str) -> Cidr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn addresses_of_both_families_come_and_go() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
+            for text in ["10.1.2.3/24", "10.9.9.0/31", "10.8.8.8/32", "fd00::5/64"] {
+                netlink.add_address(bridge.index, cidr(text), Dad::Skip).unwrap();
+            }
+            let addresses = netlink.list_addresses(bridge.index).unwrap();
+            for text in ["10.1.2.3/24", "10.9.9.0/31", "10.8.8.8/32", "fd00::5/64"] {
+                let addr = addresses.iter().find(|addr| addr.cidr == cidr(text)).unwrap();
+                assert!(addr.permanent && !addr.tentative && !addr.dad_failed && addr.scope == 0, "{addr:?}");
+            }
+            let shown = output("ip -4 address show br0");
+            assert_eq!(shown.matches("brd").count(), 1, "{shown}");
+            assert!(shown.contains("10.1.2.3/24 brd 10.1.2.255"), "{shown}");
+
+            let error = netlink.add_address(bridge.index, cidr("10.1.2.3/24"), Dad::Normal).unwrap_err();
+            assert!(error.is_exists(), "{error}");
+            assert!(error.to_string().starts_with("failed to add 10.1.2.3/24 to br0: File exists"), "{error}");
+            for text in ["10.1.2.3/24", "fd00::5/64"] {
+                netlink.delete_address(bridge.index, cidr(text)).unwrap();
+                let error = netlink.delete_address(bridge.index, cidr(text)).unwrap_err();
+                assert!(error.is_not_found(), "{error}");
+            }
+        });
+    }
+
+    #[test]
+    fn only_the_interface_asked_for_is_listed() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
+            netlink.set_up(1).unwrap();
+            netlink.add_address(bridge.index, cidr("10.1.2.3/24"), Dad::Normal).unwrap();
+            let addresses = netlink.list_addresses(bridge.index).unwrap();
+            assert_eq!(addresses.iter().map(|addr| addr.cidr).collect::<Vec<_>>(), [cidr("10.1.2.3/24")]);
+            let all = netlink.list_all_addresses().unwrap();
+            let loopback = all.iter().find(|addr| addr.cidr == cidr("127.0.0.1/8")).unwrap();
+            assert_eq!((loopback.index, loopback.scope), (1, 254));
+            assert!(all.iter().any(|addr| addr.cidr == cidr("::1/128")));
+        });
+    }
+
+    #[test]
+    fn without_skip_an_ipv6_address_is_tentative_at_first() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
+            netlink.add_address(bridge.index, cidr("fd00::1/64"), Dad::Normal).unwrap();
+            netlink.add_address(bridge.index, cidr("fd00::2/64"), Dad::Skip).unwrap();
+            let tentative = |text| {
+                let addresses = netlink.list_addresses(bridge.index).unwrap();
+                addresses.iter().find(|addr| addr.cidr == cidr(text)).unwrap().tentative
+            };
+            assert!(tentative("fd00::1/64") && !tentative("fd00::2/64"));
+        });
+    }
+}

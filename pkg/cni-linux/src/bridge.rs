@@ -1,0 +1,227 @@
+//! Bridges and their ports.
+//!
+//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). The newcomer's mistakes: a bridge made without an
+//! address takes the lowest of its ports' and changes it with them; and a kernel may have bridges but no VLAN
+//! filtering, which it tells (EOPNOTSUPP) only when asked to switch it on.
+
+use std::time::Instant;
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
+use rtnetlink::packet_route::RouteNetlinkMessage;
+use rtnetlink::packet_route::link::{
+    InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoPortKind, LinkAttribute, LinkFlags, LinkInfo,
+    LinkMessage,
+};
+
+use crate::error::{Cause, Error, Result};
+use crate::link::{self, Link, OperState, PortState};
+use crate::mac::Mac;
+use crate::netlink::Netlink;
+use crate::watch::Watch;
+
+/// A bridge to be made.
+#[derive(Clone, Copy, Debug)]
+pub struct BridgeSpec<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// The largest packet, or the kernel's default (which follows the ports).
+    pub mtu: Option<u32>,
+    /// Its address from the first moment on, which then never changes by itself; or one that follows the ports.
+    pub mac: Option<Mac>,
+    /// Whether it tells VLANs apart.
+    pub vlan_filtering: bool,
+    /// Whether it is up at once.
+    pub up: bool,
+}
+
+impl<'a> BridgeSpec<'a> {
+    /// A bridge with nothing but a name: down, no VLANs, the kernel's defaults.
+    pub fn named(name: &'a str) -> BridgeSpec<'a> {
+        BridgeSpec { name, mtu: None, mac: None, vlan_filtering: false, up: false }
+    }
+}
+
+/// How a bridge treats a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortFlags {
+    /// Whether a frame may leave by the port it came in by.
+    pub hairpin: bool,
+    /// Whether it exchanges no frames with other isolated ports. Ignored by kernels before 4.18.
+    pub isolated: bool,
+}
+
+impl Netlink {
+    /// Makes a bridge, in one request. What is returned is as at its birth: whether it works is not judged yet.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if VLAN filtering was asked for
+    /// and the kernel has none. Nothing is made in either case.
+    pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
+        let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
+        let mut message = LinkMessage::default();
+        if spec.up {
+            (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
+        }
+        message.attributes.push(LinkAttribute::IfName(spec.name.to_owned()));
+        message.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
+        message.attributes.extend(spec.mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
+        let mut info = vec![LinkInfo::Kind(InfoKind::Bridge)];
+        if spec.vlan_filtering {
+            info.push(LinkInfo::Data(InfoData::Bridge(vec![InfoBridge::VlanFiltering(true)])));
+        }
+        message.attributes.push(LinkAttribute::LinkInfo(info));
+        self.create_link(message, spec.name).map_err(failed)
+    }
+
+    /// RTM_NEWLINK, exclusively; returns the new link.
+    pub(crate) fn create_link(&self, message: LinkMessage, name: &str) -> Result<Link, Cause> {
+        let message = RouteNetlinkMessage::NewLink(message);
+        let answer = self.request(message, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
+        // Kernels since 6.2 answer with the link they made; the others are asked.
+        match answer.into_iter().find_map(link::decode) {
+            Some(link) => Ok(link),
+            None => self.get_link(0, Some(name))?.ok_or(Cause::LinkNotFound),
+        }
+    }
+
+    /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once: the caller has
+    /// made sure that there is none.
+    ///
+    /// # Errors
+    /// [`Error::is_unsupported`] if the kernel cannot.
+    pub fn set_vlan_filtering(&self, index: u32) -> Result<()> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        let data = InfoData::Bridge(vec![InfoBridge::VlanFiltering(true)]);
+        let info = vec![LinkInfo::Kind(InfoKind::Bridge), LinkInfo::Data(data)];
+        message.attributes.push(LinkAttribute::LinkInfo(info));
+        // SETLINK ignores a link's own options; only NEWLINK, on a link that exists, changes them.
+        self.request(RouteNetlinkMessage::NewLink(message), 0).map(drop).map_err(|cause| {
+            Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
+        })
+    }
+
+    /// Sets both flags of a bridge's port, in one request.
+    pub fn set_port(&self, index: u32, flags: &PortFlags) -> Result<()> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        let flags = vec![InfoBridgePort::HairpinMode(flags.hairpin), InfoBridgePort::Isolated(flags.isolated)];
+        let info = vec![LinkInfo::PortKind(InfoPortKind::Bridge), LinkInfo::PortData(InfoPortData::BridgePort(flags))];
+        message.attributes.push(LinkAttribute::LinkInfo(info));
+        self.request(RouteNetlinkMessage::NewLink(message), 0).map(drop).map_err(|cause| {
+            Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
+        })
+    }
+
+    /// Waits until a bridge's port lets frames pass: both ends up, and the spanning tree agreed. `watch` must have
+    /// been opened in this connection's namespace, before the port was touched.
+    ///
+    /// # Errors
+    /// [`Error::is_deadline`], [`Error::is_terminated`], or the port is gone, or no port.
+    pub fn wait_port_forwarding(
+        &self,
+        watch: &Watch,
+        index: u32,
+        deadline: Instant,
+        machine: &dyn cni::machine::Machine,
+    ) -> Result<Link> {
+        watch.wait("the bridge's port to forward", deadline, machine, || {
+            let found = self.find_link_by_index(index)?;
+            let missing = || Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound);
+            let link = found.ok_or_else(missing)?;
+            match link.port {
+                // A port just made is taken to work until the kernel has judged it, and forwards for that moment.
+                Some(port) if port.state == PortState::Forwarding && link.oper_state == OperState::Up => Ok(Some(link)),
+                Some(_) => Ok(None),
+                None => {
+                    Err(Error::new(format_args!("failed to wait for {}", link.name), Cause::text("it is on no bridge")))
+                }
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, new_netns, output};
+    use crate::{LinkKind, VethSpec};
+
+    #[test]
+    fn a_bridge_is_made_with_everything_at_once() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let mac = "02:00:00:00:00:09".parse().unwrap();
+            let spec = BridgeSpec { mtu: Some(1450), mac: Some(mac), up: true, ..BridgeSpec::named("br0") };
+            let made = netlink.create_bridge(&spec).unwrap();
+            assert_eq!(made.index, netlink.link("br0").unwrap().index);
+            assert_eq!((made.mac, made.mtu, made.up, &made.kind), (Some(mac), 1450, true, &LinkKind::Bridge));
+            assert!(made.bridge.is_some());
+            let again = netlink.create_bridge(&spec).unwrap_err();
+            assert!(again.is_exists(), "{again}");
+            assert!(again.to_string().starts_with("failed to create bridge br0: File exists (os error 17)"), "{again}");
+        });
+    }
+
+    #[test]
+    fn a_given_address_is_kept_whatever_the_ports_have() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let mac = "0e:00:00:00:00:09".parse().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec { mac: Some(mac), ..BridgeSpec::named("br0") }).unwrap();
+            let mut spec = VethSpec::new("veth0", "02:00:00:00:00:01".parse().unwrap(), "eth0", Mac([2; 6]));
+            spec.master = Some(bridge.index);
+            netlink.create_veth(&spec).unwrap();
+            assert_eq!(netlink.link("br0").unwrap().mac, Some(mac));
+        });
+    }
+
+    #[test]
+    fn a_kernel_without_vlan_filtering_says_so_and_makes_nothing() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let spec = BridgeSpec { vlan_filtering: true, ..BridgeSpec::named("br0") };
+            match netlink.create_bridge(&spec) {
+                Ok(link) => assert!(link.bridge.unwrap().vlan_filtering),
+                Err(error) => {
+                    assert!(error.is_unsupported(), "{error}");
+                    assert_eq!(netlink.find_link("br0").unwrap(), None);
+                    let bridge = netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
+                    assert!(netlink.set_vlan_filtering(bridge.index).unwrap_err().is_unsupported());
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn ports_are_listed_with_their_flags_and_wait_for_the_other_end() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let container = new_netns();
+            let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
+            let mut spec = VethSpec::new("veth0", Mac([2, 0, 0, 0, 0, 1]), "eth0", Mac([2, 0, 0, 0, 0, 2]));
+            (spec.peer_netns, spec.master, spec.up) = (Some(&container), Some(bridge.index), true);
+            let veth = netlink.create_veth(&spec).unwrap();
+            netlink.create_bridge(&BridgeSpec::named("other")).unwrap();
+            for flags in [(true, false), (false, true), (false, false)] {
+                netlink.set_port(veth.index, &PortFlags { hairpin: flags.0, isolated: flags.1 }).unwrap();
+                let ports = netlink.list_ports(bridge.index).unwrap();
+                assert_eq!(ports.len(), 1);
+                let port = ports[0].port.unwrap();
+                assert_eq!((port.hairpin, port.isolated), flags);
+            }
+            assert!(output("ip -d link show veth0").contains("hairpin off"));
+            assert!(netlink.set_port(bridge.index, &PortFlags { hairpin: true, isolated: false }).is_err());
+
+            let machine = crate::testing::machine();
+            let watch = Watch::open().unwrap();
+            let soon = || Instant::now() + std::time::Duration::from_millis(50);
+            let early = netlink.wait_port_forwarding(&watch, veth.index, soon(), &machine).unwrap_err();
+            assert!(early.is_deadline(), "{early}");
+            netlink.open_in(&container).unwrap().set_up(veth.peer_index).unwrap();
+            let deadline = Instant::now() + std::time::Duration::from_secs(5);
+            let link = netlink.wait_port_forwarding(&watch, veth.index, deadline, &machine).unwrap();
+            assert!(link.running && link.up);
+        });
+    }
+}

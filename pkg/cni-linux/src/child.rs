@@ -1,0 +1,334 @@
+//! Running another program to its end, whatever it does: IPAM delegates, iptables.
+//!
+//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`] returns it has been
+//! reaped, so nothing of it can act after a rollback. No shell is ever involved.
+//!
+//! The newcomer's mistakes: waiting for the end of a pipe instead of the end of the child (a grandchild may hold the
+//! pipe open for ever), or for the end of the child without emptying its pipes (it blocks once one is full).
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{self, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::Instant;
+
+use cni::machine::{Child, Exit, Machine as _, Output, RunError};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags};
+
+use crate::machine::{LinuxMachine, wait_ready};
+use crate::sys;
+
+/// More than this on standard output is no answer to anything.
+const STDOUT_MAX: usize = 16 << 20;
+
+/// More than this on standard error is read and forgotten.
+const STDERR_MAX: usize = 1 << 20;
+
+/// Runs `child` to its end.
+pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
+    // It may have come since the last look; then there is nothing to start.
+    if machine.terminated() {
+        return Err(RunError::Terminated);
+    }
+    let deadline = machine.now().checked_add(child.timeout);
+    let mut running = Running::start(child).map_err(RunError::Start)?;
+    match running.attend(machine, child, deadline) {
+        Ok(output) => Ok(output),
+        Err(error) => {
+            drop(running);
+            Err(error)
+        }
+    }
+}
+
+/// A child not yet reaped. Dropping it kills and reaps it.
+struct Running {
+    process: process::Child,
+    exit: Option<ExitStatus>,
+    /// Readable when it has ended. Without it (before Linux 5.3) SIGCHLD tells.
+    ended: Option<OwnedFd>,
+    stdin: Option<ChildStdin>,
+    stdout: Option<ChildStdout>,
+    stderr: Option<ChildStderr>,
+}
+
+impl Running {
+    fn start(child: &Child<'_>) -> io::Result<Running> {
+        let mut command = Command::new(&child.program);
+        command.args(&child.args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        if let Some(env) = &child.env {
+            command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
+        }
+        sys::die_with_parent(&mut command);
+        let mut process = command.spawn()?;
+        let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
+        let ended = sys::pidfd_open(process.id()).ok();
+        let running = Running { process, exit: None, ended, stdin, stdout, stderr };
+        let pipes = [
+            running.stdin.as_ref().map(AsFd::as_fd),
+            running.stdout.as_ref().map(AsFd::as_fd),
+            running.stderr.as_ref().map(AsFd::as_fd),
+        ];
+        for pipe in pipes.into_iter().flatten() {
+            // Our ends alone: what the child sees stays blocking.
+            fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        }
+        Ok(running)
+    }
+
+    /// Feeds and empties the pipes until the child has ended.
+    fn attend(
+        &mut self,
+        machine: &LinuxMachine,
+        child: &Child<'_>,
+        deadline: Option<Instant>,
+    ) -> Result<Output, RunError> {
+        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+        let mut input = child.stdin;
+        loop {
+            if machine.terminated() {
+                return Err(RunError::Terminated);
+            }
+            self.exit = self.process.try_wait().map_err(RunError::Io)?;
+            // After the end too: what the child wrote is in the pipe. What a grandchild may still write is not awaited.
+            feed(&mut self.stdin, &mut input);
+            drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
+            // Standard error is only ever shown; a fault of it is no reason to fail.
+            if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
+                self.stderr = None;
+            }
+            stderr.truncate(STDERR_MAX);
+            if stdout.len() > STDOUT_MAX {
+                return Err(RunError::Io(io::Error::other(format!("it wrote more than {STDOUT_MAX} bytes"))));
+            }
+            if let Some(exit) = self.exit {
+                return Ok(Output { status: status(exit), stdout, stderr });
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Err(RunError::Timeout(child.timeout));
+            }
+            let mut fds = vec![PollFd::new(machine.as_fd(), PollFlags::POLLIN)];
+            let reading = [
+                self.ended.as_ref().map(AsFd::as_fd),
+                self.stdout.as_ref().map(AsFd::as_fd),
+                self.stderr.as_ref().map(AsFd::as_fd),
+            ];
+            fds.extend(reading.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+            fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
+            wait_ready(&mut fds, left).map_err(RunError::Io)?;
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.exit.is_none() {
+            // It cannot be gone: nobody but us reaps it.
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+        }
+    }
+}
+
+/// Writes what fits; closes the pipe after the last byte, or when nobody reads.
+fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) {
+    while let Some(stdin) = pipe {
+        if input.is_empty() {
+            *pipe = None;
+            return;
+        }
+        match stdin.write(input) {
+            Ok(written) => *input = &input[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            // A child need not read its input.
+            Err(_) => *pipe = None,
+        }
+    }
+}
+
+/// Reads what is there, up to a little beyond `max`; closes the pipe at its end.
+fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
+    let mut buffer = [0; 16 << 10];
+    while let Some(open) = pipe {
+        match open.read(&mut buffer) {
+            Ok(0) => *pipe = None,
+            Ok(count) => into.extend_from_slice(&buffer[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        if into.len() > max {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+fn status(exit: ExitStatus) -> Exit {
+    match exit.code() {
+        Some(code) => Exit::Status(code),
+        None => Exit::Signal(exit.signal().unwrap_or(0)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::pthread::{Pthread, pthread_kill, pthread_self};
+    use nix::sys::signal::Signal;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// Runs a shell script, on a thread of its own because the signal mask is changed.
+    fn shell(script: &str, stdin: &[u8], timeout: Duration) -> Result<Output, RunError> {
+        thread::scope(|scope| scope.spawn(|| shell_here(script, stdin, timeout)).join().unwrap())
+    }
+
+    fn shell_here(script: &str, stdin: &[u8], timeout: Duration) -> Result<Output, RunError> {
+        let args = vec!["-c".into(), script.into()];
+        let child = Child { program: "/bin/sh".into(), args, env: None, stdin, timeout };
+        LinuxMachine::install().unwrap().run(&child)
+    }
+
+    fn is_gone(pid: &str) -> bool {
+        !std::path::Path::new(&format!("/proc/{}", pid.trim())).exists()
+    }
+
+    #[test]
+    fn what_it_writes_and_how_it_ends_is_told() {
+        let output = shell("cat; echo oops >&2; exit 3", b"hello", LONG).unwrap();
+        assert_eq!((output.status, output.stdout, output.stderr), (Exit::Status(3), b"hello".into(), b"oops\n".into()));
+        assert_eq!(shell("kill -SEGV $$", b"", LONG).unwrap().status, Exit::Signal(11));
+    }
+
+    #[test]
+    fn much_input_and_output_block_nobody() {
+        let input = vec![b'x'; 3 << 20];
+        let output = shell("cat; head -c 3000000 /dev/zero >&2", &input, LONG).unwrap();
+        assert_eq!(output.stdout.len(), input.len());
+        assert_eq!(output.stderr.len(), STDERR_MAX);
+        assert_eq!(shell("exit 0", &input, LONG).unwrap().status, Exit::Status(0));
+    }
+
+    #[test]
+    fn endless_output_is_ended() {
+        let error = shell("exec cat /dev/zero", b"", LONG).unwrap_err();
+        assert!(matches!(&error, RunError::Io(error) if error.to_string().contains("more than")), "{error}");
+    }
+
+    #[test]
+    fn a_program_that_cannot_be_started_is_told() {
+        for program in ["/nonexistent/program", "/etc/passwd"] {
+            let child = Child { program: program.into(), args: vec![], env: None, stdin: b"", timeout: LONG };
+            let error = thread::scope(|scope| {
+                scope.spawn(|| LinuxMachine::install().unwrap().run(&child)).join().unwrap().unwrap_err()
+            });
+            assert!(matches!(error, RunError::Start(_)), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_environment_is_inherited_or_complete() {
+        let run = |env| {
+            thread::scope(|scope| {
+                let child = Child { program: "/usr/bin/env".into(), args: vec![], env, stdin: b"", timeout: LONG };
+                scope.spawn(move || LinuxMachine::install().unwrap().run(&child)).join().unwrap().unwrap().stdout
+            })
+        };
+        assert_eq!(run(Some(vec![("A".into(), "1".into()), ("B".into(), "".into())])), b"A=1\nB=\n");
+        assert!(String::from_utf8(run(None)).unwrap().contains("PATH="));
+    }
+
+    #[test]
+    fn a_child_that_never_ends_is_killed_at_its_deadline() {
+        for script in ["echo $$; exec sleep 1000", "echo $$; exec sleep 1000 >&- 2>&- <&-"] {
+            let begin = Instant::now();
+            let pid = thread::scope(|scope| {
+                let run = scope.spawn(|| {
+                    let machine = LinuxMachine::install().unwrap();
+                    let args = vec!["-c".into(), script.into()];
+                    let timeout = Duration::from_millis(200);
+                    let child = Child { program: "/bin/sh".into(), args, env: None, stdin: b"", timeout };
+                    let mut running = Running::start(&child).unwrap();
+                    let pid = running.process.id().to_string();
+                    let deadline = Instant::now().checked_add(timeout);
+                    let error = running.attend(&machine, &child, deadline).unwrap_err();
+                    assert!(matches!(error, RunError::Timeout(limit) if limit == timeout), "{error}");
+                    drop(running);
+                    pid
+                });
+                run.join().unwrap()
+            });
+            assert!(begin.elapsed() >= Duration::from_millis(200) && begin.elapsed() < LONG / 2);
+            assert!(is_gone(&pid));
+        }
+    }
+
+    #[test]
+    fn a_grandchild_that_keeps_the_pipe_holds_up_nobody() {
+        let begin = Instant::now();
+        let output = shell("sleep 20 & echo $!; exit 0", b"", LONG).unwrap();
+        assert_eq!(output.status, Exit::Status(0));
+        assert!(begin.elapsed() < LONG / 2);
+        let pid: i32 = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+    }
+
+    #[test]
+    fn sigterm_kills_and_reaps_the_child() {
+        let (told, waiting) = channel::<Pthread>();
+        let begin = Instant::now();
+        thread::scope(|scope| {
+            let run = scope.spawn(move || {
+                let machine = LinuxMachine::install().unwrap();
+                told.send(pthread_self()).unwrap();
+                let args = vec!["1000".into()];
+                let child = Child { program: "/bin/sleep".into(), args, env: None, stdin: b"", timeout: LONG };
+                let first = machine.run(&child).unwrap_err();
+                // And from now on nothing is started any more.
+                (first, machine.run(&child).unwrap_err())
+            });
+            pthread_kill(waiting.recv().unwrap(), Signal::SIGTERM).unwrap();
+            let (first, second) = run.join().unwrap();
+            assert!(matches!((first, second), (RunError::Terminated, RunError::Terminated)));
+        });
+        assert!(begin.elapsed() < LONG / 2);
+    }
+
+    #[test]
+    fn the_child_starts_with_clean_signals_and_no_foreign_descriptors() {
+        // What this process itself was given, by cargo or a shell, is not ours to close.
+        let inherited = Command::new("/bin/sh").args(["-c", "ls /proc/self/fd | wc -l"]).output().unwrap().stdout;
+        let output = shell("cat /proc/self/status; ls /proc/self/fd | wc -l", b"", LONG).unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let mask = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+        assert_eq!(u64::from_str_radix(&mask("SigBlk:"), 16).unwrap(), 0);
+        let ignored = u64::from_str_radix(&mask("SigIgn:"), 16).unwrap();
+        assert_eq!(ignored & (1 << (Signal::SIGPIPE as i32 - 1)), 0, "SigIgn: {ignored:x}");
+        assert_eq!(text.lines().last().unwrap().trim(), String::from_utf8(inherited).unwrap().trim());
+    }
+
+    #[test]
+    fn the_child_dies_with_the_thread_that_started_it() {
+        let pid = thread::spawn(|| {
+            let args = vec!["1000".into()];
+            let child = Child { program: "/bin/sleep".into(), args, env: None, stdin: b"", timeout: LONG };
+            let running = Running::start(&child).unwrap();
+            let process = running.process.id();
+            // Neither killed nor reaped by us: the thread's end must do it.
+            std::mem::forget(running);
+            process
+        })
+        .join()
+        .unwrap();
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
+        let end = nix::sys::wait::waitpid(pid, None).unwrap();
+        assert_eq!(end, nix::sys::wait::WaitStatus::Signaled(pid, Signal::SIGKILL, false));
+    }
+}

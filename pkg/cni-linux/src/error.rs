@@ -1,0 +1,235 @@
+//! What went wrong in the kernel: what was being done, to what, and why, with the errno kept as a number.
+//!
+//! This room never chooses words for the operator's configuration; the plugin adds those with
+//! [`Error::context`]. A newcomer's mistake: matching on the text. The kernel's own explanation (the "extended
+//! acknowledgement") differs between releases; ask [`Error::errno`] or the `is_…` methods.
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use nix::errno::Errno;
+
+/// A result with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure. Displays as `failed to add 10.1.2.3/24 to eth0: File exists (os error 17): <the kernel's explanation>`.
+#[derive(Debug, thiserror::Error)]
+#[error("{doing}: {cause}")]
+pub struct Error {
+    doing: String,
+    #[source]
+    cause: Cause,
+}
+
+/// Which of the two names of a new veth pair was taken already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// The name of the host's end: another one can be tried.
+    HostName,
+    /// The name of the container's end: the interface that bears it stays untouched.
+    ContainerName,
+}
+
+/// Why it failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Cause {
+    /// The kernel refused; `ack` is its own explanation, if it gave one.
+    #[error("{source}{}", Suffix(.ack))]
+    Kernel { source: io::Error, ack: Option<Box<str>> },
+    /// No interface of that name or index. Go's text, which callers in the field compare with.
+    #[error("Link not found")]
+    LinkNotFound,
+    /// One name of a veth pair is in use.
+    #[error("{source}{}", Suffix(.ack))]
+    Taken { what: Taken, source: io::Error, ack: Option<Box<str>> },
+    /// The path is no network namespace, or does not exist. Go's text.
+    #[error("{text}")]
+    NoNetns { text: String, source: Option<io::Error> },
+    /// An event did not come in time.
+    #[error("it did not happen within {} s", .0.as_secs_f32())]
+    Deadline(Duration),
+    /// SIGTERM came first.
+    #[error("interrupted by SIGTERM")]
+    Terminated,
+    /// Anything that has no errno.
+    #[error("{0}")]
+    Text(String),
+}
+
+struct Suffix<'a>(&'a Option<Box<str>>);
+
+impl fmt::Display for Suffix<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(ack) => write!(f, ": {ack}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl From<io::Error> for Cause {
+    fn from(source: io::Error) -> Cause {
+        Cause::Kernel { source, ack: None }
+    }
+}
+
+impl From<Errno> for Cause {
+    fn from(errno: Errno) -> Cause {
+        io::Error::from(errno).into()
+    }
+}
+
+impl Cause {
+    pub(crate) fn text(text: impl Into<String>) -> Cause {
+        Cause::Text(text.into())
+    }
+
+    fn io(&self) -> Option<&io::Error> {
+        match self {
+            Cause::Kernel { source, .. } | Cause::Taken { source, .. } => Some(source),
+            Cause::NoNetns { source, .. } => source.as_ref(),
+            Cause::LinkNotFound | Cause::Deadline(_) | Cause::Terminated | Cause::Text(_) => None,
+        }
+    }
+
+    pub(crate) fn errno(&self) -> Option<i32> {
+        self.io().and_then(io::Error::raw_os_error)
+    }
+}
+
+impl Error {
+    pub(crate) fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
+        Error { doing: doing.to_string(), cause: cause.into() }
+    }
+
+    /// Puts `doing: ` before the message.
+    #[must_use]
+    pub fn context(mut self, doing: impl fmt::Display) -> Error {
+        self.doing = format!("{doing}: {}", self.doing);
+        self
+    }
+
+    /// The errno, if the kernel gave one.
+    pub fn errno(&self) -> Option<i32> {
+        self.cause.errno()
+    }
+
+    fn is(&self, errnos: &[Errno]) -> bool {
+        self.errno().is_some_and(|got| errnos.iter().any(|errno| *errno as i32 == got))
+    }
+
+    /// Whether the thing acted upon does not exist: no such interface, address, route, neighbour, file.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self.cause, Cause::LinkNotFound)
+            || self.is(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
+    }
+
+    /// Whether the thing to be made is there already.
+    pub fn is_exists(&self) -> bool {
+        self.is(&[Errno::EEXIST])
+    }
+
+    /// Whether this kernel lacks the feature.
+    pub fn is_unsupported(&self) -> bool {
+        self.is(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
+    }
+
+    /// Whether a path was no network namespace, or nothing at all. DEL takes this for "already gone".
+    pub fn is_no_netns(&self) -> bool {
+        matches!(self.cause, Cause::NoNetns { .. })
+    }
+
+    /// Whether the event waited for did not come in time.
+    pub fn is_deadline(&self) -> bool {
+        matches!(self.cause, Cause::Deadline(_))
+    }
+
+    /// Whether SIGTERM ended the wait.
+    pub fn is_terminated(&self) -> bool {
+        matches!(self.cause, Cause::Terminated)
+    }
+
+    /// For a veth pair that could not be made because a name is in use: which one.
+    pub fn taken(&self) -> Option<Taken> {
+        match self.cause {
+            Cause::Taken { what, .. } => Some(what),
+            _ => None,
+        }
+    }
+
+    /// The kernel's own explanation, where it gave one.
+    pub fn explanation(&self) -> Option<&str> {
+        match &self.cause {
+            Cause::Kernel { ack, .. } | Cause::Taken { ack, .. } => ack.as_deref(),
+            _ => None,
+        }
+    }
+}
+
+impl From<Error> for cni::Error {
+    /// Code 4 where CNI_NETNS is no namespace, 11 where time ran out or SIGTERM came, else 100. What means more (an
+    /// unsupported VLAN setting, say) is known to the caller alone, who uses [`cni::Error::with_code`].
+    fn from(error: Error) -> cni::Error {
+        let Error { doing, cause } = error;
+        let code = match &cause {
+            Cause::NoNetns { .. } => {
+                // The text begins with Go's words and ends with the variable's name.
+                let text = format!("{doing}: {cause} (CNI_NETNS)");
+                return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text);
+            }
+            Cause::Deadline(_) | Cause::Terminated => cni::Code::TRY_AGAIN,
+            _ => cni::Code::KERNEL,
+        };
+        cni::Error::caused(code, doing, cause)
+    }
+}
+
+impl From<Error> for io::Error {
+    /// The kind by errno, the text complete.
+    fn from(error: Error) -> io::Error {
+        let kind = error.cause.io().map_or(io::ErrorKind::Other, io::Error::kind);
+        let kind = if error.is_no_netns() && kind == io::ErrorKind::Other { io::ErrorKind::InvalidInput } else { kind };
+        io::Error::new(kind, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn exists() -> Error {
+        let cause = Cause::Kernel { source: Errno::EEXIST.into(), ack: Some("because".into()) };
+        Error::new("failed to add 10.1.2.3/24 to eth0", cause)
+    }
+
+    #[test]
+    fn an_error_says_what_to_what_and_why() {
+        let error = exists();
+        assert_eq!(error.to_string(), "failed to add 10.1.2.3/24 to eth0: File exists (os error 17): because");
+        assert!(error.is_exists() && !error.is_not_found() && !error.is_unsupported());
+        assert_eq!((error.errno(), error.explanation()), (Some(17), Some("because")));
+    }
+
+    #[test]
+    fn the_errno_survives_the_conversion() {
+        let error: cni::Error = exists().context("outer").into();
+        assert_eq!((error.code(), error.errno()), (cni::Code::KERNEL, Some(17)));
+        assert!(error.msg().starts_with("outer: failed to add 10.1.2.3/24 to eth0: File exists"), "{}", error.msg());
+    }
+
+    #[test]
+    fn codes_follow_the_meaning() {
+        let code = |cause| cni::Error::from(Error::new("x", cause)).code();
+        assert_eq!(code(Cause::Terminated), cni::Code::TRY_AGAIN);
+        assert_eq!(code(Cause::Deadline(Duration::from_secs(2))), cni::Code::TRY_AGAIN);
+        assert_eq!(code(Cause::LinkNotFound), cni::Code::KERNEL);
+        let gone = Cause::NoNetns { text: "failed to Statfs \"/x\": no such file or directory".into(), source: None };
+        let error = cni::Error::from(Error::new("failed to open netns \"/x\"", gone));
+        assert_eq!(error.code(), cni::Code::INVALID_ENVIRONMENT);
+        assert_eq!(
+            error.msg(),
+            "failed to open netns \"/x\": failed to Statfs \"/x\": no such file or directory (CNI_NETNS)"
+        );
+    }
+}

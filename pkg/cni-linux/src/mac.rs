@@ -1,0 +1,137 @@
+//! Ethernet addresses.
+//!
+//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the field were checked
+//! with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip` accepts, are none of them.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+
+/// A six byte hardware address. Displays in lower case with colons.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Mac(pub [u8; 6]);
+
+/// The text was no hardware address. Displays Go's text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("address {0}: invalid MAC address")]
+pub struct ParseMacError(String);
+
+impl Mac {
+    /// The address every Ethernet station listens to.
+    pub const BROADCAST: Mac = Mac([0xff; 6]);
+
+    /// A random address: unicast, locally administered, as the kernel itself makes them.
+    ///
+    /// # Errors
+    /// The kernel's random number generator could not be read.
+    pub fn random() -> io::Result<Mac> {
+        let mut bytes = [0; 6];
+        getrandom::fill(&mut bytes).map_err(io::Error::other)?;
+        bytes[0] = bytes[0] & !0x01 | 0x02;
+        Ok(Mac(bytes))
+    }
+
+    /// Whether it addresses a group. No interface can have such an address.
+    pub fn is_multicast(self) -> bool {
+        self.0[0] & 0x01 != 0
+    }
+
+    /// Whether all bytes are zero, which no interface can have either.
+    pub fn is_zero(self) -> bool {
+        self.0 == [0; 6]
+    }
+
+    pub(crate) fn from_slice(bytes: &[u8]) -> Option<Mac> {
+        bytes.try_into().ok().map(Mac)
+    }
+}
+
+impl FromStr for Mac {
+    type Err = ParseMacError;
+
+    fn from_str(text: &str) -> Result<Mac, ParseMacError> {
+        parse(text.as_bytes()).ok_or_else(|| ParseMacError(text.to_owned()))
+    }
+}
+
+fn parse(text: &[u8]) -> Option<Mac> {
+    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte tells which; no mixtures.
+    let (separator, group) = match (text.len(), text.get(2)?) {
+        (17, b':') => (b':', 2),
+        (17, b'-') => (b'-', 2),
+        (14, _) => (b'.', 4),
+        _ => return None,
+    };
+    let mut mac = [0; 6];
+    let mut digits = 0;
+    for (at, &byte) in text.iter().enumerate() {
+        if at % (group + 1) == group {
+            if byte != separator {
+                return None;
+            }
+            continue;
+        }
+        let value = u8::try_from(char::from(byte).to_digit(16)?).ok()?;
+        mac[digits / 2] = mac[digits / 2] << 4 | value;
+        digits += 1;
+    }
+    (digits == 12).then_some(Mac(mac))
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl fmt::Debug for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_three_spellings_of_go_are_one_address() {
+        for text in ["02:00:5e:10:AB:ff", "02-00-5E-10-ab-ff", "0200.5e10.abff"] {
+            assert_eq!(text.parse::<Mac>().unwrap().to_string(), "02:00:5e:10:ab:ff", "{text}");
+        }
+    }
+
+    #[test]
+    fn everything_else_is_refused() {
+        for text in [
+            "",
+            "zz",
+            "02:00:5e:10:ab",
+            "02:00:5e:10:ab:ff:",
+            "02:00:5e:10:ab-ff",
+            "02-00:5e:10:ab:ff",
+            "2:0:5e:10:ab:ff",
+            "02005e10abff",
+            "0200.5e10:abff",
+            "0200:5e10:abff",
+            "02:00:5e:10:ab:fg",
+            "02:00:5e:10:ab:ff:00:11",
+            "é2:00:5e:10:ab:f",
+            "+2:00:5e:10:ab:ff",
+        ] {
+            assert!(text.parse::<Mac>().is_err(), "{text:?} was accepted");
+        }
+        assert_eq!("zz".parse::<Mac>().unwrap_err().to_string(), "address zz: invalid MAC address");
+    }
+
+    #[test]
+    fn random_addresses_are_unicast_and_local() {
+        for _ in 0..64 {
+            let mac = Mac::random().unwrap();
+            assert!(!mac.is_multicast() && !mac.is_zero() && mac.0[0] & 2 == 2, "{mac}");
+        }
+        assert_ne!(Mac::random().unwrap(), Mac::random().unwrap());
+        assert!(Mac::BROADCAST.is_multicast() && Mac([0; 6]).is_zero());
+    }
+}

@@ -1,0 +1,131 @@
+//! The operating system as the protocol sees it: signals, the clock, programs, and whether two namespaces are one.
+//!
+//! SIGTERM is blocked and read from a descriptor: no handler, nothing asynchronous. Whoever waits, waits on that
+//! descriptor too; the rollback then runs on the main thread like after any other failure.
+//!
+//! The newcomer's mistakes: a signal is blocked per *thread*, and a thread inherits the mask of its maker, so
+//! [`LinuxMachine::install`] is `main`'s first act; and SIGPIPE needs nothing: Rust's runtime ignores it.
+
+use std::cell::Cell;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use cni::machine::{Child, Machine, Output, RunError};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+use crate::child;
+use crate::netns::Netns;
+
+/// The real machine.
+#[derive(Debug)]
+pub struct LinuxMachine {
+    signals: SignalFd,
+    terminated: Cell<bool>,
+}
+
+impl LinuxMachine {
+    /// Blocks SIGTERM and SIGCHLD in the calling thread, and in those it will make, and opens a descriptor that tells
+    /// of them.
+    pub fn install() -> io::Result<LinuxMachine> {
+        let mut signals = SigSet::empty();
+        signals.add(Signal::SIGTERM);
+        signals.add(Signal::SIGCHLD);
+        signals.thread_block()?;
+        let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
+        Ok(LinuxMachine { signals, terminated: Cell::new(false) })
+    }
+}
+
+impl AsFd for LinuxMachine {
+    /// Readable when a signal has come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.signals.as_fd()
+    }
+}
+
+impl Machine for LinuxMachine {
+    fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
+        Ok(Netns::open(path)?.is_same(&Netns::current()?))
+    }
+
+    fn terminated(&self) -> bool {
+        // A signal is read once, so it must be remembered. SIGCHLD only ends a wait; who waits then looks at its child.
+        while let Ok(Some(signal)) = self.signals.read_signal() {
+            if i32::try_from(signal.ssi_signo) == Ok(Signal::SIGTERM as i32) {
+                self.terminated.set(true);
+            }
+        }
+        self.terminated.get()
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
+        child::run(self, child)
+    }
+}
+
+/// Waits until a descriptor is ready, or for `left` (for ever if `None`). An interruption counts as an event: callers
+/// look again anyway.
+pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
+    // Whole milliseconds, rounded up: rounded down, the last one would be spent turning in circles.
+    let timeout = left.map_or(PollTimeout::NONE, |left| {
+        i32::try_from(left.as_millis())
+            .ok()
+            .and_then(|ms| ms.checked_add(1))
+            .map_or(PollTimeout::MAX, |ms| PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX))
+    });
+    match poll(fds, timeout) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, machine, new_netns};
+    use nix::sys::signal::raise;
+
+    #[test]
+    fn sigterm_is_noticed_once_and_remembered() {
+        std::thread::spawn(|| {
+            let machine = machine();
+            assert!(!machine.terminated());
+            raise(Signal::SIGTERM).unwrap();
+            assert!(machine.terminated() && machine.terminated());
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn a_broken_pipe_kills_nobody() {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
+        let ignored = u64::from_str_radix(ignored, 16).unwrap();
+        assert!(ignored & (1 << (Signal::SIGPIPE as i32 - 1)) != 0, "SigIgn: {ignored:x}");
+    }
+
+    #[test]
+    fn its_own_namespace_is_recognised() {
+        in_new_netns(|| {
+            let machine = machine();
+            let thread = format!("/proc/self/task/{}/ns/net", nix::unistd::gettid());
+            assert!(machine.is_own_netns(Path::new(&thread)).unwrap());
+            let other = new_netns();
+            let other = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&other.as_fd()));
+            assert!(!machine.is_own_netns(Path::new(&other)).unwrap());
+            let error = machine.is_own_netns(Path::new("/nonexistent")).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::NotFound);
+            assert!(error.to_string().contains("failed to Statfs \"/nonexistent\": no such file or directory"));
+        });
+    }
+}

@@ -1,0 +1,409 @@
+//! Routes.
+//!
+//! What a route in the way means is the caller's to judge; this room adds exclusively and shows what is there.
+//!
+//! The newcomer's mistakes: IPv4 tells routes apart by destination, TOS and metric *within a table*, so a route with
+//! another gateway is "the same"; IPv6 turns metric 0 into 1024 and knows no scopes; the table's number in the header
+//! has eight bits, larger ones are an attribute.
+
+use std::net::IpAddr;
+
+use cni::Cidr;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use rtnetlink::packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteType,
+};
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use crate::error::{Error, Result};
+use crate::netlink::Netlink;
+
+/// The table that is meant when none is named.
+pub const MAIN_TABLE: u32 = 254;
+
+/// What IPv6 makes of metric 0.
+const IPV6_DEFAULT_METRIC: u32 = 1024;
+
+/// A family of addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Family {
+    /// IPv4.
+    V4,
+    /// IPv6.
+    V6,
+}
+
+impl Family {
+    /// The family of an address.
+    pub fn of(address: IpAddr) -> Family {
+        if address.is_ipv4() { Family::V4 } else { Family::V6 }
+    }
+
+    fn number(self) -> AddressFamily {
+        match self {
+            Family::V4 => AddressFamily::Inet,
+            Family::V6 => AddressFamily::Inet6,
+        }
+    }
+}
+
+/// A unicast route, to be added or as it is. In one that was read, numbers the kernel filled in are set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// Where to; without host bits.
+    pub dst: Cidr,
+    /// The next station, or `None` if the destination is on the link.
+    pub gw: Option<IpAddr>,
+    /// The index of the interface it leaves by.
+    pub oif: u32,
+    /// The largest packet along it.
+    pub mtu: Option<u32>,
+    /// The largest TCP segment to announce along it.
+    pub advmss: Option<u32>,
+    /// The metric: of several to one destination the lowest counts. `None` and 0: the kernel's default.
+    pub priority: Option<u32>,
+    /// The table; `None` and 0: the main one.
+    pub table: Option<u32>,
+    /// How far the destination is: 0 beyond, 253 on the link, 254 on this host. `None`: 0. IPv6 ignores it.
+    pub scope: Option<u8>,
+    /// Whether the gateway is taken to be on the link although no route says so.
+    pub onlink: bool,
+    /// Who made it: 3 ("boot") is what Go's plugins write, and [`Route::new`].
+    pub protocol: u8,
+}
+
+impl Route {
+    /// A route with everything else left to the kernel.
+    pub fn new(dst: Cidr, gw: Option<IpAddr>, oif: u32) -> Route {
+        Route {
+            dst,
+            gw,
+            oif,
+            mtu: None,
+            advmss: None,
+            priority: None,
+            table: None,
+            scope: None,
+            onlink: false,
+            protocol: RouteProtocol::Boot.into(),
+        }
+    }
+
+    /// The number of the table it is in.
+    pub fn table_id(&self) -> u32 {
+        match self.table {
+            None | Some(0) => MAIN_TABLE,
+            Some(table) => table,
+        }
+    }
+
+    /// The metric as the kernel will store it.
+    pub fn metric(&self) -> u32 {
+        match self.priority {
+            None | Some(0) if !self.dst.is_ipv4() => IPV6_DEFAULT_METRIC,
+            metric => metric.unwrap_or(0),
+        }
+    }
+
+    /// Whether both are, to the kernel, routes to the same place of the same rank: one stands in the other's way.
+    pub fn is_rival_of(&self, other: &Route) -> bool {
+        (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
+    }
+
+    /// Whether both do the same: rivals that also agree in gateway, interface, MTU, MSS and, for IPv4, scope. Who made
+    /// them does not matter.
+    pub fn is_same(&self, other: &Route) -> bool {
+        let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
+        let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
+        self.is_rival_of(other)
+            && (self.gw, self.oif, scope(self), metrics(self)) == (other.gw, other.oif, scope(other), metrics(other))
+    }
+}
+
+impl std::fmt::Display for Route {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.dst)?;
+        if let Some(gw) = self.gw {
+            write!(f, " via {gw}")?;
+        }
+        if let Some(metric) = self.priority.filter(|metric| *metric != 0) {
+            write!(f, " metric {metric}")?;
+        }
+        if self.table_id() != MAIN_TABLE {
+            write!(f, " table {}", self.table_id())?;
+        }
+        Ok(())
+    }
+}
+
+impl Netlink {
+    /// Adds a route.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if a [rival](Route::is_rival_of) is there, be it identical: see [`Netlink::find_rivals`].
+    pub fn add_route(&self, route: &Route) -> Result<()> {
+        let message = RouteNetlinkMessage::NewRoute(message(route));
+        self.request(message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
+            Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
+        })
+    }
+
+    /// Deletes a route.
+    ///
+    /// # Errors
+    /// [`Error::is_not_found`] if there is none such.
+    pub fn delete_route(&self, route: &Route) -> Result<()> {
+        let mut message = message(route);
+        // The kernel looks for a route with these too; only what tells routes apart shall count.
+        message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Metrics(_)));
+        message.header.protocol = RouteProtocol::Unspec;
+        self.request(RouteNetlinkMessage::DelRoute(message), 0).map(drop).map_err(|cause| {
+            Error::new(format_args!("failed to delete route {route} dev {}", self.label(route.oif)), cause)
+        })
+    }
+
+    /// The unicast routes of one family in one table, `None` being the main one. A route over several gateways is
+    /// listed once for each.
+    pub fn list_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
+        let table = table.filter(|table| *table != 0).unwrap_or(MAIN_TABLE);
+        self.dump_routes(family, Some(table))
+    }
+
+    /// The unicast routes of one family in every table.
+    pub fn list_all_routes(&self, family: Family) -> Result<Vec<Route>> {
+        self.dump_routes(family, None)
+    }
+
+    /// The routes that stand in `route`'s way, among them an identical one.
+    pub fn find_rivals(&self, route: &Route) -> Result<Vec<Route>> {
+        let routes = self.list_routes(Family::of(route.dst.address()), route.table)?;
+        Ok(routes.into_iter().filter(|there| there.is_rival_of(route)).collect())
+    }
+
+    fn dump_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
+        let mut message = RouteMessage::default();
+        message.header.address_family = family.number();
+        message.attributes.extend(table.map(RouteAttribute::Table));
+        let answer = match self.dump(RouteNetlinkMessage::GetRoute(message)) {
+            Ok(answer) => answer,
+            // The table has never had a route.
+            Err(cause) if table.is_some() && cause.errno() == Some(libc::ENOENT) => Vec::new(),
+            Err(cause) => return Err(Error::new("failed to list the routes", cause)),
+        };
+        let routes = answer.into_iter().flat_map(decode);
+        Ok(routes.filter(|route| table.is_none_or(|table| route.table_id() == table)).collect())
+    }
+}
+
+fn message(route: &Route) -> RouteMessage {
+    let mut message = RouteMessage::default();
+    message.header = RouteHeader {
+        address_family: Family::of(route.dst.address()).number(),
+        destination_prefix_length: route.dst.prefix(),
+        protocol: route.protocol.into(),
+        scope: route.scope.unwrap_or(0).into(),
+        kind: RouteType::Unicast,
+        flags: if route.onlink { RouteFlags::Onlink } else { RouteFlags::empty() },
+        // 0 makes the kernel look at the attribute.
+        table: u8::try_from(route.table_id()).unwrap_or(RouteHeader::RT_TABLE_UNSPEC),
+        ..RouteHeader::default()
+    };
+    let attributes = &mut message.attributes;
+    if route.table_id() > u8::MAX.into() {
+        attributes.push(RouteAttribute::Table(route.table_id()));
+    }
+    if route.dst.prefix() > 0 {
+        attributes.push(RouteAttribute::Destination(route.dst.address().into()));
+    }
+    attributes.extend(route.gw.map(|gw| RouteAttribute::Gateway(gw.into())));
+    attributes.push(RouteAttribute::Oif(route.oif));
+    attributes.extend(route.priority.map(RouteAttribute::Priority));
+    let mut metrics = Vec::new();
+    metrics.extend(route.mtu.map(RouteMetric::Mtu));
+    metrics.extend(route.advmss.map(RouteMetric::Advmss));
+    if !metrics.is_empty() {
+        attributes.push(RouteAttribute::Metrics(metrics));
+    }
+    message
+}
+
+/// The unicast routes in an answer: none, one, or one for each gateway.
+fn decode(message: RouteNetlinkMessage) -> Vec<Route> {
+    let RouteNetlinkMessage::NewRoute(RouteMessage { header, attributes, .. }) = message else { return Vec::new() };
+    let unspecified: IpAddr = match header.address_family {
+        AddressFamily::Inet => IpAddr::from([0; 4]),
+        AddressFamily::Inet6 => IpAddr::from([0; 16]),
+        _ => return Vec::new(),
+    };
+    // A cloned route is a remembered exception (a path's MTU, a redirect), not one that anybody made.
+    if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
+        return Vec::new();
+    }
+    let mut destination = unspecified;
+    let mut route = Route::new(Cidr::host(unspecified), None, 0);
+    route.table = Some(header.table.into());
+    route.scope = Some(header.scope.into());
+    route.protocol = header.protocol.into();
+    route.onlink = header.flags.contains(RouteFlags::Onlink);
+    route.priority = Some(0);
+    let mut hops = Vec::new();
+    for attribute in attributes {
+        match attribute {
+            RouteAttribute::Destination(address) => destination = ip(&address).unwrap_or(unspecified),
+            RouteAttribute::Gateway(address) => route.gw = ip(&address),
+            RouteAttribute::Oif(index) => route.oif = index,
+            RouteAttribute::Priority(metric) => route.priority = Some(metric),
+            RouteAttribute::Table(table) => route.table = Some(table),
+            RouteAttribute::Metrics(metrics) => {
+                for metric in metrics {
+                    match metric {
+                        RouteMetric::Mtu(mtu) => route.mtu = Some(mtu),
+                        RouteMetric::Advmss(advmss) => route.advmss = Some(advmss),
+                        _ => {}
+                    }
+                }
+            }
+            RouteAttribute::MultiPath(next) => hops = next,
+            _ => {}
+        }
+    }
+    let Some(dst) = Cidr::new(destination, header.destination_prefix_length) else { return Vec::new() };
+    route.dst = dst;
+    if hops.is_empty() {
+        return vec![route];
+    }
+    let over = |hop: rtnetlink::packet_route::route::RouteNextHop| {
+        let gw = hop.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::Gateway(address) => ip(address),
+            _ => None,
+        });
+        Route { gw, oif: hop.interface_index, ..route }
+    };
+    hops.into_iter().map(over).collect()
+}
+
+fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(address) => Some((*address).into()),
+        RouteAddress::Inet6(address) => Some((*address).into()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, output};
+    use crate::{BridgeSpec, Dad};
+
+    /// A connection to a fresh namespace with a bridge that has addresses of both families, and its index.
+    fn with_bridge(body: impl FnOnce(&Netlink, u32) + Send) {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
+            for text in ["10.1.0.2/16", "fd00::2/64"] {
+                netlink.add_address(bridge.index, text.parse().unwrap(), Dad::Skip).unwrap();
+            }
+            body(&netlink, bridge.index);
+        });
+    }
+
+    fn route(dst: &str, gw: Option<&str>, oif: u32) -> Route {
+        Route::new(dst.parse().unwrap(), gw.map(|gw| gw.parse().unwrap()), oif)
+    }
+
+    /// Adds the route, finds it again as the one identical rival, and deletes it.
+    fn round_trip(netlink: &Netlink, route: Route) -> Route {
+        netlink.add_route(&route).unwrap_or_else(|error| panic!("{route:?}: {error}"));
+        let error = netlink.add_route(&route).unwrap_err();
+        assert!(error.is_exists(), "{route:?}: {error}");
+        let rivals = netlink.find_rivals(&route).unwrap();
+        assert!(rivals.len() == 1 && rivals[0].is_same(&route), "{route:?} became {rivals:?}");
+        netlink.delete_route(&route).unwrap();
+        assert!(netlink.delete_route(&route).unwrap_err().is_not_found());
+        rivals[0]
+    }
+
+    #[test]
+    fn every_field_reaches_the_kernel_and_comes_back() {
+        with_bridge(|netlink, oif| {
+            let plain = route("10.5.0.0/24", Some("10.1.0.1"), oif);
+            let back = round_trip(netlink, plain);
+            assert_eq!((back.protocol, back.scope, back.table, back.onlink), (3, Some(0), Some(254), false));
+            round_trip(netlink, Route { mtu: Some(1400), advmss: Some(1360), ..plain });
+            round_trip(netlink, Route { priority: Some(77), ..plain });
+            round_trip(netlink, Route { table: Some(200), ..plain });
+            assert_eq!(round_trip(netlink, Route { table: Some(5000), ..plain }).table, Some(5000));
+            round_trip(netlink, route("10.6.0.0/24", None, oif));
+            let back = round_trip(netlink, Route { scope: Some(253), ..route("10.6.0.0/24", None, oif) });
+            assert_eq!(back.scope, Some(253));
+            round_trip(netlink, Route { scope: Some(200), ..route("10.6.0.0/24", None, oif) });
+            let far = route("10.7.0.0/24", Some("192.0.2.1"), oif);
+            assert!(netlink.add_route(&far).is_err());
+            assert!(round_trip(netlink, Route { onlink: true, ..far }).onlink);
+            round_trip(netlink, route("0.0.0.0/0", Some("10.1.0.1"), oif));
+        });
+    }
+
+    #[test]
+    fn ipv6_too() {
+        with_bridge(|netlink, oif| {
+            let plain = route("fd05::/64", Some("fd00::1"), oif);
+            let back = round_trip(netlink, plain);
+            assert_eq!((back.priority, back.protocol), (Some(1024), 3));
+            round_trip(netlink, Route { mtu: Some(1400), advmss: Some(1340), ..plain });
+            round_trip(netlink, Route { priority: Some(77), table: Some(5000), ..plain });
+            round_trip(netlink, Route { scope: Some(253), ..route("fd06::/64", None, oif) });
+            round_trip(netlink, Route { onlink: true, ..route("fd07::/64", Some("fd99::1"), oif) });
+            round_trip(netlink, route("::/0", Some("fd00::1"), oif));
+        });
+    }
+
+    #[test]
+    fn a_rival_by_another_gateway_is_seen() {
+        with_bridge(|netlink, oif| {
+            for (dst, first, second) in [("0.0.0.0/0", "10.1.0.1", "10.1.0.9"), ("::/0", "fd00::1", "fd00::9")] {
+                netlink.add_route(&route(dst, Some(first), oif)).unwrap();
+                let late = route(dst, Some(second), oif);
+                assert!(netlink.add_route(&late).unwrap_err().is_exists());
+                let rivals = netlink.find_rivals(&late).unwrap();
+                assert!(rivals.len() == 1 && !rivals[0].is_same(&late), "{rivals:?}");
+                netlink.add_route(&Route { priority: Some(2000), ..late }).unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn an_empty_table_is_no_error_and_tables_are_kept_apart() {
+        with_bridge(|netlink, oif| {
+            assert_eq!(netlink.list_routes(Family::V4, Some(4711)).unwrap(), []);
+            assert_eq!(netlink.list_routes(Family::V6, Some(4711)).unwrap(), []);
+            let other = Route { table: Some(4711), ..route("10.5.0.0/24", None, oif) };
+            netlink.add_route(&other).unwrap();
+            let main = netlink.list_routes(Family::V4, None).unwrap();
+            assert_eq!(main.iter().map(|route| route.dst.to_string()).collect::<Vec<_>>(), ["10.1.0.0/16"]);
+            assert_eq!(netlink.list_routes(Family::V4, Some(4711)).unwrap().len(), 1);
+            assert!(netlink.list_all_routes(Family::V4).unwrap().len() >= 2);
+        });
+    }
+
+    #[test]
+    fn a_route_over_several_gateways_is_listed_once_for_each() {
+        with_bridge(|netlink, oif| {
+            output("ip route add 10.5.0.0/24 nexthop via 10.1.0.1 nexthop via 10.1.0.9");
+            let rivals = netlink.find_rivals(&route("10.5.0.0/24", None, oif)).unwrap();
+            let gateways: Vec<_> = rivals.iter().map(|route| route.gw.unwrap().to_string()).collect();
+            assert_eq!(gateways, ["10.1.0.1", "10.1.0.9"]);
+        });
+    }
+
+    #[test]
+    fn a_failure_says_which_route() {
+        with_bridge(|netlink, oif| {
+            let far = Route { priority: Some(5), table: Some(99), ..route("10.7.0.0/24", Some("192.0.2.1"), oif) };
+            let text = netlink.add_route(&far).unwrap_err().to_string();
+            let expected = "failed to add route 10.7.0.0/24 via 192.0.2.1 metric 5 table 99 dev br0: ";
+            assert!(text.starts_with(expected), "{text}");
+        });
+    }
+}

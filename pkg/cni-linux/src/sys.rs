@@ -1,0 +1,77 @@
+//! The only unsafe code of the workspace: what neither std nor nix offers as a safe function.
+//!
+//! Each function is a few lines over one system call and has a contract without preconditions, so that no caller
+//! needs to think. The newcomer's mistake is in [`die_with_parent`]: between fork and exec nothing may allocate.
+#![allow(unsafe_code, reason = "the workspace's one room for it")]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Turns a C result into an `io::Result`.
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// The kind of namespace behind a descriptor, as a `CLONE_NEW…` constant. ENOTTY if it is none (or on a kernel before
+/// 4.11).
+pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
+    const NS_GET_NSTYPE: libc::Ioctl = 0xb703;
+    // SAFETY: the descriptor is open for as long as it is borrowed, and this request takes no argument, so the kernel
+    // touches none of our memory.
+    let kind = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), NS_GET_NSTYPE) };
+    check(kind.into()).map(|_| kind)
+}
+
+/// A descriptor that becomes readable when the process ends. ENOSYS on a kernel before 5.3.
+pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
+    // SAFETY: the call takes two integers and touches none of our memory.
+    let fd = check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
+    let fd = libc::c_int::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Makes the child die by SIGKILL when the thread that starts it dies. std itself gives the child an empty signal
+/// mask and the default action for SIGPIPE; the tests of `child` hold it to that.
+pub(crate) fn die_with_parent(command: &mut Command) {
+    let parent = std::process::id();
+    let in_child = move || {
+        // SAFETY: an integer in, nothing out; async-signal-safe.
+        check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) }.into())?;
+        // If the parent died before the call above, no signal will come: we are already somebody else's child. A parent
+        // outside this pid namespace reads as 0 and cannot be ours, which we forked from inside it.
+        // SAFETY: no arguments, cannot fail, async-signal-safe.
+        if u32::try_from(unsafe { libc::getppid() }) != Ok(parent) {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        Ok(())
+    };
+    // SAFETY: the closure runs between fork and exec: it makes two async-signal-safe calls, allocates nothing (an
+    // io::Error of an errno is a plain number), takes no lock and touches no memory but its own copy of `parent`.
+    unsafe { command.pre_exec(in_child) };
+}
+
+/// Sends one complete Ethernet frame out of an interface of the calling thread's namespace.
+pub(crate) fn send_frame(socket: impl AsFd, index: u32, frame: &[u8]) -> io::Result<()> {
+    let mut address = [0u8; size_of::<libc::sockaddr_ll>()];
+    // sockaddr_ll: family, protocol (big-endian, taken from the frame), index, then what only a receiver needs.
+    address[0..2].copy_from_slice(&(libc::AF_PACKET as u16).to_ne_bytes());
+    address[2..4].copy_from_slice(frame.get(12..14).unwrap_or(&[0, 0]));
+    address[4..8].copy_from_slice(&index.to_ne_bytes());
+    // SAFETY: both pointers are valid for the lengths given with them, for reading, during the call; the kernel copies
+    // the address and demands no alignment of it.
+    let sent = unsafe {
+        libc::sendto(
+            socket.as_fd().as_raw_fd(),
+            frame.as_ptr().cast(),
+            frame.len(),
+            0,
+            address.as_ptr().cast(),
+            libc::socklen_t::try_from(address.len()).map_err(io::Error::other)?,
+        )
+    };
+    if usize::try_from(sent) == Ok(frame.len()) { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

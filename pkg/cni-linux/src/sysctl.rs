@@ -1,0 +1,140 @@
+//! Values under /proc/sys.
+//!
+//! The newcomer's mistake: which network namespace `net/…` belongs to is decided by the *thread* that opens the file.
+//! For a container's values use these functions inside [`Netns::run`](crate::Netns::run).
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Cause, Error, Result};
+
+const ROOT: &str = "/proc/sys";
+
+/// The file of a value. Of `.` and `/` the one that comes first in `name` separates; if it is `.`, a `/` inside a
+/// component stands for a dot (`net.ipv4.conf.eth0/100.forwarding` is about `eth0.100`), as in Go and in sysctl(8).
+///
+/// # Errors
+/// The name would lead elsewhere: an empty component, `.` or `..`.
+pub fn path(name: &str) -> Result<PathBuf> {
+    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is no valid name"));
+    let dotted = name.find(['.', '/']).is_some_and(|at| name.as_bytes()[at] == b'.');
+    let swapped: String = match dotted {
+        true => name
+            .chars()
+            .map(|c| {
+                if c == '.' {
+                    '/'
+                } else if c == '/' {
+                    '.'
+                } else {
+                    c
+                }
+            })
+            .collect(),
+        false => name.to_owned(),
+    };
+    if name.contains('\0') || swapped.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return Err(refused());
+    }
+    Ok(Path::new(ROOT).join(swapped))
+}
+
+/// Reads a value, without its final newline.
+///
+/// # Errors
+/// [`Error::is_not_found`] if this kernel has no such value.
+pub fn read(name: &str) -> Result<String> {
+    let path = path(name)?;
+    let bytes =
+        fs::read(&path).map_err(|error| Error::new(format_args!("failed to read {}", path.display()), error))?;
+    let mut text = String::from_utf8_lossy(&bytes).into_owned();
+    if text.ends_with('\n') {
+        text.pop();
+    }
+    Ok(text)
+}
+
+/// Writes a value.
+///
+/// # Errors
+/// [`Error::is_not_found`] if this kernel has no such value; the kernel's errno if it does not like it.
+pub fn write(name: &str, value: &str) -> Result<()> {
+    let path = path(name)?;
+    let write = || -> io::Result<()> {
+        // Never creates: a missing value is an error that names it.
+        OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes())
+    };
+    write().map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
+}
+
+/// Writes a value unless it is there already. Returns the one it replaced, if it did. A file system mounted
+/// read-only with the right value in it is thus no obstacle.
+pub fn ensure(name: &str, value: &str) -> Result<Option<String>> {
+    let old = read(name)?;
+    if old == value {
+        return Ok(None);
+    }
+    write(name, value)?;
+    Ok(Some(old))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, new_netns};
+
+    #[test]
+    fn the_first_separator_decides() {
+        for (name, file) in [
+            ("net.ipv4.ip_forward", "net/ipv4/ip_forward"),
+            ("net/ipv4/ip_forward", "net/ipv4/ip_forward"),
+            ("net.ipv4.conf.eth0/100.forwarding", "net/ipv4/conf/eth0.100/forwarding"),
+            ("net/ipv4/conf/eth0.100/forwarding", "net/ipv4/conf/eth0.100/forwarding"),
+            ("single", "single"),
+        ] {
+            assert_eq!(path(name).unwrap(), Path::new(ROOT).join(file), "{name}");
+        }
+    }
+
+    #[test]
+    fn no_name_leads_out_of_the_tree() {
+        for name in [
+            "",
+            "/etc/passwd",
+            "..",
+            "net/../../../etc/passwd",
+            "net.//.x",
+            "net.ipv4..x",
+            "a/./b",
+            "net/",
+            "net.",
+            "n\0/x",
+        ] {
+            assert!(path(name).is_err(), "{name:?} became {:?}", path(name));
+        }
+    }
+
+    #[test]
+    fn a_value_belongs_to_the_namespace_of_the_thread() {
+        in_new_netns(|| {
+            let name = "net/ipv4/conf/all/arp_notify";
+            assert_eq!(ensure(name, "1").unwrap().as_deref(), Some("0"));
+            assert_eq!(ensure(name, "1").unwrap(), None);
+            assert_eq!(read("net.ipv4.conf.all.arp_notify").unwrap(), "1");
+            assert_eq!(new_netns().run(|| read(name).unwrap()).unwrap(), "0");
+        });
+    }
+
+    #[test]
+    fn a_failure_names_the_file() {
+        in_new_netns(|| {
+            let error = write("net.ipv4.no_such_value", "1").unwrap_err();
+            assert!(error.is_not_found());
+            let expected = "failed to write \"1\" to /proc/sys/net/ipv4/no_such_value: No such file or directory";
+            assert!(error.to_string().starts_with(expected), "{error}");
+            let error = write("net.ipv4.ip_forward", "many").unwrap_err();
+            assert_eq!(error.errno(), Some(libc::EINVAL));
+        });
+    }
+}

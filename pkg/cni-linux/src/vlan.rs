@@ -1,0 +1,188 @@
+//! Which VLANs a bridge's port, or the bridge itself, takes part in.
+//!
+//! The newcomer's mistakes: a bridge has two sets of VLANs for "itself": as the master of a port ([`Target::Master`]
+//! on the port's index) and as a station ([`Target::Itself`] on the bridge's index); and the kernel writes runs of
+//! equal VLANs as two entries, first and last, which must be unfolded.
+//!
+//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every list is empty.
+
+use rtnetlink::packet_route::link::{
+    AfSpecBridge, BridgeFlag, BridgeVlanInfo, BridgeVlanInfoFlags, LinkAttribute, LinkExtentMask, LinkMessage,
+};
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use crate::error::{Error, Result};
+use crate::netlink::Netlink;
+
+/// A VLAN that a port takes part in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Vlan {
+    /// The VLAN's ID, 1 to 4094.
+    pub vid: u16,
+    /// Whether untagged frames that come in belong to it.
+    pub pvid: bool,
+    /// Whether its frames go out untagged.
+    pub untagged: bool,
+}
+
+/// How a port takes part in a VLAN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VlanFlags {
+    /// With tags, in and out: a trunk.
+    Tagged,
+    /// Without: what comes in untagged belongs to it, what goes out loses its tag.
+    Access,
+}
+
+/// Whose set of VLANs is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// A port's, kept by its bridge.
+    Master,
+    /// A bridge's own, as a station on itself.
+    Itself,
+}
+
+impl Netlink {
+    /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no smaller question.
+    pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
+        let mut message = LinkMessage::default();
+        message.header.interface_family = AddressFamily::Bridge;
+        message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::BrvlanCompressed]));
+        let links = self
+            .dump(RouteNetlinkMessage::GetLink(message))
+            .map_err(|cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause))?;
+        let specs = links.into_iter().filter_map(|link| match link {
+            RouteNetlinkMessage::NewLink(link) if link.header.index == index => Some(link.attributes),
+            _ => None,
+        });
+        let entries = specs.flatten().filter_map(|attribute| match attribute {
+            LinkAttribute::AfSpecBridge(entries) => Some(entries),
+            _ => None,
+        });
+        Ok(unfold(entries.flatten().filter_map(|entry| match entry {
+            AfSpecBridge::VlanInfo(info) => Some(info),
+            _ => None,
+        })))
+    }
+
+    /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.
+    pub fn add_vlan(&self, index: u32, vid: u16, flags: VlanFlags, target: Target) -> Result<()> {
+        let flags = match flags {
+            VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
+            VlanFlags::Access => BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged,
+        };
+        let message = RouteNetlinkMessage::SetLink(message(index, vid, flags, target));
+        self.request(message, 0)
+            .map(drop)
+            .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
+    }
+
+    /// Takes a port (or a bridge itself) out of a VLAN.
+    pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
+        let message = RouteNetlinkMessage::DelLink(message(index, vid, BridgeVlanInfoFlags::empty(), target));
+        self.request(message, 0)
+            .map(drop)
+            .map_err(|cause| Error::new(format_args!("failed to remove VLAN {vid} from {}", self.label(index)), cause))
+    }
+}
+
+fn message(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.interface_family = AddressFamily::Bridge;
+    message.header.index = index;
+    let target = match target {
+        Target::Master => BridgeFlag::Controller,
+        Target::Itself => BridgeFlag::LowerDev,
+    };
+    let info = AfSpecBridge::VlanInfo(BridgeVlanInfo { flags, vid });
+    message.attributes.push(LinkAttribute::AfSpecBridge(vec![AfSpecBridge::Flags(target), info]));
+    message
+}
+
+/// Single VLANs out of the kernel's entries, in which a run is its first and its last VLAN.
+fn unfold(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
+    let mut vlans = Vec::new();
+    let mut first = None;
+    for BridgeVlanInfo { vid, flags } in entries {
+        if flags.contains(BridgeVlanInfoFlags::RangeBegin) {
+            first = Some(vid);
+            continue;
+        }
+        let from = match first.take() {
+            Some(first) if flags.contains(BridgeVlanInfoFlags::RangeEnd) => first,
+            _ => vid,
+        };
+        vlans.extend((from..=vid).map(|vid| Vlan {
+            vid,
+            pvid: flags.contains(BridgeVlanInfoFlags::Pvid),
+            untagged: flags.contains(BridgeVlanInfoFlags::Untagged),
+        }));
+    }
+    vlans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, skip};
+    use crate::{BridgeSpec, Mac, VethSpec};
+    use netlink_packet_core::Emitable as _;
+
+    #[test]
+    fn runs_of_vlans_are_unfolded() {
+        let entry = |vid, bits| BridgeVlanInfo { vid, flags: BridgeVlanInfoFlags::from_bits_retain(bits) };
+        let plain = |vid| Vlan { vid, pvid: false, untagged: false };
+        let access = Vlan { vid: 1, pvid: true, untagged: true };
+        // 1 untagged and PVID; 10 to 12; 20; 4093 to 4094.
+        let entries = [entry(1, 6), entry(10, 8), entry(12, 16), entry(20, 0), entry(4093, 8), entry(4094, 16)];
+        assert_eq!(unfold(entries), [access, plain(10), plain(11), plain(12), plain(20), plain(4093), plain(4094)]);
+        assert_eq!(unfold([]), []);
+        // An end without a beginning is at least itself.
+        assert_eq!(unfold([entry(7, 16)]), [plain(7)]);
+    }
+
+    #[test]
+    fn a_request_has_the_bytes_that_the_bridge_program_sends() {
+        let message = message(7, 100, BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged, Target::Master);
+        let mut bytes = vec![0; message.buffer_len()];
+        message.emit(&mut bytes);
+        let (family, index, attributes) = (bytes[0], &bytes[4..8], &bytes[16..]);
+        assert_eq!((i32::from(family), index), (libc::AF_BRIDGE, 7u32.to_ne_bytes().as_slice()));
+        // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1), IFLA_BRIDGE_VLAN_INFO (2).
+        let expected: Vec<u8> = [20u16, 26, 6, 0, 1, 0, 8, 2, 6, 100].into_iter().flat_map(u16::to_ne_bytes).collect();
+        assert_eq!(attributes, expected);
+    }
+
+    #[test]
+    fn a_port_enters_and_leaves_vlans() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let spec = BridgeSpec { vlan_filtering: true, ..BridgeSpec::named("br0") };
+            let bridge = match netlink.create_bridge(&spec) {
+                Ok(bridge) => bridge,
+                Err(error) if error.is_unsupported() => {
+                    let bridge = netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
+                    let error = netlink.add_vlan(bridge.index, 5, VlanFlags::Tagged, Target::Itself).unwrap_err();
+                    assert!(error.is_unsupported(), "{error}");
+                    assert_eq!(netlink.vlans(bridge.index).unwrap(), []);
+                    return skip("this kernel has no VLAN filtering");
+                }
+                Err(error) => panic!("{error}"),
+            };
+            let spec = VethSpec::new("veth0", Mac([2, 0, 0, 0, 0, 1]), "eth0", Mac([2, 0, 0, 0, 0, 2]));
+            let veth = netlink.create_veth(&VethSpec { master: Some(bridge.index), ..spec }).unwrap();
+            let default = Vlan { vid: bridge.bridge.unwrap().default_pvid, pvid: true, untagged: true };
+            assert_eq!(netlink.vlans(veth.index).unwrap(), [default]);
+            netlink.del_vlan(veth.index, default.vid, Target::Master).unwrap();
+            for vid in [100, 101, 102] {
+                netlink.add_vlan(veth.index, vid, VlanFlags::Tagged, Target::Master).unwrap();
+            }
+            netlink.add_vlan(veth.index, 200, VlanFlags::Access, Target::Master).unwrap();
+            let vids: Vec<u16> = netlink.vlans(veth.index).unwrap().iter().map(|vlan| vlan.vid).collect();
+            assert_eq!(vids, [100, 101, 102, 200]);
+            netlink.add_vlan(bridge.index, 100, VlanFlags::Tagged, Target::Itself).unwrap();
+            assert!(netlink.vlans(bridge.index).unwrap().iter().any(|vlan| vlan.vid == 100));
+        });
+    }
+}

@@ -1,0 +1,200 @@
+//! Waiting until the kernel says that something has changed, with a deadline.
+//!
+//! A [`Watch`] hears of changes to links and addresses; what they are it does not read: after each it asks `check`
+//! again, which looks at the state itself. So nothing is missed when events come too fast or were lost.
+//!
+//! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event that is over.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Instant;
+
+use cni::machine::Machine;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket};
+
+use crate::error::{Cause, Error, Result};
+use crate::machine::wait_ready;
+use crate::netns::Netns;
+
+/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR.
+const GROUPS: u32 = 0x1 | 0x10 | 0x100;
+
+/// An ear for changes to links and addresses of one namespace.
+#[derive(Debug)]
+pub struct Watch {
+    events: OwnedFd,
+}
+
+impl Watch {
+    /// Listens to the calling thread's namespace, from now on.
+    pub fn open() -> Result<Watch> {
+        listen().map(|events| Watch { events }).map_err(|errno| Error::new("failed to listen to the kernel", errno))
+    }
+
+    /// Listens to another namespace, from now on.
+    pub fn open_in(netns: &Netns) -> Result<Watch> {
+        netns.run(Watch::open)?
+    }
+
+    /// Calls `check` now and after every change until it returns something, fails, or it is `deadline`.
+    ///
+    /// # Errors
+    /// What `check` failed with; `failed to wait for WHAT: …` with [`Error::is_deadline`], or [`Error::is_terminated`]
+    /// if SIGTERM comes (which the machine must have blocked).
+    pub fn wait<T>(
+        &self,
+        what: &str,
+        deadline: Instant,
+        machine: &dyn Machine,
+        mut check: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<T> {
+        let failed = |cause| Error::new(format_args!("failed to wait for {what}"), cause);
+        let begin = machine.now();
+        let mut sigterm = None;
+        loop {
+            if let Some(found) = check()? {
+                return Ok(found);
+            }
+            if machine.terminated() {
+                return Err(failed(Cause::Terminated));
+            }
+            let left = deadline.saturating_duration_since(machine.now());
+            if left.is_zero() {
+                return Err(failed(Cause::Deadline(deadline.saturating_duration_since(begin))));
+            }
+            let sigterm = match &sigterm {
+                Some(sigterm) => sigterm,
+                None => sigterm.insert(term_descriptor().map_err(|errno| failed(errno.into()))?),
+            };
+            let mut fds =
+                [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
+            wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
+            self.forget_events();
+        }
+    }
+
+    /// Reads everything there is: many events, one look.
+    fn forget_events(&self) {
+        let mut byte = [0];
+        let all_fits = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC;
+        // ENOBUFS says that events were lost, once; the look that follows makes up for it.
+        while matches!(recv(self.events.as_raw_fd(), &mut byte, all_fits), Ok(_) | Err(Errno::ENOBUFS)) {}
+    }
+}
+
+fn listen() -> Result<OwnedFd, Errno> {
+    let events = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        SockProtocol::NetlinkRoute,
+    )?;
+    bind(events.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
+    Ok(events)
+}
+
+/// Readable as soon as SIGTERM is pending. It is never read here: the machine does that, and remembers.
+fn term_descriptor() -> Result<SignalFd, Errno> {
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGTERM);
+    SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, machine, new_netns};
+    use crate::{BridgeSpec, Netlink};
+    use nix::sys::pthread::{pthread_kill, pthread_self};
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
+    fn in_seconds(seconds: u64) -> Instant {
+        Instant::now() + Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn what_is_so_already_needs_no_event() {
+        in_new_netns(|| {
+            let found = Watch::open().unwrap().wait("it", Instant::now(), &machine(), || Ok(Some(7))).unwrap();
+            assert_eq!(found, 7);
+        });
+    }
+
+    #[test]
+    fn an_event_in_another_namespace_ends_the_wait() {
+        in_new_netns(|| {
+            let netns = new_netns();
+            let container = Netlink::open().unwrap().open_in(&netns).unwrap();
+            let watch = Watch::open_in(&netns).unwrap();
+            let (looked, go) = channel();
+            thread::scope(|scope| {
+                let maker = container.clone();
+                scope.spawn(move || {
+                    go.recv().unwrap();
+                    maker.create_bridge(&BridgeSpec::named("br0")).unwrap();
+                });
+                let begin = Instant::now();
+                let link = watch
+                    .wait("br0", in_seconds(30), &machine(), || {
+                        let found = container.find_link("br0");
+                        let _ = looked.send(());
+                        found
+                    })
+                    .unwrap();
+                assert_eq!(link.name, "br0");
+                assert!(begin.elapsed() < Duration::from_secs(15));
+            });
+        });
+    }
+
+    #[test]
+    fn a_deadline_is_told_with_what_was_awaited() {
+        in_new_netns(|| {
+            let deadline = Instant::now() + Duration::from_millis(30);
+            let watch = Watch::open().unwrap();
+            let error = watch.wait("Godot", deadline, &machine(), || Ok(None::<()>)).unwrap_err();
+            assert!(error.is_deadline() && Instant::now() >= deadline);
+            assert!(error.to_string().starts_with("failed to wait for Godot: it did not happen within 0.0"), "{error}");
+            assert_eq!(cni::Error::from(error).code(), cni::Code::TRY_AGAIN);
+        });
+    }
+
+    #[test]
+    fn sigterm_ends_the_wait() {
+        in_new_netns(|| {
+            let machine = machine();
+            let watch = Watch::open().unwrap();
+            let waiter = pthread_self();
+            let (looked, go) = channel();
+            let begin = Instant::now();
+            thread::scope(|scope| {
+                scope.spawn(move || {
+                    go.recv().unwrap();
+                    pthread_kill(waiter, Signal::SIGTERM).unwrap();
+                });
+                let error = watch
+                    .wait("Godot", in_seconds(30), &machine, || {
+                        let _ = looked.send(());
+                        Ok(None::<()>)
+                    })
+                    .unwrap_err();
+                assert!(error.is_terminated() && machine.terminated(), "{error}");
+            });
+            assert!(begin.elapsed() < Duration::from_secs(15));
+        });
+    }
+
+    #[test]
+    fn a_failing_check_ends_the_wait_with_its_own_error() {
+        in_new_netns(|| {
+            let fail = || Err::<Option<()>, _>(Error::new("failed to look", Cause::LinkNotFound));
+            let error = Watch::open().unwrap().wait("it", in_seconds(30), &machine(), fail).unwrap_err();
+            assert_eq!(error.to_string(), "failed to look: Link not found");
+        });
+    }
+}
