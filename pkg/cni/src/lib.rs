@@ -23,6 +23,7 @@ pub mod delegate;
 pub mod error;
 pub mod ident;
 pub mod json;
+pub mod libcni;
 pub mod machine;
 pub mod result;
 pub mod rollback;

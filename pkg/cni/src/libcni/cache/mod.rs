@@ -1,0 +1,342 @@
+//! What a runtime remembers of each attachment: `<dir>/results/<network>-<containerID>-<ifname>`.
+//!
+//! Byte for byte the layout of Go's libcni, so that either can take over from the other with containers running: one
+//! line of JSON, kind `cniCacheV1`; or, from before that, a bare result. What is ours alone lies in `results/.cni`,
+//! which Go's reader skips because it is a folder.
+//!
+//! Easy to get wrong: `-` is legal in all three parts of the name, so two attachments may share a file name. Whose a
+//! file is, its content says.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use serde_json::value::{RawValue, to_raw_value};
+
+use super::Attachment;
+use crate::json::Json;
+use crate::result::AddResult;
+use crate::version::Version;
+use crate::{Code, Error, Result, ident};
+
+mod wire;
+
+use wire::Content;
+
+/// Where Go's libcni and cnitool keep theirs; the results are in a folder in it.
+pub const DEFAULT_DIR: &str = "/var/lib/cni";
+
+/// The folder of remembered attachments.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    folder: PathBuf,
+}
+
+/// Which attachment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key<'a> {
+    /// The network's name.
+    pub network: &'a str,
+    /// The container's ID.
+    pub container_id: &'a str,
+    /// The interface's name in the container.
+    pub ifname: &'a str,
+}
+
+/// A remembered attachment.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// The network's name.
+    pub network: String,
+    /// Whom the ADD attached, and with what. An entry of the oldest form knows only what its file name says.
+    pub attachment: Attachment,
+    /// The bytes of the network list at the time of the ADD.
+    pub config: Vec<u8>,
+    /// The ADD's result, verbatim, in the version it was returned in.
+    pub result: Option<Box<RawValue>>,
+}
+
+/// The remembered attachments of a network, and which files could not be understood.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// By file name.
+    pub entries: Vec<Entry>,
+    /// One line each; such files are left alone.
+    pub problems: Vec<String>,
+}
+
+/// What is in the file of a key.
+enum Found {
+    Nothing,
+    Entry(Box<Entry>),
+    /// The file of another attachment with the same file name, which is described.
+    Another(String),
+    /// Not understandable: why.
+    Garbage(String),
+}
+
+impl Entry {
+    /// Which attachment it is of.
+    pub fn key(&self) -> Key<'_> {
+        let Attachment { container_id, ifname, .. } = &self.attachment;
+        Key { network: &self.network, container_id, ifname }
+    }
+
+    /// The result as a `prevResult` of `version`: verbatim if it has that version already.
+    ///
+    /// # Errors
+    /// Code 6 for a result that cannot be decoded, or not be expressed in `version`.
+    pub fn result_as(&self, version: Version) -> Result<Option<Box<RawValue>>> {
+        self.result.as_deref().map(|result| in_version(result, version)).transpose()
+    }
+}
+
+/// A result in `version`; one that does not say its version has it already.
+pub(super) fn in_version(result: &RawValue, version: Version) -> Result<Box<RawValue>> {
+    let failed = |why: String| Error::new(Code::DECODE, why);
+    let json = Json::parse(result.get().as_bytes()).map_err(|error| failed(error.to_string()))?;
+    let decoded = AddResult::decode(&json, version).map_err(|error| failed(error.to_string()))?;
+    if json.get("cniVersion").and_then(Json::as_str) == Some(version.as_str()) {
+        return Ok(result.to_owned());
+    }
+    let encoded = decoded.to_value(version).map_err(|error| failed(error.to_string()))?;
+    to_raw_value(&encoded).map_err(|error| failed(error.to_string()))
+}
+
+impl Cache {
+    /// The cache in `dir`, by default [`DEFAULT_DIR`]; made by the first ADD.
+    pub fn new(dir: impl AsRef<Path>) -> Cache {
+        Cache { folder: dir.as_ref().join("results") }
+    }
+
+    /// The file of an attachment.
+    ///
+    /// # Errors
+    /// Go's text where a part is missing; codes 4 and 7 for a part that could lead out of the folder.
+    pub fn path(&self, key: Key<'_>) -> Result<PathBuf> {
+        let Key { network, container_id, ifname } = key;
+        if network.is_empty() || container_id.is_empty() || ifname.is_empty() {
+            return Err(Error::config(format!(
+                "cache file path requires network name ({network:?}), container ID ({container_id:?}), and interface name ({ifname:?})"
+            )));
+        }
+        ident::check_network_name(network)?;
+        ident::check_container_id(container_id)?;
+        ident::check_interface_name(ifname)?;
+        Ok(self.folder.join(file_name(key)))
+    }
+
+    /// What is remembered of an attachment. The file of another one that happens to have its name is nothing.
+    ///
+    /// # Errors
+    /// Code 5 for a file that cannot be read, 6 for one that cannot be understood.
+    pub fn find(&self, key: Key<'_>) -> Result<Option<Entry>> {
+        let path = self.path(key)?;
+        match look(&path, key)? {
+            Found::Nothing | Found::Another(_) => Ok(None),
+            Found::Entry(entry) => Ok(Some(*entry)),
+            Found::Garbage(why) => Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display()))),
+        }
+    }
+
+    /// Makes sure that an ADD will find its place: the folder exists, and nobody's file stands there.
+    ///
+    /// # Errors
+    /// Code 5, and [`Code::CONFLICT`] naming who is there: this attachment itself, which needs a DEL first, or
+    /// another one.
+    pub(super) fn reserve(&self, key: Key<'_>) -> Result<()> {
+        let path = self.path(key)?;
+        make_folder(&self.folder)?;
+        match look(&path, key)? {
+            Found::Nothing | Found::Garbage(_) => Ok(()),
+            Found::Entry(_) => {
+                let Key { network, container_id, ifname } = key;
+                let msg = format!("{ifname} of container {container_id} is already attached to network {network}");
+                Err(Error::new(Code::CONFLICT, msg)
+                    .with_details(format!("{} remembers it; call DEL before another ADD", path.display())))
+            }
+            Found::Another(owner) => {
+                let msg = format!("{} is the cache file of another attachment, {owner}", path.display());
+                Err(Error::new(Code::CONFLICT, msg))
+            }
+        }
+    }
+
+    /// Remembers an attachment. The file is there in full or, after a crash, not at all.
+    ///
+    /// # Errors
+    /// Code 5; whatever was remembered before still is.
+    pub fn write(&self, entry: &Entry) -> Result<()> {
+        let path = self.path(entry.key())?;
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
+        let bytes = wire::encode(entry)?;
+        let own = self.own_folder();
+        make_folder(&own)?;
+        let (mut file, temporary) = lock_slot(&own).map_err(failed)?;
+        file.set_len(0)
+            .and_then(|()| file.write_all(bytes.as_bytes()))
+            .and_then(|()| fs::rename(&temporary, &path))
+            .map_err(failed)
+    }
+
+    /// Forgets an attachment; one that is not remembered is fine. Another attachment's file stays.
+    ///
+    /// # Errors
+    /// Code 5.
+    pub fn purge(&self, key: Key<'_>) -> Result<()> {
+        let path = self.path(key)?;
+        match look(&path, key)? {
+            Found::Nothing | Found::Another(_) => Ok(()),
+            Found::Entry(_) | Found::Garbage(_) => absent_is_fine(fs::remove_file(&path))
+                .map_err(|error| Error::caused(Code::IO, format_args!("failed to remove {}", path.display()), error)),
+        }
+    }
+
+    /// Every remembered attachment of a network.
+    ///
+    /// # Errors
+    /// Code 5 if the folder or one of the network's files cannot be read: then nobody knows what is attached.
+    pub fn list(&self, network: &str) -> Result<Listing> {
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
+        let files = match fs::read_dir(&self.folder) {
+            Ok(files) => files,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Listing::default()),
+            Err(error) => return Err(failed(error)),
+        };
+        let prefix = format!("{network}-");
+        let mut paths = Vec::new();
+        for file in files {
+            let file = file.map_err(failed)?;
+            if file.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()) {
+                paths.push(file.path());
+            }
+        }
+        paths.sort();
+        let mut listing = Listing::default();
+        for path in paths {
+            let problem = match read(&path)? {
+                None => continue, // gone meanwhile
+                Some(Ok(Content::Whole(entry))) if entry.network != network => continue,
+                Some(Ok(Content::Whole(entry))) => {
+                    if path.file_name().is_some_and(|name| name == file_name(entry.key()).as_str()) {
+                        listing.entries.push(*entry);
+                        continue;
+                    }
+                    "it holds an attachment that belongs into another file".to_owned()
+                }
+                Some(Ok(Content::Bare(_))) => "it does not say whose it is".to_owned(),
+                Some(Err(why)) => why,
+            };
+            listing.problems.push(format!("{}: {problem}", path.display()));
+        }
+        Ok(listing)
+    }
+
+    /// Removes what a crashed write left behind.
+    ///
+    /// # Errors
+    /// Code 5.
+    pub(super) fn clean(&self) -> Result<()> {
+        let own = self.own_folder();
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to clean {}", own.display()), error);
+        let files = match fs::read_dir(&own) {
+            Ok(files) => files,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        };
+        for file in files {
+            let path = file.map_err(failed)?.path();
+            if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
+                absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn own_folder(&self) -> PathBuf {
+        self.folder.join(".cni")
+    }
+}
+
+fn file_name(Key { network, container_id, ifname }: Key<'_>) -> String {
+    format!("{network}-{container_id}-{ifname}")
+}
+
+fn absent_is_fine(outcome: io::Result<()>) -> io::Result<()> {
+    outcome.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
+}
+
+/// Results may hold what only root should see; so Go has it.
+fn make_folder(folder: &Path) -> Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder)
+        .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", folder.display()), error))
+}
+
+/// A temporary file nobody else writes to. The names are few and fixed, so what a crash leaves is used again.
+fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
+    let mut slot = 0u32;
+    loop {
+        let path = folder.join(format!("slot-{slot}"));
+        match lock(&path, OpenOptions::new().write(true).create(true).truncate(false).mode(0o600))? {
+            Some(file) => return Ok((file, path)),
+            None => slot += 1,
+        }
+    }
+}
+
+/// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place.
+fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
+    let file = match options.open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Ok(None),
+        Err(TryLockError::Error(error)) => return Err(error),
+    }
+    // Between open and lock the holder may have renamed it: then what we hold is a published entry.
+    let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let ours = inode(file.metadata()?);
+    Ok(fs::symlink_metadata(path).is_ok_and(|there| inode(there) == ours).then_some(file))
+}
+
+/// A file's content, or why it cannot be understood; `None` if there is no file.
+fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(wire::decode(&bytes))),
+        // A key whose name is too long for a file was never written.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
+        Err(error) => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
+    }
+}
+
+fn look(path: &Path, key: Key<'_>) -> Result<Found> {
+    Ok(match read(path)? {
+        None => Found::Nothing,
+        Some(Err(why)) => Found::Garbage(why),
+        Some(Ok(Content::Whole(entry))) if entry.key() == key => Found::Entry(entry),
+        Some(Ok(Content::Whole(entry))) => {
+            let Key { network, container_id, ifname } = entry.key();
+            Found::Another(format!("{ifname} of container {container_id} in network {network}"))
+        }
+        Some(Ok(Content::Bare(result))) => Found::Entry(Box::new(Entry {
+            network: key.network.to_owned(),
+            attachment: Attachment {
+                container_id: key.container_id.to_owned(),
+                ifname: key.ifname.to_owned(),
+                ..Attachment::default()
+            },
+            config: Vec::new(),
+            result: Some(result),
+        })),
+    })
+}
+
+#[cfg(test)]
+mod tests;

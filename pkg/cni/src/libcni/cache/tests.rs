@@ -1,0 +1,188 @@
+//! The layout on disk against the text that Go's libcni writes, and whose a file is.
+
+use std::os::unix::fs::PermissionsExt as _;
+
+use super::*;
+
+/// As Go's libcni writes it (keys in the order of its structure, those of maps sorted).
+const GO: &str = concat!(
+    r#"{"kind":"cniCacheV1","containerId":"c1","config":"eyJuYW1lIjoibiIsInBsdWdpbnMiOltdfQ==","ifName":"eth0","#,
+    r#""networkName":"n","netns":"/run/netns/x","cniArgs":[["K","v"],["IP","1.2.3.4"]],"#,
+    r#""capabilityArgs":{"mac":"00:11:22:33:44:55","portMappings":[{"hostPort":8080}]},"#,
+    r#""result":{"cniVersion":"1.0.0","dns":{},"ips":[{"address":"10.1.2.3/24"}]}}"#
+);
+
+const KEY: Key<'static> = Key { network: "n", container_id: "c1", ifname: "eth0" };
+
+fn cache() -> (tempfile::TempDir, Cache) {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::new(folder.path().join("cni"));
+    (folder, cache)
+}
+
+fn cache_with(files: &[(&str, &str)]) -> (tempfile::TempDir, Cache) {
+    let (folder, cache) = cache();
+    fs::create_dir_all(&cache.folder).unwrap();
+    for (name, text) in files {
+        fs::write(cache.folder.join(name), text).unwrap();
+    }
+    (folder, cache)
+}
+
+fn entry(key: Key<'_>) -> Entry {
+    let attachment = Attachment {
+        container_id: key.container_id.to_owned(),
+        ifname: key.ifname.to_owned(),
+        ..Attachment::default()
+    };
+    Entry { network: key.network.to_owned(), attachment, config: b"{}".to_vec(), result: None }
+}
+
+#[test]
+fn gos_file_is_read_and_written_byte_for_byte() {
+    let (_guard, cache) = cache_with(&[("n-c1-eth0", GO)]);
+    let entry = cache.find(KEY).unwrap().unwrap();
+    assert_eq!(entry.config, br#"{"name":"n","plugins":[]}"#);
+    assert_eq!(entry.attachment.netns, "/run/netns/x");
+    assert_eq!(entry.attachment.args[1], ("IP".to_owned(), "1.2.3.4".to_owned()));
+    assert!(entry.attachment.capability_args.get_exact("portMappings").is_some());
+    cache.write(&entry).unwrap();
+    assert_eq!(fs::read_to_string(cache.path(KEY).unwrap()).unwrap(), GO);
+}
+
+#[test]
+fn what_is_empty_is_left_out_as_go_does_and_all_is_one_line() {
+    let (_guard, cache) = cache();
+    let mut entry = entry(KEY);
+    entry.result = Some(RawValue::from_string("{\n  \"cniVersion\": \"1.0.0\"\n}".to_owned()).unwrap());
+    cache.write(&entry).unwrap();
+    assert_eq!(
+        fs::read_to_string(cache.path(KEY).unwrap()).unwrap(),
+        r#"{"kind":"cniCacheV1","containerId":"c1","config":"e30=","ifName":"eth0","networkName":"n","result":{"cniVersion":"1.0.0"}}"#
+    );
+}
+
+#[test]
+fn only_root_reads_it_and_no_temporary_file_stays() {
+    let (_guard, cache) = cache();
+    cache.write(&entry(KEY)).unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&cache.folder), mode(&cache.path(KEY).unwrap())), (0o700, 0o600));
+    assert_eq!(fs::read_dir(cache.own_folder()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_bare_result_of_old_is_understood() {
+    let old = r#"{"cniVersion":"0.4.0","ips":[{"version":"4","address":"10.1.2.3/24"}],"dns":{}}"#;
+    let (_guard, cache) = cache_with(&[("n-c1-eth0", old)]);
+    let entry = cache.find(KEY).unwrap().unwrap();
+    assert_eq!(entry.key(), KEY);
+    assert_eq!(entry.result_as(Version::V0_4_0).unwrap().unwrap().get(), old);
+    let newer = entry.result_as(Version::V1_0_0).unwrap().unwrap();
+    assert_eq!(newer.get(), r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.2.3/24"}]}"#);
+    assert_eq!(cache.list("n").unwrap().problems.len(), 1);
+}
+
+#[test]
+fn a_shared_file_name_belongs_to_whom_its_content_says() {
+    let mine = Key { network: "a", container_id: "b-c", ifname: "eth0" };
+    let other = Key { network: "a-b", container_id: "c", ifname: "eth0" };
+    let (_guard, cache) = cache();
+    cache.write(&entry(other)).unwrap();
+    assert_eq!(cache.path(mine).unwrap(), cache.path(other).unwrap());
+    assert!(cache.find(mine).unwrap().is_none());
+    let error = cache.reserve(mine).unwrap_err();
+    assert!(error.code() == Code::CONFLICT && error.msg().ends_with("eth0 of container c in network a-b"), "{error}");
+    cache.purge(mine).unwrap();
+    assert!(cache.find(other).unwrap().is_some());
+    assert_eq!((cache.list("a").unwrap().entries.len(), cache.list("a-b").unwrap().entries.len()), (0, 1));
+}
+
+#[test]
+fn keys_cannot_leave_the_folder() {
+    let (_guard, cache) = cache();
+    for (network, container_id, ifname) in [("../n", "c", "e"), ("n", "../c", "e"), ("n", "c", "../e"), (".", "c", "e")]
+    {
+        assert!(cache.path(Key { network, container_id, ifname }).is_err(), "{network} {container_id} {ifname}");
+    }
+    let error = cache.path(Key { network: "", container_id: "c", ifname: "" }).unwrap_err();
+    let expected = r#"cache file path requires network name (""), container ID ("c"), and interface name ("")"#;
+    assert_eq!(error.msg(), expected);
+}
+
+#[test]
+fn a_key_too_long_for_a_file_name_is_not_remembered() {
+    let (_guard, cache) = cache_with(&[]);
+    let long = "c".repeat(300);
+    let key = Key { container_id: &long, ..KEY };
+    assert!(cache.find(key).unwrap().is_none());
+    cache.purge(key).unwrap();
+    assert!(cache.write(&entry(key)).is_err());
+}
+
+#[test]
+fn damaged_files_are_told_and_left_alone() {
+    let (_guard, cache) = cache_with(&[
+        ("n-c1-eth0", ""),
+        ("n-c2-eth0", "{\"kind\":\"cniCacheV1\",\"config\":\"%\"}"),
+        ("n-c3-eth0.bak", GO),
+        ("n2-c1-eth0", "garbage of another network"),
+    ]);
+    assert_eq!(cache.find(KEY).unwrap_err().code(), Code::DECODE);
+    let listing = cache.list("n").unwrap();
+    assert_eq!((listing.entries.len(), listing.problems.len()), (0, 3), "{listing:?}");
+    cache.purge(KEY).unwrap();
+    assert!(!cache.path(KEY).unwrap().exists());
+}
+
+#[test]
+fn errors_of_the_folder_are_told_and_its_absence_is_none() {
+    let (guard, cache) = cache();
+    assert!(cache.list("n").unwrap().entries.is_empty());
+    cache.purge(KEY).unwrap();
+    fs::write(guard.path().join("cni"), "a file").unwrap();
+    assert_eq!(cache.reserve(KEY).unwrap_err().code(), Code::IO);
+    assert!(cache.list("n").is_err());
+}
+
+#[test]
+fn what_a_crash_left_is_used_again_or_cleaned_but_never_anothers_live_file() {
+    let (_guard, cache) = cache();
+    let own = cache.own_folder();
+    make_folder(&own).unwrap();
+    fs::write(
+        own.join("slot-0"),
+        "half an entry that is much longer than the next one, so that a tail would show ".repeat(9),
+    )
+    .unwrap();
+    cache.write(&entry(KEY)).unwrap();
+    assert!(cache.find(KEY).unwrap().is_some());
+    assert!(!own.join("slot-0").exists());
+
+    let (_live, path) = lock_slot(&own).unwrap();
+    fs::write(own.join("slot-1"), "dead").unwrap();
+    cache.write(&entry(Key { container_id: "c2", ..KEY })).unwrap();
+    fs::write(own.join("slot-2"), "dead").unwrap();
+    cache.clean().unwrap();
+    assert!(path.exists() && !own.join("slot-1").exists() && !own.join("slot-2").exists());
+}
+
+#[test]
+fn writers_at_once_never_mix_their_entries() {
+    let (_guard, cache) = cache();
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let cache = &cache;
+            scope.spawn(move || {
+                for round in 0..50 {
+                    let id = format!("c{thread}x{round}");
+                    let mut entry = entry(Key { container_id: &id, ..KEY });
+                    entry.config = vec![b'x'; 100 * (thread + 1)];
+                    cache.write(&entry).unwrap();
+                }
+            });
+        }
+    });
+    let listing = cache.list("n").unwrap();
+    assert_eq!((listing.entries.len(), listing.problems.len()), (400, 0));
+}

@@ -1,0 +1,101 @@
+//! A cache entry as bytes.
+//!
+//! `config` is base64 as Go writes byte slices: the standard alphabet, padded. The `base64` crate does it: it has no
+//! dependencies, and what is strict about the encoding (padding, trailing bits) is where a decoder of one's own errs.
+
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::Entry;
+use crate::json::Json;
+use crate::libcni::Attachment;
+use crate::libcni::members::{Members, compact};
+use crate::{Code, Error, Result};
+
+const KIND: &str = "cniCacheV1";
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct WriteWire<'a> {
+    kind: &'a str,
+    container_id: &'a str,
+    config: String,
+    if_name: &'a str,
+    network_name: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    netns: &'a str,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    cni_args: &'a [(String, String)],
+    #[serde(skip_serializing_if = "Members::is_empty")]
+    capability_args: &'a Members,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    result: Option<&'a RawValue>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct ReadWire {
+    container_id: String,
+    config: String,
+    if_name: String,
+    network_name: String,
+    netns: String,
+    cni_args: Vec<(String, String)>,
+}
+
+/// One line, without a newline.
+pub(super) fn encode(entry: &Entry) -> Result<String> {
+    let Attachment { container_id, netns, ifname, args, capability_args } = &entry.attachment;
+    let wire = WriteWire {
+        kind: KIND,
+        container_id,
+        config: BASE64_STANDARD.encode(&entry.config),
+        if_name: ifname,
+        network_name: &entry.network,
+        netns,
+        cni_args: args,
+        capability_args,
+        result: entry.result.as_deref(),
+    };
+    let text = serde_json::to_string(&wire)
+        .map_err(|error| Error::caused(Code::INTERNAL, "failed to encode a cache entry", error))?;
+    Ok(compact(&text))
+}
+
+/// What a file holds.
+pub(super) enum Content {
+    /// An entry.
+    Whole(Box<Entry>),
+    /// From before cniCacheV1: the result and nothing else.
+    Bare(Box<RawValue>),
+}
+
+/// Either form, or why it is neither.
+pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
+    let text = String::from_utf8_lossy(bytes);
+    let members = Members::parse(&text).map_err(|error| error.to_string())?;
+    let json = Json::parse(bytes).map_err(|error| error.to_string())?;
+    if json.get("kind").and_then(Json::as_str) != Some(KIND) {
+        return RawValue::from_string(text.trim().to_owned()).map(Content::Bare).map_err(|error| error.to_string());
+    }
+    let wire: ReadWire = json.decode().map_err(|error| error.to_string())?;
+    let config = BASE64_STANDARD.decode(&wire.config).map_err(|error| format!("config: {error}"))?;
+    let capability_args = match members.get("capabilityArgs") {
+        None => Members::default(),
+        Some(value) => Members::parse(value.get()).map_err(|error| format!("capabilityArgs: {error}"))?,
+    };
+    Ok(Content::Whole(Box::new(Entry {
+        network: wire.network_name,
+        attachment: Attachment {
+            container_id: wire.container_id,
+            netns: wire.netns,
+            ifname: wire.if_name,
+            args: wire.cni_args,
+            capability_args,
+        },
+        config,
+        result: members.get("result").map(RawValue::to_owned),
+    })))
+}

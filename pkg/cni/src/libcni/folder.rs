@@ -1,0 +1,239 @@
+//! The folder of network configurations, `/etc/cni/net.d`.
+//!
+//! `*.conflist` are lists, `*.conf` and `*.json` single plugins; all in the order of their names, without recursion.
+//! A list's further plugins may lie as `*.conf` in a folder named after the network.
+//!
+//! A file that cannot be read or makes no sense keeps nobody from using the others: it is told, and it is the error
+//! only where the network that was asked for is its own, or is nowhere.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use super::list::{NetworkList, PluginConf};
+use crate::json::Json;
+use crate::rollback::Notes;
+use crate::{Code, Error, Result, ident};
+
+/// A folder of network configurations.
+#[derive(Clone, Debug)]
+pub struct ConfFolder(PathBuf);
+
+/// A file of the folder, and what it holds.
+#[derive(Debug)]
+pub struct ConfFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The network's name, if it could be read; known also for many files that are wrong otherwise.
+    pub name: Option<String>,
+    /// The network, or what is wrong with it.
+    pub list: Result<NetworkList>,
+}
+
+impl ConfFolder {
+    /// The folder at `path`; it need not exist.
+    pub fn new(path: impl Into<PathBuf>) -> ConfFolder {
+        ConfFolder(path.into())
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Every configuration file, by name; the unusable ones too.
+    ///
+    /// # Errors
+    /// Code 5 if the folder exists and cannot be read.
+    pub fn files(&self) -> Result<Vec<ConfFile>> {
+        Ok(files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
+    }
+
+    /// The network `name`: the first list of that name, else the first single configuration. Files in the way that
+    /// are wrong are told to `notes`.
+    ///
+    /// # Errors
+    /// What is wrong with the network's own file; Go's texts if there is no such network, with the files that could
+    /// not be read in the details.
+    pub fn find(&self, name: &str, notes: &Notes) -> Result<NetworkList> {
+        let mut files = self.files()?;
+        if files.is_empty() {
+            return Err(Error::config(format!("no net configurations found in {}", self.0.display())));
+        }
+        files.sort_by_key(|file| !is_list(&file.path)); // stable: the order of names stays
+        let mut wrong = Vec::new();
+        for file in files {
+            match file.list {
+                Ok(list) if list.name() == name => {
+                    wrong.iter().for_each(|error: &Error| notes.note(format_args!("ignored: {error}")));
+                    return Ok(list);
+                }
+                Err(error) if file.name.as_deref() == Some(name) => return Err(error),
+                Ok(_) => {}
+                Err(error) => wrong.push(error),
+            }
+        }
+        let error = Error::config(format!("no net configuration with name {name:?} in {}", self.0.display()));
+        let wrong: Vec<String> = wrong.iter().map(Error::to_string).collect();
+        Err(if wrong.is_empty() { error } else { error.with_details(wrong.join("; ")) })
+    }
+}
+
+impl ConfFile {
+    /// Reads one file, by its name's ending.
+    pub fn read(path: PathBuf) -> ConfFile {
+        let raw = match fs::read(&path) {
+            Ok(raw) => raw,
+            Err(error) => {
+                let error = Error::caused(Code::IO, format_args!("error reading {}", path.display()), error);
+                return ConfFile { path, name: None, list: Err(error) };
+            }
+        };
+        let list = if is_list(&path) { read_list(&path, &raw) } else { NetworkList::parse_single(&raw) };
+        let list = list.map_err(|error| error.context(format_args!("failed to load {}", path.display())));
+        let name = Json::parse(&raw).ok().and_then(|json| Some(json.get("name")?.as_str()?.to_owned()));
+        ConfFile { path, name, list }
+    }
+}
+
+fn is_list(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().ends_with(b".conflist")
+}
+
+/// A list with the plugins of its folder behind the inlined ones.
+fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
+    let mut list = NetworkList::parse_open(raw)?;
+    // A name that is none could lead anywhere; every verb refuses it later.
+    if !list.load_only_inlined() && ident::check_network_name(list.name()).is_ok() {
+        let folder = path.with_file_name(list.name());
+        for path in files(&folder, &[".conf"])? {
+            let failed = |error: Error| error.context(path.display());
+            let raw = fs::read(&path)
+                .map_err(|error| Error::caused(Code::IO, format_args!("error reading {}", path.display()), error))?;
+            list.plugins.push(PluginConf::parse(&String::from_utf8_lossy(&raw)).map_err(failed)?);
+        }
+    }
+    list.complete()
+}
+
+/// The files of a folder with one of these endings, sorted by name. A folder that does not exist has none.
+fn files(folder: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
+    let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error);
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Vec::new()),
+        Err(error) => return Err(failed(error)),
+    };
+    let mut paths = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+        let wanted = endings.iter().any(|ending| name.ends_with(ending.as_bytes()));
+        // What cannot be looked at (a dangling link) stays in, and is told when it is read.
+        if wanted && fs::metadata(&path).map_or(true, |metadata| metadata.is_file()) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    fn folder(files: &[(&str, &str)]) -> (tempfile::TempDir, ConfFolder) {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let conf = ConfFolder::new(folder.path());
+        (folder, conf)
+    }
+
+    fn list(name: &str, kind: &str) -> String {
+        format!(r#"{{"name":"{name}","plugins":[{{"type":"{kind}"}}]}}"#)
+    }
+
+    fn kinds(list: &NetworkList) -> Vec<&str> {
+        list.plugins().iter().map(PluginConf::kind).collect()
+    }
+
+    #[test]
+    fn lists_come_before_single_configurations_and_both_by_name() {
+        let (_guard, conf) = folder(&[
+            ("00.conf", r#"{"name":"n","type":"single"}"#),
+            ("20.conflist", &list("n", "second")),
+            ("10.conflist", &list("n", "first")),
+            ("30.json", r#"{"name":"j","type":"json"}"#),
+            ("sub/05.conflist", &list("deep", "x")),
+            ("05.txt", &list("text", "x")),
+        ]);
+        let find = |name| conf.find(name, &Notes::silent());
+        assert_eq!(kinds(&find("n").unwrap()), ["first"]);
+        assert_eq!(kinds(&find("j").unwrap()), ["json"]);
+        assert!(find("deep").is_err() && find("text").is_err());
+        let names: Vec<_> =
+            conf.files().unwrap().into_iter().map(|file| file.path.file_name().unwrap().to_owned()).collect();
+        assert_eq!(names, ["00.conf", "10.conflist", "20.conflist", "30.json"]);
+    }
+
+    #[test]
+    fn an_absent_network_is_told_with_gos_texts_and_the_files_that_are_wrong() {
+        let (guard, conf) = folder(&[]);
+        let at = guard.path().display();
+        let error = conf.find("n", &Notes::silent()).unwrap_err();
+        assert_eq!(error.msg(), format!("no net configurations found in {at}"));
+        fs::write(guard.path().join("a.conflist"), "{").unwrap();
+        std::os::unix::fs::symlink("/nowhere", guard.path().join("b.conf")).unwrap();
+        let error = conf.find("n", &Notes::silent()).unwrap_err();
+        assert_eq!(error.msg(), format!("no net configuration with name \"n\" in {at}"));
+        assert!(error.details().contains("a.conflist") && error.details().contains("b.conf"), "{}", error.details());
+        let nowhere = ConfFolder::new(guard.path().join("absent"));
+        assert!(nowhere.find("n", &Notes::silent()).unwrap_err().msg().starts_with("no net configurations found"));
+    }
+
+    #[test]
+    fn a_broken_file_does_not_hide_the_network_behind_it_but_is_told() {
+        let (_guard, conf) = folder(&[("a.conflist", "{"), ("b.conflist", &list("n", "x"))]);
+        let lines = Rc::new(RefCell::new(Vec::new()));
+        let sink = Rc::clone(&lines);
+        let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
+        assert!(conf.find("n", &notes).is_ok());
+        assert!(lines.borrow()[0].contains("a.conflist"), "{lines:?}");
+    }
+
+    #[test]
+    fn the_networks_own_broken_file_is_the_error() {
+        let (_guard, conf) = folder(&[("a.conflist", r#"{"name":"n","plugins":[]}"#), ("b.conflist", &list("n", "x"))]);
+        let error = conf.find("n", &Notes::silent()).unwrap_err();
+        assert!(error.msg().contains("a.conflist") && error.msg().ends_with("no plugins in list"), "{error}");
+    }
+
+    #[test]
+    fn plugins_of_the_networks_folder_follow_the_inlined_ones() {
+        let plugin = |kind: &str| format!(r#"{{"type":"{kind}"}}"#);
+        let inlined = |only: &str| format!(r#"{{"name":"n",{only}"plugins":[{{"type":"in"}}]}}"#);
+        let beside = [
+            ("n/2.conf", plugin("two")),
+            ("n/1.conf", plugin("one")),
+            ("n/3.json", plugin("no")),
+            ("n/s/4.conf", plugin("no")),
+        ];
+        let find = |text: &str| {
+            let mut files: Vec<(&str, &str)> = beside.iter().map(|(name, text)| (*name, text.as_str())).collect();
+            files.push(("n.conflist", text));
+            let (_guard, conf) = folder(&files);
+            conf.find("n", &Notes::silent()).map(|list| kinds(&list).join(" "))
+        };
+        assert_eq!(find(&inlined("")).unwrap(), "in one two");
+        assert_eq!(find(&inlined(r#""loadOnlyInlinedPlugins":true,"#)).unwrap(), "in");
+        assert_eq!(find(r#"{"name":"n"}"#).unwrap(), "one two");
+        assert!(find(r#"{"name":"n","loadOnlyInlinedPlugins":"true"}"#).is_err());
+        assert!(find(r#"{"name":"n","plugins":[]}"#).is_err());
+    }
+}

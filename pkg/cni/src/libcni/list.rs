@@ -1,0 +1,357 @@
+//! A network as a runtime reads it: a name, a version, plugins in their order.
+//!
+//! Parsed once. The plugins' own objects stay verbatim; only what the runtime itself acts on is decoded.
+//!
+//! Easy to get wrong: a version nobody knows is no error here. It is one when a verb is called, so that a folder with
+//! one such file still shows all its networks.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::members::{Members, elements};
+use crate::json::Json;
+use crate::version::{Version, parse_triple};
+use crate::{Code, Error, Result, config};
+
+/// A network configuration list.
+#[derive(Clone, Debug)]
+pub struct NetworkList {
+    name: String,
+    cni_version: String,
+    disable_check: bool,
+    disable_gc: bool,
+    load_only_inlined: bool,
+    pub(super) plugins: Vec<PluginConf>,
+    raw: Vec<u8>,
+}
+
+/// One plugin of a list.
+#[derive(Clone, Debug)]
+pub struct PluginConf {
+    kind: String,
+    name: String,
+    capabilities: Vec<String>,
+    members: Members,
+}
+
+impl NetworkList {
+    /// Reads a list by itself, without the folder of plugins that may belong to its file.
+    ///
+    /// # Errors
+    /// Code 6 or 7 with Go's texts; a list without any plugin is one.
+    pub fn parse(raw: &[u8]) -> Result<NetworkList> {
+        NetworkList::parse_open(raw)?.complete()
+    }
+
+    /// Reads a list that may still get plugins from a folder.
+    pub(super) fn parse_open(raw: &[u8]) -> Result<NetworkList> {
+        let failed = |error: Error| error.context("error parsing configuration list");
+        let text = String::from_utf8_lossy(raw);
+        let members = Members::parse(&text).map_err(failed)?;
+        let json = Json::parse(raw).map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
+        let name = match string(&json, "name").map_err(failed)? {
+            None | Some("") => return Err(failed(Error::config("no name"))),
+            Some(name) => name.to_owned(),
+        };
+        let load_only_inlined = switch(&json, "loadOnlyInlinedPlugins").map_err(failed)?;
+        let plugins = match members.get("plugins") {
+            Some(array) => inlined(array).map_err(failed)?,
+            None if load_only_inlined => {
+                return Err(failed(Error::config("no 'plugins' key although loadOnlyInlinedPlugins is true")));
+            }
+            None => Vec::new(),
+        };
+        Ok(NetworkList {
+            name,
+            cni_version: highest_version(&json).map_err(failed)?,
+            disable_check: switch(&json, "disableCheck").map_err(failed)? || args_disable_check(&json),
+            disable_gc: switch(&json, "disableGC").map_err(failed)?,
+            load_only_inlined,
+            plugins,
+            raw: raw.to_vec(),
+        })
+    }
+
+    /// Reads a single plugin's configuration as the list that holds just it.
+    ///
+    /// # Errors
+    /// As [`parse`](NetworkList::parse).
+    pub fn parse_single(raw: &[u8]) -> Result<NetworkList> {
+        let plugin = PluginConf::parse(&String::from_utf8_lossy(raw))?;
+        let json = Json::parse(raw).map_err(|error| Error::new(Code::DECODE, error.to_string()))?;
+        let mut list = Members::default();
+        list.set("name", &plugin.name)?;
+        list.set("cniVersion", string(&json, "cniVersion")?.unwrap_or_default())?;
+        list.set("plugins", &[&plugin.members])?;
+        NetworkList::parse(&list.to_bytes()?)
+    }
+
+    /// The list, if it has plugins.
+    pub(super) fn complete(self) -> Result<NetworkList> {
+        if self.plugins.is_empty() { Err(Error::config("no plugin configs found")) } else { Ok(self) }
+    }
+
+    /// The network's name, as it was written: it is checked by the verbs.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The version of every request, as text; perhaps one that nobody speaks, perhaps empty.
+    pub fn cni_version(&self) -> &str {
+        &self.cni_version
+    }
+
+    /// The version of every request.
+    ///
+    /// # Errors
+    /// Code 1 for one that we do not speak.
+    pub fn version(&self) -> Result<Version> {
+        Version::find(&self.cni_version).ok_or_else(|| {
+            config::incompatible("incompatible CNI versions", &self.cni_version)
+                .context(format_args!("network {:?}", self.name))
+        })
+    }
+
+    /// Whether CHECK is switched off, by `disableCheck` or by `args.cni.disable-check` of the list or of a plugin.
+    pub fn disable_check(&self) -> bool {
+        self.disable_check || self.plugins.iter().any(PluginConf::disable_check)
+    }
+
+    /// Whether GC is switched off.
+    pub fn disable_gc(&self) -> bool {
+        self.disable_gc
+    }
+
+    /// Whether a folder of plugins beside the list is left alone.
+    pub(super) fn load_only_inlined(&self) -> bool {
+        self.load_only_inlined
+    }
+
+    /// The plugins, in the order of an ADD.
+    pub fn plugins(&self) -> &[PluginConf] {
+        &self.plugins
+    }
+
+    /// The bytes of the list, as the cache keeps them.
+    pub fn raw(&self) -> &[u8] {
+        &self.raw
+    }
+
+    /// Every capability that some plugin declares, sorted.
+    pub fn capabilities(&self) -> Vec<&str> {
+        let mut all: Vec<&str> = self.plugins.iter().flat_map(|plugin| plugin.capabilities()).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Known {
+    #[serde(rename = "type")]
+    kind: String,
+    name: String,
+    capabilities: BTreeMap<String, bool>,
+}
+
+impl PluginConf {
+    /// Reads a plugin's object.
+    ///
+    /// # Errors
+    /// Code 6 or 7 with Go's texts.
+    pub fn parse(text: &str) -> Result<PluginConf> {
+        let failed = |error: Error| error.context("error parsing configuration");
+        let members = Members::parse(text).map_err(failed)?;
+        let known = Json::parse(text.as_bytes()).and_then(|json| json.decode::<Known>());
+        let known = known.map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
+        if known.kind.is_empty() {
+            return Err(failed(Error::config("missing 'type'")));
+        }
+        let capabilities = known.capabilities.into_iter().filter(|(_, enabled)| *enabled).map(|(name, _)| name);
+        Ok(PluginConf { kind: known.kind, name: known.name, capabilities: capabilities.collect(), members })
+    }
+
+    /// The name of its binary.
+    pub fn kind(&self) -> &str {
+        &self.kind
+    }
+
+    /// The capabilities it declares and has switched on.
+    pub fn capabilities(&self) -> impl Iterator<Item = &str> {
+        self.capabilities.iter().map(String::as_str)
+    }
+
+    /// Its object, verbatim.
+    pub fn members(&self) -> &Members {
+        &self.members
+    }
+
+    /// `type="bridge"`, with its own name where it has one, as Go's errors say it.
+    pub fn description(&self) -> String {
+        match self.name.as_str() {
+            "" => format!("type={:?}", self.kind),
+            name => format!("type={:?} name={name:?}", self.kind),
+        }
+    }
+
+    fn disable_check(&self) -> bool {
+        let args = self.members.get("args").and_then(|args| Json::parse(args.get().as_bytes()).ok());
+        args.is_some_and(|args| args_disable_check(&Json::Object(vec![("args".to_owned(), args)])))
+    }
+}
+
+fn inlined(array: &RawValue) -> Result<Vec<PluginConf>> {
+    let items = elements(array).map_err(|_| Error::config("'plugins' is no list"))?;
+    if items.is_empty() {
+        return Err(Error::config("no plugins in list"));
+    }
+    let named = |index| move |error: Error| error.context(format_args!("failed to parse plugin config {index}"));
+    let parse = |(index, item): (usize, Box<RawValue>)| PluginConf::parse(item.get()).map_err(named(index));
+    items.into_iter().enumerate().map(parse).collect()
+}
+
+fn string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
+    match json.get(key) {
+        None => Ok(None),
+        Some(Json::String(text)) => Ok(Some(text)),
+        Some(_) => Err(Error::new(Code::DECODE, format!("invalid type of {key}: expected a string"))),
+    }
+}
+
+/// A boolean, or a string that says one in any case.
+fn switch(json: &Json, key: &str) -> Result<bool> {
+    match json.get(key) {
+        None => Ok(false),
+        Some(Json::Bool(value)) => Ok(*value),
+        Some(Json::String(text)) if text.eq_ignore_ascii_case("true") => Ok(true),
+        Some(Json::String(text)) if text.eq_ignore_ascii_case("false") => Ok(false),
+        Some(Json::String(text)) => Err(Error::config(format!("invalid {key} value {text:?}"))),
+        Some(_) => Err(Error::new(Code::DECODE, format!("invalid type of {key}: expected a boolean"))),
+    }
+}
+
+/// Things under `args` may be of any type; only a clear yes counts.
+fn args_disable_check(json: &Json) -> bool {
+    let value = json.get("args").and_then(|args| args.get("cni")).and_then(|cni| cni.get("disable-check"));
+    match value {
+        Some(Json::Bool(value)) => *value,
+        Some(Json::String(text)) => text.eq_ignore_ascii_case("true"),
+        _ => false,
+    }
+}
+
+/// Of `cniVersions` and `cniVersion` together the highest that we speak; without any, `cniVersion` as it is.
+fn highest_version(json: &Json) -> Result<String> {
+    let single = string(json, "cniVersion")?.unwrap_or_default();
+    let listed = match json.get("cniVersions") {
+        None => return Ok(single.to_owned()),
+        Some(Json::Array(items)) => items,
+        Some(_) => return Err(Error::new(Code::DECODE, "invalid type of cniVersions: expected a list of strings")),
+    };
+    let mut highest = Some(single).filter(|text| !text.is_empty()).and_then(Version::find);
+    for (index, item) in listed.iter().enumerate() {
+        let Json::String(text) = item else {
+            let msg = format!("invalid type of cniVersions[{index}]: expected a string");
+            return Err(Error::new(Code::DECODE, msg));
+        };
+        parse_triple(text).map_err(|why| Error::config(format!("invalid cniVersions[{index}]: {why}")))?;
+        highest = highest.max(Version::find(text));
+    }
+    Ok(highest.map_or_else(|| single.to_owned(), |version| version.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        NetworkList::parse(text.as_bytes()).unwrap_err().msg().to_owned()
+    }
+
+    fn list(head: &str) -> Result<NetworkList> {
+        NetworkList::parse(format!(r#"{{"name":"n",{head}"plugins":[{{"type":"x"}}]}}"#).as_bytes())
+    }
+
+    #[test]
+    fn what_is_no_list_is_refused_with_gos_texts() {
+        assert_eq!(error(r#"{"plugins":[{"type":"x"}]}"#), "error parsing configuration list: no name");
+        assert_eq!(error(r#"{"name":"n","plugins":[]}"#), "error parsing configuration list: no plugins in list");
+        assert!(error(r#"{"name":"n","plugins":[{}]}"#).ends_with("error parsing configuration: missing 'type'"));
+        assert_eq!(error(r#"{"name":"n"}"#), "no plugin configs found");
+        for bad in [
+            r#"{"name":5,"plugins":[{"type":"x"}]}"#,
+            r#"{"name":"n","plugins":{}}"#,
+            r#"{"name":"n","plugins":[{"type":"x","capabilities":{"a":"yes"}}]}"#,
+            r#"{"name":"n","loadOnlyInlinedPlugins":true}"#,
+            r#"{"name":"n","plugins":[5]}"#,
+            "[]",
+            "{",
+        ] {
+            assert!(error(bad).starts_with("error parsing configuration list: "), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_highest_version_that_we_speak_is_chosen() {
+        let chosen = |head: &str| list(head).map(|list| list.cni_version().to_owned());
+        for (head, expected) in [
+            ("", ""),
+            (r#""cniVersion":"1.2.3","#, "1.2.3"),
+            (r#""cniVersion":"0.3.1","cniVersions":["0.4.0","1.1.0","9.9.9","1.0.0"],"#, "1.1.0"),
+            (r#""cniVersion":"1.0.0","cniVersions":["0.4.0"],"#, "1.0.0"),
+            (r#""cniVersion":"1.2.3","cniVersions":["0.4.0"],"#, "0.4.0"),
+            (r#""cniVersions":[],"#, ""),
+            (r#""cniVersions":["0.9.0"],"#, ""),
+            (r#""cniVersion":"0.4.0","cniVersions":null,"#, "0.4.0"),
+        ] {
+            assert_eq!(chosen(head).unwrap(), expected, "{head}");
+        }
+        for bad in [r#""cniVersions":["broken"],"#, r#""cniVersions":[1],"#, r#""cniVersions":"1.0.0","#] {
+            assert!(chosen(bad).is_err(), "{bad}");
+        }
+        assert_eq!(list(r#""cniVersion":"1.2.3","#).unwrap().version().unwrap_err().code(), Code(1));
+    }
+
+    #[test]
+    fn switches_are_booleans_or_strings() {
+        for (value, expected) in
+            [("true", true), ("\"TRUE\"", true), ("\"false\"", false), ("false", false), ("null", false)]
+        {
+            let list = list(&format!(r#""disableCheck":{value},"disableGC":{value},"#)).unwrap();
+            assert_eq!((list.disable_check(), list.disable_gc()), (expected, expected), "{value}");
+        }
+        for bad in ["1", "\"yes\"", "[]"] {
+            assert!(list(&format!(r#""disableCheck":{bad},"#)).is_err(), "{bad}");
+            assert!(list(&format!(r#""loadOnlyInlinedPlugins":{bad},"#)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn check_can_be_disabled_through_args_of_the_list_or_of_a_plugin() {
+        assert!(list(r#""args":{"cni":{"disable-check":true}},"#).unwrap().disable_check());
+        assert!(!list(r#""args":{"cni":{"disable-check":5}},"#).unwrap().disable_check());
+        assert!(!list(r#""args":"anything","#).unwrap().disable_check());
+        let single = NetworkList::parse_single(br#"{"name":"n","type":"x","args":{"cni":{"disable-check":"true"}}}"#);
+        assert!(single.unwrap().disable_check());
+    }
+
+    #[test]
+    fn a_single_configuration_becomes_a_list_of_one_and_keeps_its_object() {
+        let list = NetworkList::parse_single(br#"{"cniVersion":"0.4.0","name":"n","type":"x","mtu": 1.0e3}"#).unwrap();
+        assert_eq!((list.name(), list.cni_version(), list.plugins().len()), ("n", "0.4.0", 1));
+        assert_eq!(list.plugins()[0].members().get("mtu").map(RawValue::get), Some("1.0e3"));
+        assert_eq!(list.plugins()[0].description(), r#"type="x" name="n""#);
+        assert!(NetworkList::parse(list.raw()).is_ok());
+        let nameless = NetworkList::parse_single(br#"{"type":"x"}"#).unwrap_err();
+        assert_eq!(nameless.msg(), "error parsing configuration list: no name");
+    }
+
+    #[test]
+    fn only_capabilities_that_are_switched_on_count() {
+        let text = r#"{"name":"n","plugins":[{"type":"x","capabilities":{"b":true,"c":false}},{"type":"y","capabilities":{"a":true,"b":true}}]}"#;
+        assert_eq!(NetworkList::parse(text.as_bytes()).unwrap().capabilities(), ["a", "b"]);
+    }
+}

@@ -1,0 +1,178 @@
+//! A JSON object whose values stay as they were written.
+//!
+//! A runtime hands on configurations it does not understand: a number must not change its spelling, an unknown key
+//! must not get lost. [`Json`](crate::json::Json) is for reading, this is for passing on.
+//!
+//! Easy to get wrong: plugins match keys in any case, so a key that is injected must first be removed in every case.
+
+use std::fmt;
+
+use serde::de::{MapAccess, Visitor};
+use serde::ser::SerializeMap as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::value::{RawValue, to_raw_value};
+
+use crate::json::Json;
+use crate::{Code, Error, Result};
+
+/// The members of an object in their order, duplicates included, each value verbatim.
+#[derive(Clone, Debug, Default)]
+pub struct Members(Vec<(String, Box<RawValue>)>);
+
+impl Members {
+    /// Reads an object.
+    ///
+    /// # Errors
+    /// Code 6 for what is no JSON object.
+    pub fn parse(text: &str) -> Result<Members> {
+        // Json knows the limits (depth, nothing behind the document) and says where it went wrong.
+        match Json::parse(text.as_bytes()) {
+            Ok(Json::Object(_)) => {}
+            Ok(_) => return Err(Error::new(Code::DECODE, "it is no JSON object")),
+            Err(error) => return Err(Error::new(Code::DECODE, error.to_string())),
+        }
+        serde_json::from_str(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))
+    }
+
+    /// The value of a structure's key: its name in any case, the last that is not `null`.
+    pub fn get(&self, name: &str) -> Option<&RawValue> {
+        let found = |(key, value): &&(String, Box<RawValue>)| key.eq_ignore_ascii_case(name) && value.get() != "null";
+        self.0.iter().rev().find(found).map(|(_, value)| &**value)
+    }
+
+    /// The value of a map's key: exactly this name, the last one.
+    pub fn get_exact(&self, name: &str) -> Option<&RawValue> {
+        self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| &**value)
+    }
+
+    /// Removes a structure's key in every case.
+    pub fn remove(&mut self, name: &str) {
+        self.0.retain(|(key, _)| !key.eq_ignore_ascii_case(name));
+    }
+
+    /// Sets a structure's key; whatever had this name in any case is gone. It becomes the last one, which is the one
+    /// that counts for a decoder that matches names even more loosely than we do.
+    ///
+    /// # Errors
+    /// Code 999 if the value cannot be written as JSON.
+    pub fn set(&mut self, name: &str, value: &(impl Serialize + ?Sized)) -> Result<()> {
+        let value = to_raw_value(value)
+            .map_err(|error| Error::caused(Code::INTERNAL, format!("failed to write {name} as JSON"), error))?;
+        self.remove(name);
+        self.0.push((name.to_owned(), value));
+        Ok(())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// As one object.
+    ///
+    /// # Errors
+    /// Code 999, which does not happen.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self).map_err(|error| Error::caused(Code::INTERNAL, "failed to write JSON", error))
+    }
+}
+
+/// The elements of an array, each verbatim.
+pub(super) fn elements(array: &RawValue) -> Result<Vec<Box<RawValue>>> {
+    serde_json::from_str(array.get()).map_err(|error| Error::new(Code::DECODE, error.to_string()))
+}
+
+/// The same JSON without the white space between its tokens; numbers and strings keep their spelling.
+pub(super) fn compact(json: &str) -> String {
+    let (mut in_string, mut escaped) = (false, false);
+    let kept = |c: &char| {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' if in_string => escaped = true,
+            '"' => in_string = !in_string,
+            _ => {}
+        }
+        in_string || !matches!(c, ' ' | '\t' | '\r' | '\n')
+    };
+    json.chars().filter(kept).collect()
+}
+
+impl FromIterator<(String, Box<RawValue>)> for Members {
+    fn from_iter<T: IntoIterator<Item = (String, Box<RawValue>)>>(members: T) -> Members {
+        Members(members.into_iter().collect())
+    }
+}
+
+impl Serialize for Members {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (key, value) in &self.0 {
+            map.serialize_entry(key, value)?;
+        }
+        map.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Members, D::Error> {
+        struct Collect;
+        impl<'de> Visitor<'de> for Collect {
+            type Value = Members;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Members, A::Error> {
+                let mut members = Vec::new();
+                while let Some(member) = access.next_entry()? {
+                    members.push(member);
+                }
+                Ok(Members(members))
+            }
+        }
+        deserializer.deserialize_map(Collect)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(members: &Members) -> String {
+        String::from_utf8(members.to_bytes().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn values_keep_their_spelling() {
+        let members =
+            Members::parse(r#"{"a": 1.50e2, "b":{ "x" : [1,  18446744073709551616] }, "a":"\u00e9"}"#).unwrap();
+        assert_eq!(text(&members), r#"{"a":1.50e2,"b":{ "x" : [1,  18446744073709551616] },"a":"\u00e9"}"#);
+    }
+
+    #[test]
+    fn a_key_that_is_set_stands_alone_whatever_case_the_others_had() {
+        let mut members = Members::parse(r#"{"Name":1,"x":2,"NAME":3,"name":4}"#).unwrap();
+        members.set("name", "n").unwrap();
+        assert_eq!(text(&members), r#"{"x":2,"name":"n"}"#);
+    }
+
+    #[test]
+    fn a_structures_key_is_found_in_any_case_and_a_maps_key_is_not() {
+        let members = Members::parse(r#"{"A":1,"a":null}"#).unwrap();
+        assert_eq!(members.get("a").map(RawValue::get), Some("1"));
+        assert_eq!(members.get_exact("a").map(RawValue::get), Some("null"));
+        assert!(members.get_exact("b").is_none());
+    }
+
+    #[test]
+    fn compacting_removes_white_space_outside_strings_only() {
+        assert_eq!(compact("{ \"a b\" :\n [ 1.0 , \"c\\\" d\" ] }"), r#"{"a b":[1.0,"c\" d"]}"#);
+    }
+
+    #[test]
+    fn what_is_no_object_is_refused() {
+        for text in ["", "[]", "null", "{} {}", "{"] {
+            assert_eq!(Members::parse(text).unwrap_err().code(), Code::DECODE, "{text:?}");
+        }
+    }
+}

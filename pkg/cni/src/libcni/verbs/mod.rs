@@ -1,0 +1,259 @@
+//! The verbs of a whole network: its plugins in order, or in reverse, and the memory of it.
+//!
+//! DEL stops at the first error and keeps the memory, so that it can be repeated (specification); [`OnError::GoOn`]
+//! is for clean-ups that nobody will repeat: after a failed ADD, and in GC.
+
+use serde_json::value::RawValue;
+
+use super::cache::{Entry, Key, in_version};
+use super::list::{NetworkList, PluginConf};
+use super::members::Members;
+use super::plugin::{Variables, blame};
+use super::request::{Extras, derive};
+use super::{Attachment, Runtime};
+use crate::config::ValidAttachments;
+use crate::delegate::find_plugin;
+use crate::skel::Verb;
+use crate::version::Version;
+use crate::{Code, Error, Result, config, ident};
+
+/// What a DEL does when a plugin fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnError {
+    /// The plugins before it are not asked.
+    Stop,
+    /// All are asked, and all errors are reported.
+    GoOn,
+}
+
+impl Runtime<'_> {
+    /// ADD: attaches a container and remembers it. The result, as the last plugin wrote it.
+    ///
+    /// # Errors
+    /// Before any plugin runs: the version, identifiers, a plugin that is not there, [`Code::CONFLICT`] for an
+    /// attachment that is already remembered. Later: the plugin's own error first; every plugin then gets a DEL, in
+    /// reverse, the ones never reached too, and what goes wrong there follows it. Nothing is remembered.
+    pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
+        let version = check_call(list, attachment)?;
+        for plugin in list.plugins() {
+            find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| blame(plugin, "add", error))?;
+        }
+        self.cache.reserve(key(list, attachment))?;
+
+        let mut result = None;
+        let outcome = self.add_plugins(list, attachment, version, &mut result).and_then(|()| {
+            let entry = Entry {
+                network: list.name().to_owned(),
+                attachment: attachment.clone(),
+                config: list.raw().to_vec(),
+                result: result.clone(),
+            };
+            let remember =
+                |error: Error| error.context(format_args!("failed to set network {:?} cached result", list.name()));
+            self.cache.write(&entry).map_err(remember)
+        });
+        let Err(first) = outcome else {
+            return result.ok_or_else(|| Error::config("no plugin configs found"));
+        };
+        // A runtime tells its caller of the failure once and forgets: nobody would come back to clean up.
+        let prev_result = result.as_deref().filter(|_| version >= Version::V0_4_0);
+        let cleaning = self.del_plugins(list, attachment, prev_result, OnError::GoOn);
+        let cleaning = cleaning.err().map(|error| error.context("cleaning up after it"));
+        Err(Error::join([Some(first), cleaning].into_iter().flatten()).unwrap_or_else(|| Error::config("ADD failed")))
+    }
+
+    /// `result` is always that of the last plugin that succeeded.
+    fn add_plugins(
+        &self,
+        list: &NetworkList,
+        attachment: &Attachment,
+        version: Version,
+        result: &mut Option<Box<RawValue>>,
+    ) -> Result<()> {
+        for plugin in list.plugins() {
+            let failed = |error| blame(plugin, "add", error);
+            let stdout = self.call(list, plugin, Verb::Add, attachment, result.as_deref()).map_err(failed)?;
+            *result = Some(read_result(&stdout, version).map_err(failed)?);
+        }
+        Ok(())
+    }
+
+    /// CHECK: whether the attachment is as ADD left it.
+    ///
+    /// # Errors
+    /// Code 1 below 0.4.0; a memory that cannot be read or expressed in the list's version; the first plugin's error.
+    pub fn check(&self, list: &NetworkList, attachment: &Attachment) -> Result<()> {
+        let version = check_call(list, attachment)?;
+        if version < Version::V0_4_0 {
+            let msg = format!("configuration version {:?} does not support the CHECK command", list.cni_version());
+            return Err(config::incompatible(&msg, list.cni_version()));
+        }
+        if list.disable_check() {
+            return Ok(());
+        }
+        let cached = self.cache.find(key(list, attachment)).and_then(|entry| previous(entry.as_ref(), version));
+        let cached = cached
+            .map_err(|error| error.context(format_args!("failed to get network {:?} cached result", list.name())))?;
+        for plugin in list.plugins() {
+            self.call(list, plugin, Verb::Check, attachment, cached.as_deref())
+                .map_err(|error| blame(plugin, "check", error))?;
+        }
+        Ok(())
+    }
+
+    /// DEL: detaches a container, plugins in reverse, and forgets it. What is not there is no error.
+    ///
+    /// # Errors
+    /// The plugins'; then the memory stays, so that DEL can be repeated. A memory that cannot be understood is
+    /// noted and not used.
+    pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
+        let version = check_call(list, attachment)?;
+        let key = key(list, attachment);
+        let cached = match version {
+            // Older plugins were never promised one.
+            Version::V0_1_0 | Version::V0_2_0 | Version::V0_3_0 | Version::V0_3_1 => None,
+            _ => self.cache.find(key).and_then(|entry| previous(entry.as_ref(), version)).unwrap_or_else(|error| {
+                self.notes.note(format_args!("DEL goes on without the cached result: {error}"));
+                None
+            }),
+        };
+        self.del_plugins(list, attachment, cached.as_deref(), on_error)?;
+        self.cache.purge(key)
+    }
+
+    fn del_plugins(
+        &self,
+        list: &NetworkList,
+        attachment: &Attachment,
+        prev_result: Option<&RawValue>,
+        on_error: OnError,
+    ) -> Result<()> {
+        let mut errors = Vec::new();
+        for plugin in list.plugins().iter().rev() {
+            if let Err(error) = self.call(list, plugin, Verb::Del, attachment, prev_result) {
+                errors.push(blame(plugin, "delete", error));
+                if on_error == OnError::Stop {
+                    break;
+                }
+            }
+        }
+        Error::join(errors).map_or(Ok(()), Err)
+    }
+
+    /// Which remembered attachments of a network are not in `valid`. Files that cannot be understood are noted.
+    ///
+    /// # Errors
+    /// Code 5 if the memory cannot be read.
+    pub fn stale(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<Vec<Entry>> {
+        ident::check_network_name(list.name())?;
+        let listing = self.cache.list(list.name())?;
+        listing.problems.iter().for_each(|problem| self.notes.note(format_args!("ignored: {problem}")));
+        let is_valid = |entry: &Entry| valid.contains(&entry.attachment.container_id, &entry.attachment.ifname);
+        Ok(listing.entries.into_iter().filter(|entry| !is_valid(entry)).collect())
+    }
+
+    /// GC: a full DEL of every remembered attachment that is not in `valid`, then, from 1.1.0 on, GC of every plugin.
+    /// Nothing at all with `disableGC`.
+    ///
+    /// # Errors
+    /// All that went wrong, after everything has been tried.
+    pub fn gc(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<()> {
+        ident::check_network_name(list.name())?;
+        let version = list.version()?;
+        if list.disable_gc() {
+            return Ok(());
+        }
+        let mut errors = Vec::new();
+        let stale = self.stale(list, valid).unwrap_or_else(|error| {
+            errors.push(error.context("failed to find stale attachments"));
+            Vec::new()
+        });
+        for Entry { attachment, .. } in stale {
+            if let Err(error) = self.del(list, &attachment, OnError::GoOn) {
+                let Attachment { container_id, ifname, .. } = &attachment;
+                errors.push(error.context(format_args!("failed to delete stale attachment {container_id} {ifname}")));
+            }
+        }
+        errors.extend(self.cache.clean().err());
+        if version >= Version::V1_1_0 {
+            for plugin in list.plugins() {
+                let request = derive(list, plugin, Extras { valid: Some(valid), ..Extras::default() });
+                let outcome = request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, Variables::default(), &bytes));
+                if let Err(error) = outcome {
+                    errors.push(error.context(format_args!("failed to GC plugin {}", plugin.kind())));
+                }
+            }
+        }
+        Error::join(errors).map_or(Ok(()), Err)
+    }
+
+    /// STATUS: whether the network could serve an ADD. Below 1.1.0 nobody can be asked, which is a yes.
+    ///
+    /// # Errors
+    /// The first plugin's, with its code.
+    pub fn status(&self, list: &NetworkList) -> Result<()> {
+        ident::check_network_name(list.name())?;
+        if list.version()? < Version::V1_1_0 {
+            return Ok(());
+        }
+        for plugin in list.plugins() {
+            let request = derive(list, plugin, Extras::default())?;
+            self.run(plugin.kind(), Verb::Status, Variables::default(), &request)
+                .map_err(|error| blame(plugin, "status", error))?;
+        }
+        Ok(())
+    }
+
+    fn call(
+        &self,
+        list: &NetworkList,
+        plugin: &PluginConf,
+        verb: Verb,
+        attachment: &Attachment,
+        prev_result: Option<&RawValue>,
+    ) -> Result<Vec<u8>> {
+        let extras = Extras { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
+        self.run(plugin.kind(), verb, attachment.into(), &derive(list, plugin, extras)?)
+    }
+}
+
+fn key<'a>(list: &'a NetworkList, attachment: &'a Attachment) -> Key<'a> {
+    Key { network: list.name(), container_id: &attachment.container_id, ifname: &attachment.ifname }
+}
+
+/// Refuses what every plugin would refuse, before one of them has done anything.
+fn check_call(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
+    ident::check_container_id(&attachment.container_id)?;
+    ident::check_network_name(list.name())?;
+    ident::check_interface_name(&attachment.ifname)?;
+    list.version()
+}
+
+fn previous(entry: Option<&Entry>, version: Version) -> Result<Option<Box<RawValue>>> {
+    entry.map_or(Ok(None), |entry| entry.result_as(version))
+}
+
+/// The result of an ADD in the list's version. A plugin that does not say its version means the list's; one that
+/// answers in another is translated, because the next one would refuse a `prevResult` of another family.
+fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
+    let text = String::from_utf8_lossy(stdout);
+    let text = match text.trim() {
+        "null" => "{}",
+        text => text,
+    };
+    let unusable = |error: Error| error.with_details(format!("the plugin answered {text:?}"));
+    let mut members =
+        Members::parse(text).map_err(|error| unusable(error.context("failed to unmarshal raw result")))?;
+    let versionless = members.get("cniVersion").is_none_or(|version| version.get() == "\"\"");
+    let text = if versionless {
+        members.set("cniVersion", version.as_str())?;
+        String::from_utf8_lossy(&members.to_bytes()?).into_owned()
+    } else {
+        text.to_owned()
+    };
+    let result = RawValue::from_string(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))?;
+    in_version(&result, version).map_err(unusable)
+}
+
+#[cfg(test)]
+mod tests;

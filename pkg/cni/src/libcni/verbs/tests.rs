@@ -1,0 +1,401 @@
+//! The verbs against a machine that runs nothing and remembers every request.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::rc::Rc;
+use std::time::Instant;
+
+use super::*;
+use crate::libcni::{Cache, DEFAULT_TIMEOUT};
+use crate::machine::{Child, Exit, Machine, Output, RunError};
+use crate::rollback::Notes;
+use crate::skel::MachineRef;
+
+/// What a plugin was asked.
+#[derive(Clone, Debug)]
+struct Asked {
+    plugin: String,
+    env: BTreeMap<String, String>,
+    stdin: serde_json::Value,
+}
+
+impl Asked {
+    fn verb(&self) -> &str {
+        &self.env["CNI_COMMAND"]
+    }
+}
+
+/// Answers by "plugin VERB"; what has no answer succeeds, ADD with an empty result.
+#[derive(Default)]
+struct Script {
+    answers: RefCell<BTreeMap<String, (i32, String)>>,
+    asked: RefCell<Vec<Asked>>,
+}
+
+impl Machine for Script {
+    fn is_own_netns(&self, _: &Path) -> io::Result<bool> {
+        Ok(false)
+    }
+    fn terminated(&self) -> bool {
+        false
+    }
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+    fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
+        let text = |text: &OsString| text.to_str().unwrap().to_owned();
+        let env: BTreeMap<_, _> = child.env.iter().flatten().map(|(key, value)| (text(key), text(value))).collect();
+        let plugin = child.program.file_name().unwrap().to_str().unwrap().to_owned();
+        let asked = Asked { plugin, env, stdin: serde_json::from_slice(child.stdin).unwrap() };
+        let answer = self.answers.borrow().get(&format!("{} {}", asked.plugin, asked.verb())).cloned();
+        let (status, stdout) = answer.unwrap_or_else(|| (0, if asked.verb() == "ADD" { "{}" } else { "" }.to_owned()));
+        self.asked.borrow_mut().push(asked);
+        Ok(Output { status: Exit::Status(status), stdout: stdout.into_bytes(), stderr: Vec::new() })
+    }
+}
+
+/// A node with the plugins a, b and c.
+struct Node {
+    folder: tempfile::TempDir,
+    script: Script,
+    said: Rc<RefCell<Vec<String>>>,
+}
+
+impl Node {
+    fn new() -> Node {
+        let folder = tempfile::tempdir().unwrap();
+        for plugin in ["a", "b", "c"] {
+            let path = folder.path().join(plugin);
+            fs::write(&path, "").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        Node { folder, script: Script::default(), said: Rc::default() }
+    }
+
+    fn runtime(&self) -> Runtime<'_> {
+        let said = Rc::clone(&self.said);
+        Runtime {
+            machine: MachineRef(&self.script),
+            plugin_folders: vec![self.folder.path().to_owned()],
+            environment: [("HOME", "/root"), ("CNI_IFNAME", "inherited"), ("CNI_ARGS", "old")]
+                .map(|(key, value)| (key.into(), value.into()))
+                .to_vec(),
+            cache: Cache::new(self.folder.path().join("cache")),
+            timeout: DEFAULT_TIMEOUT,
+            notes: Notes::new(move |line| said.borrow_mut().push(line.to_owned())),
+        }
+    }
+
+    fn answer(&self, call: &str, status: i32, stdout: &str) {
+        self.script.answers.borrow_mut().insert(call.to_owned(), (status, stdout.to_owned()));
+    }
+
+    fn fail(&self, call: &str, code: u32) {
+        self.answer(call, 1, &format!(r#"{{"cniVersion":"1.0.0","code":{code},"msg":"{call} went wrong"}}"#));
+    }
+
+    fn asked(&self) -> Vec<Asked> {
+        self.script.asked.take()
+    }
+
+    fn calls(&self) -> Vec<String> {
+        self.asked().iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect()
+    }
+
+    fn remembered(&self) -> Vec<String> {
+        let Ok(files) = fs::read_dir(self.folder.path().join("cache/results")) else { return Vec::new() };
+        let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = names.filter(|name| name != ".cni").collect();
+        names.sort();
+        names
+    }
+
+    fn damage(&self, text: &str) {
+        fs::write(self.folder.path().join("cache/results/net-c1-eth0"), text).unwrap();
+    }
+}
+
+fn list_with(version: &str, head: &str) -> NetworkList {
+    let plugins = r#"[{"type":"a","capabilities":{"mac":true}},{"type":"b"},{"type":"c"}]"#;
+    let text = format!(r#"{{"cniVersion":"{version}","name":"net",{head}"plugins":{plugins}}}"#);
+    NetworkList::parse(text.as_bytes()).unwrap()
+}
+
+fn list(version: &str) -> NetworkList {
+    list_with(version, "")
+}
+
+fn attachment(container_id: &str) -> Attachment {
+    Attachment {
+        container_id: container_id.to_owned(),
+        netns: "/run/netns/x".to_owned(),
+        ifname: "eth0".to_owned(),
+        args: vec![("K".to_owned(), "v".to_owned()), ("L".to_owned(), "w".to_owned())],
+        capability_args: Members::parse(r#"{"mac":"00:11:22:33:44:55"}"#).unwrap(),
+    }
+}
+
+#[test]
+fn add_runs_the_plugins_in_order_each_with_the_result_before_it() {
+    let node = Node::new();
+    node.answer("a ADD", 0, r#"{"ips":[{"address":"10.0.0.2/24"}]}"#);
+    node.answer("b ADD", 0, r#"{"cniVersion":"1.0.0","x":1,"ips":[{"address":"10.0.0.3/24"}]}"#);
+    node.answer("c ADD", 0, r#"{ "cniVersion": "0.4.0", "ips": [{"version":"4","address":"10.0.0.4/24"}] }"#);
+    let result = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    assert_eq!(result.get(), r#"{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.4/24"}]}"#);
+    let asked = node.asked();
+    let prev = |index: usize| &asked[index].stdin["prevResult"];
+    assert!(prev(0).is_null());
+    assert_eq!(
+        (prev(1)["cniVersion"].as_str(), prev(1)["ips"][0]["address"].as_str()),
+        (Some("1.0.0"), Some("10.0.0.2/24"))
+    );
+    assert_eq!(prev(2)["x"], 1);
+    assert_eq!(asked[0].stdin["runtimeConfig"]["mac"], "00:11:22:33:44:55");
+    assert!(asked[1].stdin["runtimeConfig"].is_null());
+    assert_eq!(node.remembered(), ["net-c1-eth0"]);
+}
+
+#[test]
+fn the_six_variables_are_always_set_and_the_rest_is_inherited() {
+    let node = Node::new();
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.runtime().status(&list("1.1.0")).unwrap();
+    let asked = node.asked();
+    let folder = node.folder.path().to_str().unwrap();
+    let expected = |values: [&str; 7]| {
+        let names = ["CNI_ARGS", "CNI_COMMAND", "CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_PATH", "HOME"];
+        names.map(str::to_owned).into_iter().zip(values.map(str::to_owned)).collect::<BTreeMap<_, _>>()
+    };
+    assert_eq!(asked[0].env, expected(["K=v;L=w", "ADD", "c1", "eth0", "/run/netns/x", folder, "/root"]));
+    assert_eq!(asked[3].env, expected(["", "STATUS", "", "", "", folder, "/root"]));
+}
+
+#[test]
+fn after_a_failed_add_every_plugin_gets_its_del_and_all_errors_are_told() {
+    let node = Node::new();
+    node.answer("a ADD", 0, r#"{"x":1}"#);
+    node.fail("b ADD", 11);
+    node.fail("b DEL", 7);
+    let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
+    assert_eq!(error.code(), Code(11));
+    let expected = r#"plugin type="b" failed (add): b ADD went wrong; cleaning up after it: plugin type="b" failed (delete): b DEL went wrong"#;
+    assert_eq!(error.msg(), expected);
+    let asked = node.asked();
+    let calls: Vec<String> = asked.iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect();
+    assert_eq!(calls, ["a ADD", "b ADD", "c DEL", "b DEL", "a DEL"]);
+    assert!(asked[2..].iter().all(|asked| asked.stdin["prevResult"]["x"] == 1));
+    assert!(node.remembered().is_empty());
+}
+
+#[test]
+fn an_answer_that_is_no_result_is_a_failed_add() {
+    for answer in ["", "hello", "[]", r#"{"cniVersion":"9.9.9"}"#, r#"{"ips":5}"#] {
+        let node = Node::new();
+        node.answer("a ADD", 0, answer);
+        let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
+        assert_eq!(error.code(), Code::DECODE, "{answer}");
+        assert!(error.msg().starts_with("plugin type=\"a\" failed (add): "), "{error}");
+        assert_eq!(node.calls(), ["a ADD", "c DEL", "b DEL", "a DEL"]);
+    }
+    let node = Node::new();
+    node.answer("a ADD", 0, "null\n");
+    assert!(node.runtime().add(&list("1.0.0"), &attachment("c1")).is_ok());
+}
+
+#[test]
+fn what_can_be_refused_is_refused_before_any_plugin_runs() {
+    let node = Node::new();
+    let missing = NetworkList::parse(
+        br#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"},{"type":"absent","name":"z"}]}"#,
+    );
+    let error = node.runtime().add(&missing.unwrap(), &attachment("c1")).unwrap_err();
+    assert!(
+        error
+            .msg()
+            .starts_with(r#"plugin type="absent" name="z" failed (add): failed to find plugin "absent" in path"#),
+        "{error}"
+    );
+    assert_eq!(node.runtime().add(&list("9.9.9"), &attachment("c1")).unwrap_err().code(), Code(1));
+    assert_eq!(node.runtime().add(&list("1.0.0"), &attachment("-")).unwrap_err().code(), Code(4));
+    fs::write(node.folder.path().join("cache"), "a file where the folder should be").unwrap();
+    assert_eq!(node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err().code(), Code::IO);
+    assert!(node.calls().is_empty());
+}
+
+#[test]
+fn a_second_add_is_refused_and_leaves_the_first_one_alone() {
+    let node = Node::new();
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.asked();
+    let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
+    assert_eq!(
+        (error.code(), error.msg()),
+        (Code::CONFLICT, "eth0 of container c1 is already attached to network net")
+    );
+    assert!(node.calls().is_empty());
+    assert_eq!(node.remembered(), ["net-c1-eth0"]);
+}
+
+#[test]
+fn check_gets_the_final_result_in_the_lists_version() {
+    let node = Node::new();
+    node.answer("c ADD", 0, r#"{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.4/24"}]}"#);
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.asked();
+    node.runtime().check(&list("0.4.0"), &attachment("c1")).unwrap();
+    let asked = node.asked();
+    assert_eq!(asked.iter().map(|asked| asked.plugin.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
+    for asked in asked {
+        let prev = &asked.stdin["prevResult"];
+        assert_eq!((prev["cniVersion"].as_str(), prev["ips"][0]["version"].as_str()), (Some("0.4.0"), Some("4")));
+    }
+}
+
+#[test]
+fn check_needs_0_4_0_and_a_sound_memory_and_can_be_disabled() {
+    let node = Node::new();
+    let error = node.runtime().check(&list("0.3.1"), &attachment("c1")).unwrap_err();
+    assert!(error.code() == Code(1) && error.msg().contains("does not support the CHECK command"), "{error}");
+    node.runtime().check(&list_with("1.0.0", r#""disableCheck":"true","#), &attachment("c1")).unwrap();
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.asked();
+    for damage in ["broken", r#"{"cniVersion":"9.9.9"}"#] {
+        node.damage(damage);
+        let error = node.runtime().check(&list("1.0.0"), &attachment("c1")).unwrap_err();
+        assert!(error.msg().starts_with("failed to get network \"net\" cached result: "), "{error}");
+    }
+    assert!(node.calls().is_empty());
+    node.fail("b CHECK", 101);
+    let error = node.runtime().check(&list("1.0.0"), &attachment("c2")).unwrap_err();
+    assert_eq!((error.code(), node.calls()), (Code(101), vec!["a CHECK".to_owned(), "b CHECK".to_owned()]));
+}
+
+#[test]
+fn del_stops_at_the_first_error_and_can_be_repeated() {
+    let node = Node::new();
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.asked();
+    node.fail("b DEL", 5);
+    let error = node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap_err();
+    assert_eq!((error.code(), error.msg()), (Code(5), r#"plugin type="b" failed (delete): b DEL went wrong"#));
+    assert_eq!(node.calls(), ["c DEL", "b DEL"]);
+    node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::GoOn).unwrap_err();
+    assert_eq!(node.calls(), ["c DEL", "b DEL", "a DEL"]);
+    assert_eq!(node.remembered(), ["net-c1-eth0"]);
+
+    node.script.answers.borrow_mut().clear();
+    node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap();
+    assert!(node.asked().iter().all(|asked| asked.stdin["prevResult"].is_object()));
+    assert!(node.remembered().is_empty());
+    node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap();
+    assert!(node.asked().iter().all(|asked| asked.stdin["prevResult"].is_null()));
+}
+
+#[test]
+fn del_passes_no_result_below_0_4_0_and_forgets_all_the_same() {
+    let node = Node::new();
+    node.runtime().add(&list("0.3.1"), &attachment("c1")).unwrap();
+    node.asked();
+    node.runtime().del(&list("0.3.1"), &attachment("c1"), OnError::Stop).unwrap();
+    assert!(node.asked().iter().all(|asked| asked.stdin["prevResult"].is_null()));
+    assert!(node.remembered().is_empty());
+}
+
+#[test]
+fn a_damaged_memory_is_noted_and_does_not_stop_a_del() {
+    let node = Node::new();
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.damage("");
+    node.asked();
+    node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap();
+    assert_eq!(node.calls(), ["c DEL", "b DEL", "a DEL"]);
+    assert!(node.said.borrow()[0].contains("net-c1-eth0"), "{:?}", node.said);
+    assert!(node.remembered().is_empty());
+}
+
+#[test]
+fn gc_first_deletes_what_is_remembered_and_not_valid_then_asks_every_plugin() {
+    let node = Node::new();
+    for id in ["c1", "c2"] {
+        node.runtime().add(&list("1.1.0"), &attachment(id)).unwrap();
+    }
+    node.asked();
+    node.fail("a GC", 7);
+    let valid = ValidAttachments::from_iter([("c2", "eth0")]);
+    let error = node.runtime().gc(&list("1.1.0"), &valid).unwrap_err();
+    assert_eq!((error.code(), error.msg()), (Code(7), "failed to GC plugin a: a GC went wrong"));
+    let asked = node.asked();
+    let calls: Vec<String> = asked.iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect();
+    assert_eq!(calls, ["c DEL", "b DEL", "a DEL", "a GC", "b GC", "c GC"]);
+    let del = &asked[2];
+    assert_eq!((del.env["CNI_CONTAINERID"].as_str(), del.env["CNI_NETNS"].as_str()), ("c1", "/run/netns/x"));
+    assert_eq!(del.env["CNI_ARGS"], "K=v;L=w");
+    assert_eq!(del.stdin["runtimeConfig"]["mac"], "00:11:22:33:44:55");
+    let gc = &asked[3].stdin;
+    assert_eq!(gc["cni.dev/valid-attachments"].to_string(), r#"[{"containerID":"c2","ifname":"eth0"}]"#);
+    assert!(gc["runtimeConfig"].is_null() && gc["prevResult"].is_null());
+    assert_eq!(node.remembered(), ["net-c2-eth0"]);
+}
+
+#[test]
+fn gc_asks_no_plugin_below_1_1_0_and_does_nothing_when_disabled() {
+    let node = Node::new();
+    node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
+    node.asked();
+    let none = ValidAttachments::default();
+    node.runtime().gc(&list_with("1.1.0", r#""disableGC":true,"#), &none).unwrap();
+    assert!(node.calls().is_empty());
+    node.runtime().gc(&list("1.0.0"), &none).unwrap();
+    assert_eq!(node.calls(), ["c DEL", "b DEL", "a DEL"]);
+    assert!(node.remembered().is_empty());
+}
+
+#[test]
+fn a_gc_that_cannot_read_the_memory_says_so_and_asks_the_plugins_all_the_same() {
+    let node = Node::new();
+    fs::write(node.folder.path().join("cache"), "a file where the folder should be").unwrap();
+    let error = node.runtime().gc(&list("1.1.0"), &ValidAttachments::default()).unwrap_err();
+    assert!(error.code() == Code::IO && error.msg().starts_with("failed to find stale attachments"), "{error}");
+    assert_eq!(node.calls(), ["a GC", "b GC", "c GC"]);
+}
+
+#[test]
+fn status_stops_at_the_first_plugin_that_is_not_ready_and_keeps_its_code() {
+    let node = Node::new();
+    node.runtime().status(&list("1.0.0")).unwrap();
+    assert!(node.calls().is_empty());
+    node.fail("b STATUS", 50);
+    assert_eq!(node.runtime().status(&list("1.1.0")).unwrap_err().code(), Code::NOT_AVAILABLE);
+    assert_eq!(node.calls(), ["a STATUS", "b STATUS"]);
+}
+
+#[test]
+fn validating_asks_every_plugin_for_its_versions_and_tells_all_that_is_wrong() {
+    let node = Node::new();
+    node.answer("a VERSION", 0, r#"{"cniVersion":"1.1.0","supportedVersions":["1.0.0","1.1.0"]}"#);
+    node.answer("b VERSION", 0, r#"{"cniVersion":"0.2.0"}"#);
+    node.answer("c VERSION", 1, r#"{"code":4,"msg":"unknown CNI_COMMAND: VERSION"}"#);
+    let versions = |kind: &str| node.runtime().supported_versions(kind).map(|versions| versions.join(" "));
+    assert_eq!(versions("a").unwrap(), "1.0.0 1.1.0");
+    assert_eq!(versions("b").unwrap(), "0.1.0 0.2.0");
+    assert_eq!(versions("c").unwrap(), "0.1.0");
+    assert_eq!(node.asked()[0].env["CNI_NETNS"], "dummy");
+    let error = node.runtime().validate(&list("1.0.0")).unwrap_err();
+    let expected =
+        r#"plugin b does not support config version "1.0.0"; plugin c does not support config version "1.0.0""#;
+    assert_eq!(error.msg(), expected);
+    for bad in ["", "{}", r#"{"cniVersion":"1.0.0"}"#] {
+        node.answer("a VERSION", 0, bad);
+        assert!(versions("a").is_err(), "{bad}");
+    }
+    for kind in ["a", "b", "c"] {
+        node.answer(&format!("{kind} VERSION"), 0, r#"{"cniVersion":"1.0.0","supportedVersions":["1.0.0"]}"#);
+    }
+    assert_eq!(node.runtime().validate(&list("1.0.0")).unwrap(), ["mac"]);
+}
