@@ -1,1 +1,112 @@
-//! placeholder
+//! The networks the suite plays with, and how to read a result.
+//!
+//! The tests themselves are in `tests/suite/`: one binary, one file per subject. They know the plugins only by
+//! their executables (`CNI_BIN_DIR`), so they run against the Go plugins just as well; where those differ by
+//! intent, `divergences.txt` says so.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
+
+use cni_testkit::{Attachment, Container, Node};
+use serde_json::{Map, Value, json};
+
+/// Every version of the specification that a plugin must speak, oldest first.
+pub const VERSIONS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+
+/// The version of tests that are not about versions: the newest that every plugin in the field understands.
+pub const VERSION: &str = "1.0.0";
+
+/// The plugins of the suite.
+pub const PLUGINS: [&str; 3] = ["bridge", "host-local", "loopback"];
+
+/// `ipam` for host-local on this node, over these ranges: one set per element.
+pub fn ipam(node: &Node, subnets: &[&str]) -> Value {
+    let sets: Vec<Value> = subnets.iter().map(|subnet| json!([{ "subnet": subnet }])).collect();
+    json!({"type": "host-local", "dataDir": node.data_dir(), "ranges": sets})
+}
+
+/// host-local called directly, as network `net1`.
+pub fn host_local(node: &Node, subnets: &[&str]) -> Value {
+    json!({"cniVersion": VERSION, "name": "net1", "type": "host-local", "ipam": ipam(node, subnets)})
+}
+
+/// A layer-3 network `net1` on bridge `br0`, the bridge being the gateway.
+pub fn bridge(node: &Node, subnets: &[&str]) -> Value {
+    json!({"cniVersion": VERSION, "name": "net1", "type": "bridge", "bridge": "br0", "isGateway": true,
+           "ipam": ipam(node, subnets)})
+}
+
+/// A layer-2 network `net1` on bridge `br0`.
+pub fn layer2() -> Value {
+    json!({"cniVersion": VERSION, "name": "net1", "type": "bridge", "bridge": "br0"})
+}
+
+/// The loopback network.
+pub fn loopback() -> Value {
+    json!({"cniVersion": VERSION, "name": "lo-net", "type": "loopback"})
+}
+
+/// `base` with the keys of `patch` laid over it, recursively; `null` takes a key away.
+#[must_use]
+pub fn patched(mut base: Value, patch: Value) -> Value {
+    lay(&mut base, patch);
+    base
+}
+
+fn lay(base: &mut Value, patch: Value) {
+    let Value::Object(patch) = patch else {
+        *base = patch;
+        return;
+    };
+    if !base.is_object() {
+        *base = Value::Object(Map::new());
+    }
+    for (key, value) in patch {
+        if value.is_null() {
+            base.as_object_mut().unwrap().remove(&key);
+        } else {
+            lay(&mut base[key], value);
+        }
+    }
+}
+
+/// The addresses of a result from 0.3.0 on, prefix included.
+#[track_caller]
+pub fn addresses(result: &Value) -> Vec<String> {
+    let ips = result["ips"].as_array().unwrap_or_else(|| panic!("no ips in {result:#}"));
+    ips.iter().map(|ip| ip["address"].as_str().unwrap().to_owned()).collect()
+}
+
+/// The first address of a result, prefix excluded.
+#[track_caller]
+pub fn address(result: &Value) -> String {
+    addresses(result)[0].split('/').next().unwrap().to_owned()
+}
+
+/// The interface of a result that is in a sandbox.
+#[track_caller]
+pub fn sandboxed(result: &Value) -> &Value {
+    let interfaces = result["interfaces"].as_array().unwrap_or_else(|| panic!("no interfaces in {result:#}"));
+    let inside = interfaces.iter().find(|interface| interface["sandbox"].as_str().is_some_and(|s| !s.is_empty()));
+    inside.unwrap_or_else(|| panic!("nothing in a sandbox in {result:#}"))
+}
+
+/// The name of the host end in a result of bridge: outside any sandbox and not the bridge itself.
+#[track_caller]
+pub fn host_end<'a>(result: &'a Value, bridge: &str) -> &'a str {
+    let interfaces = result["interfaces"].as_array().unwrap_or_else(|| panic!("no interfaces in {result:#}"));
+    let outside = interfaces.iter().filter(|interface| interface["sandbox"].as_str().unwrap_or_default().is_empty());
+    let mut names = outside.filter_map(|interface| interface["name"].as_str()).filter(|name| *name != bridge);
+    names.next().unwrap_or_else(|| panic!("no host end in {result:#}"))
+}
+
+/// Adds `count` containers to the network and returns each with its attachment and result.
+#[track_caller]
+pub fn attach<'n>(node: &'n Node, config: &Value, count: usize) -> Vec<(Container, Attachment<'n>, Value)> {
+    let add = || {
+        let container = node.container();
+        let attachment = Attachment::new(node, &container, config.clone());
+        let result = attachment.add().success();
+        (container, attachment, result)
+    };
+    (0..count).map(|_| add()).collect()
+}

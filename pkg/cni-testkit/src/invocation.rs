@@ -230,6 +230,18 @@ impl Started {
         self.end()
     }
 
+    /// Waits for its end while its standard input stays open, as a terminal's does.
+    ///
+    /// # Panics
+    /// As [`Invocation::run`].
+    #[track_caller]
+    pub fn finish_without_end_of_input(mut self) -> Outcome {
+        let stdin = self.child.stdin.take();
+        let outcome = self.end();
+        drop(stdin);
+        outcome
+    }
+
     #[track_caller]
     fn end(&mut self) -> Outcome {
         self.release();

@@ -15,7 +15,11 @@
 //! The fact a newcomer would get wrong: a namespace is a property of a *thread*. Programs are started, and
 //! closures run, on throw-away threads that have entered the node; the test's own thread never leaves home.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fixture fails by panicking, where the test can see it")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fixture fails by panicking, where the test can see it"
+)]
 
 mod attachment;
 pub mod deviation;

@@ -45,6 +45,10 @@ impl Node {
             Inner { dir, net, mnt, made: AtomicUsize::new(0), kept: Mutex::default(), expected: Mutex::default() };
         let node = Node { inner: Arc::new(inner) };
         node.exec(&["ip", "link", "set", "lo", "up"]);
+        // Some kernels put links of their own into every namespace (`tunl0`, `sit0`).
+        for link in node.json(&["ip", "-j", "link", "show"]).as_array().into_iter().flatten() {
+            node.expect_left(link["ifname"].as_str().unwrap_or_default());
+        }
         node
     }
 

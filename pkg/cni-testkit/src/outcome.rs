@@ -33,7 +33,8 @@ impl Outcome {
     /// Refuses a successful 1.x result that is none.
     #[track_caller]
     pub(crate) fn validated(self) -> Outcome {
-        let result = self.json.as_ref().filter(|json| self.status == Some(0) && json.get("supportedVersions").is_none());
+        let result =
+            self.json.as_ref().filter(|json| self.status == Some(0) && json.get("supportedVersions").is_none());
         let version = result.and_then(|json| json["cniVersion"].as_str()).unwrap_or_default();
         if version.starts_with("1.") {
             let errors = schema::of_result(result.unwrap_or(&Value::Null));

@@ -32,7 +32,11 @@ pub fn nft_bridge() -> Probed {
 /// nf_tables in the inet family, and the tool to see it with.
 pub fn nft() -> Probed {
     tool("nft")?;
-    once(&NFT, "no nf_tables in the inet family", &[&["nft", "add table inet probe"], &["nft", "delete table inet probe"]])
+    once(
+        &NFT,
+        "no nf_tables in the inet family",
+        &[&["nft", "add table inet probe"], &["nft", "delete table inet probe"]],
+    )
 }
 
 /// A working `iptables -t nat`.

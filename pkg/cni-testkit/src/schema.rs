@@ -45,7 +45,10 @@ mod tests {
         let config = json!({"cniVersion": "1.0.0", "name": "n", "type": "bridge", "ipam": {"type": "host-local"}});
         assert_eq!(of_config(&config), Vec::<String>::new());
         assert_ne!(of_config(&json!({"cniVersion": "1.0.0", "name": "n"})), Vec::<String>::new());
-        assert_eq!(of_result(&json!({"cniVersion": "1.0.0", "ips": [{"address": "10.0.0.1/8"}]})), Vec::<String>::new());
+        assert_eq!(
+            of_result(&json!({"cniVersion": "1.0.0", "ips": [{"address": "10.0.0.1/8"}]})),
+            Vec::<String>::new()
+        );
         assert_ne!(of_result(&json!({"cniVersion": "1.0.0", "ips": [{"interface": 0}]})), Vec::<String>::new());
     }
 }

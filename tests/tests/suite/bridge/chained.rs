@@ -1,0 +1,90 @@
+//! bridge behind another plugin: it makes that plugin's host end a port, and owns nothing else of it.
+
+use cni_testkit::{Attachment, Container, Node};
+use conformance::{bridge, layer2, patched};
+use serde_json::{Value, json};
+
+/// What a plugin before bridge would have made: a pair, and a result that names both ends.
+fn made_before(node: &Node, container: &Container) -> Value {
+    let netns = container.netns().to_str().unwrap();
+    node.exec(&["ip", "link", "add", "host0", "type", "veth", "peer", "name", "temp0"]);
+    node.exec(&["ip", "link", "set", "temp0", "netns", netns]);
+    container.exec(&["ip", "link", "set", "temp0", "name", "eth0"]);
+    container.exec(&["ip", "link", "set", "eth0", "up"]);
+    node.exec(&["ip", "link", "set", "host0", "up"]);
+    json!({
+        "cniVersion": "1.0.0",
+        "interfaces": [
+            {"name": "host0", "mac": node.link("host0").unwrap()["address"]},
+            {"name": "eth0", "mac": container.link("eth0").unwrap()["address"], "sandbox": netns},
+        ],
+        "dns": {"nameservers": ["192.0.2.53"]},
+    })
+}
+
+#[test]
+fn the_host_end_becomes_a_port_and_the_result_gains_the_bridge() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"hairpinMode": true})));
+    let result = attachment.add_after(&prev).success();
+
+    let port = node.link("host0").unwrap();
+    assert_eq!(port["master"], "br0");
+    assert_eq!(port["linkinfo"]["info_slave_data"]["hairpin"], true);
+    assert_eq!(port["ifalias"], format!("cni:net1/{}/eth0", container.id));
+    let names: Vec<_> = result["interfaces"].as_array().unwrap().iter().map(|i| i["name"].as_str().unwrap()).collect();
+    assert_eq!(names.len(), 3);
+    assert!(names.contains(&"br0") && names.contains(&"host0") && names.contains(&"eth0"), "{names:?}");
+    assert_eq!(result["dns"], prev["dns"]);
+
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    let port = node.link("host0").expect("it is the other plugin's to delete");
+    assert!(port["master"].is_null(), "{port}");
+    assert!(container.link("eth0").is_some());
+    attachment.del_with(&result).success();
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
+fn ipam_is_asked_only_if_it_is_named() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let result = attachment.add_after(&prev).success();
+    assert_eq!(conformance::addresses(&result), ["10.1.0.2/24"]);
+    assert_eq!(container.addresses("eth0"), ["10.1.0.2/24"]);
+    container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert!(node.link("host0").is_some());
+    assert_eq!(node.reservations("net1"), []);
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
+fn without_a_host_end_to_plug_in_the_add_is_refused() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = json!({"cniVersion": "1.0.0", "interfaces": [
+        {"name": "eth0", "sandbox": container.netns()}, {"name": "host0"}]});
+    let attachment = Attachment::new(&node, &container, layer2());
+    assert_eq!(attachment.add_after(&prev).failure().code, Some(7));
+    assert_eq!(node.ports("br0"), Vec::<String>::new());
+    attachment.del_with(&prev).success();
+}
+
+#[test]
+fn a_failed_chained_add_gives_the_port_back() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipam": {"type": "not-there"}}));
+    let attachment = Attachment::new(&node, &container, config);
+    attachment.add_after(&prev).failure();
+    assert!(node.link("host0").unwrap()["master"].is_null());
+    node.exec(&["ip", "link", "del", "host0"]);
+}

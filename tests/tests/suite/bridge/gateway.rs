@@ -1,0 +1,219 @@
+//! The bridge as the gateway: its addresses, forwarding, its MAC.
+
+use cni_testkit::{Attachment, Node};
+use conformance::{attach, bridge, patched};
+use serde_json::{Value, json};
+
+fn bridge_addresses(node: &Node) -> Vec<String> {
+    let links = node.json(&["ip", "-j", "addr", "show", "dev", "br0"]);
+    let infos = links[0]["addr_info"].as_array().unwrap().clone();
+    let global = infos.iter().filter(|info| info["scope"] == "global");
+    global.map(|info| format!("{}/{}", info["local"].as_str().unwrap(), info["prefixlen"])).collect()
+}
+
+fn mac(node: &Node) -> Value {
+    node.link("br0").unwrap()["address"].clone()
+}
+
+#[test]
+fn the_bridge_gets_the_gateway_s_addresses() {
+    let node = Node::new();
+    let all = attach(&node, &bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]), 2);
+    assert_eq!(bridge_addresses(&node), ["10.1.0.1/24", "fd00:1::1/64"]);
+    for (_, attachment, result) in all {
+        attachment.del_with(&result).success();
+    }
+    assert_eq!(bridge_addresses(&node), ["10.1.0.1/24", "fd00:1::1/64"], "the bridge stays as it is");
+}
+
+#[test]
+fn without_is_gateway_the_bridge_gets_none() {
+    let node = Node::new();
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(bridge_addresses(&node), Vec::<String>::new());
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_gateway_named_by_ipam_is_the_bridge_s_address() {
+    let node = Node::new();
+    let range = json!([[{"subnet": "10.1.0.0/24", "gateway": "10.1.0.254"}]]);
+    let config = patched(bridge(&node, &[]), json!({"ipam": {"ranges": range}}));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(bridge_addresses(&node), ["10.1.0.254/24"]);
+    container.exec(&["ping", "-c1", "-w5", "10.1.0.254"]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_gateway_needs_forwarding() {
+    let node = Node::new();
+    node.exec(&["sysctl", "-qw", "net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0"]);
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    assert_eq!(
+        (node.sysctl("net/ipv4/ip_forward"), node.sysctl("net/ipv6/conf/all/forwarding")),
+        ("1".into(), "0".into())
+    );
+    attachment.del_with(&result).success();
+    let config = patched(bridge(&node, &["fd00:1::/64"]), json!({"name": "net6", "bridge": "br6"}));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(node.sysctl("net/ipv6/conf/all/forwarding"), "1");
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn is_default_gateway_adds_default_routes() {
+    let node = Node::new();
+    let config =
+        patched(bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"isGateway": null, "isDefaultGateway": true}));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(result["routes"], json!([{"dst": "0.0.0.0/0", "gw": "10.1.0.1"}, {"dst": "::/0", "gw": "fd00:1::1"}]));
+    for (family, gateway) in [("-4", "10.1.0.1"), ("-6", "fd00:1::1")] {
+        let routes = container.json(&["ip", "-j", family, "route", "show", "default"]);
+        assert_eq!(routes[0]["gateway"], gateway, "{routes}");
+    }
+    assert_eq!(bridge_addresses(&node).len(), 2, "isDefaultGateway implies isGateway");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn is_default_gateway_and_a_default_route_of_ipam_go_together() {
+    let node = Node::new();
+    for route in [json!({"dst": "0.0.0.0/0"}), json!({"dst": "0.0.0.0/0", "gw": "10.1.0.1"})] {
+        let patch = json!({"isDefaultGateway": true, "ipam": {"routes": [route]}});
+        let (container, attachment, result) =
+            attach(&node, &patched(bridge(&node, &["10.1.0.0/24"]), patch), 1).remove(0);
+        let routes = container.json(&["ip", "-j", "-4", "route", "show", "default"]);
+        assert_eq!(routes.as_array().unwrap().len(), 1, "{routes}");
+        assert_eq!(routes[0]["gateway"], "10.1.0.1");
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
+fn an_existing_bridge_is_used_as_it_is() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "mtu", "1400", "type", "bridge"]);
+    let before = node.link("br0").unwrap();
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"mtu": 1300}));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(node.link("br0").unwrap()["ifindex"], before["ifindex"]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn what_is_no_bridge_is_refused_and_left_alone() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "veth", "peer", "name", "other"]);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let failure = attachment.add().failure();
+    assert!(failure.msg.contains("\"br0\" already exists but is not a bridge"), "{failure:?}");
+    assert!(node.link("br0").is_some() && container.link("eth0").is_none());
+    attachment.del().success();
+    node.exec(&["ip", "link", "del", "br0"]);
+}
+
+#[test]
+fn another_address_on_the_bridge_is_an_error_and_stays() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    node.exec(&["ip", "addr", "add", "10.9.0.1/24", "dev", "br0"]);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let failure = attachment.add().failure();
+    assert!(failure.msg.contains("\"br0\" already has an IP address different from 10.1.0.1/24"), "{failure:?}");
+    attachment.del().success();
+    assert_eq!(bridge_addresses(&node), ["10.9.0.1/24"]);
+}
+
+#[test]
+fn force_address_replaces_what_stands_in_the_way() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    node.exec(&["ip", "addr", "add", "10.9.0.1/24", "dev", "br0"]);
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"forceAddress": true}));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(bridge_addresses(&node), ["10.1.0.1/24"]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn an_ipv6_address_that_does_not_overlap_is_no_conflict() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    node.exec(&["ip", "addr", "add", "fd00:9::1/64", "dev", "br0"]);
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["fd00:1::/64"]), 1).remove(0);
+    let mut all = bridge_addresses(&node);
+    all.sort();
+    assert_eq!(all, ["fd00:1::1/64", "fd00:9::1/64"]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn an_ipv6_address_that_overlaps_is_a_conflict() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    node.exec(&["ip", "addr", "add", "fd00:1::99/64", "dev", "br0"]);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["fd00:1::/64"]));
+    let failure = attachment.add().failure();
+    assert!(failure.msg.contains("already has an IP address different from"), "{failure:?}");
+    attachment.del().success();
+}
+
+#[test]
+fn the_bridge_s_mac_never_drifts() {
+    for is_gateway in [true, false] {
+        let node = Node::new();
+        let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": is_gateway}));
+        let low = |last: u8| format!("02:00:00:00:00:{last:02x}");
+        let mut all = Vec::new();
+        let mut macs = Vec::new();
+        // Each later port has a lower MAC: a bridge that follows its ports would take it.
+        for last in [9, 5, 1] {
+            let config = patched(config.clone(), json!({"runtimeConfig": {"mac": low(last)}}));
+            all.extend(attach(&node, &config, 1));
+            macs.push(mac(&node));
+        }
+        for (_, attachment, result) in &all {
+            attachment.check(result).success();
+        }
+        for (_, attachment, result) in all {
+            attachment.del_with(&result).success();
+            macs.push(mac(&node));
+        }
+        macs.dedup();
+        assert_eq!(macs.len(), 1, "isGateway {is_gateway}: {macs:?}");
+        assert_ne!(macs[0], "00:00:00:00:00:00");
+    }
+}
+
+#[test]
+fn a_bridge_whose_first_add_failed_is_no_trap() {
+    let node = Node::new();
+    let bad = patched(
+        bridge(&node, &["10.1.0.0/24"]),
+        json!({"ipam": {"routes": [{"dst": "192.0.2.0/24", "gw": "172.31.9.9"}]}}),
+    );
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bad);
+    attachment.add().failure();
+    attachment.del().success();
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    assert_ne!(mac(&node), "00:00:00:00:00:00");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn the_bridge_ignores_router_advertisements() {
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    assert_eq!(node.sysctl("net/ipv6/conf/br0/accept_ra"), "0");
+    assert_eq!(node.sysctl(&format!("net/ipv6/conf/{}/accept_ra", conformance::host_end(&result, "br0"))), "0");
+    attachment.del_with(&result).success();
+}

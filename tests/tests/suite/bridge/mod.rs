@@ -1,0 +1,14 @@
+//! bridge: a container on a layer-2 or layer-3 network, asked of the kernel and not only of the result.
+
+mod addressing;
+mod chained;
+mod check;
+mod del;
+mod failure;
+mod gateway;
+mod link;
+mod mac;
+mod neighbours;
+mod routes;
+mod spoofing;
+mod vlan;

@@ -1,0 +1,75 @@
+//! A reused address with a new MAC: whoever knew the old one must not wait for its cache to expire.
+
+use cni_testkit::{Attachment, Node};
+use conformance::{attach, bridge, patched, sandboxed};
+use serde_json::{Value, json};
+
+fn asking(node: &Node, address: &str) -> Value {
+    let subnet = if address.contains(':') { "fd00:1::/64" } else { "10.1.0.0/24" };
+    patched(bridge(node, &[subnet]), json!({"runtimeConfig": {"ips": [address]}}))
+}
+
+/// The host knows the address by the first container's MAC; the first packet to the second must be answered.
+#[track_caller]
+fn first_packet_is_answered(address: &str) {
+    let node = Node::new();
+    let config = asking(&node, address);
+    let (_old, first, result) = attach(&node, &config, 1).remove(0);
+    node.exec(&["ping", "-c1", "-W2", address]);
+    let mac = sandboxed(&result)["mac"].as_str().unwrap().to_owned();
+    first.del_with(&result).success();
+    node.exec(&["ip", "neigh", "replace", address, "lladdr", &mac, "dev", "br0", "nud", "reachable"]);
+
+    let (_new, second, result) = attach(&node, &config, 1).remove(0);
+    node.exec(&["ping", "-c1", "-W1", address]);
+    second.del_with(&result).success();
+}
+
+#[test]
+fn the_host_s_first_packet_is_answered_over_ipv4() {
+    first_packet_is_answered("10.1.0.9");
+}
+
+#[test]
+fn the_host_s_first_packet_is_answered_over_ipv6() {
+    first_packet_is_answered("fd00:1::9");
+}
+
+#[track_caller]
+fn first_packet_of_a_neighbour_is_answered(address: &str) {
+    let node = Node::new();
+    let config = asking(&node, address);
+    let subnet = if address.contains(':') { "fd00:1::/64" } else { "10.1.0.0/24" };
+    let (neighbour, other, other_result) = attach(&node, &bridge(&node, &[subnet]), 1).remove(0);
+    let (_old, first, result) = attach(&node, &config, 1).remove(0);
+    neighbour.exec(&["ping", "-c1", "-W2", address]);
+    let mac = sandboxed(&result)["mac"].as_str().unwrap().to_owned();
+    first.del_with(&result).success();
+    neighbour.exec(&["ip", "neigh", "replace", address, "lladdr", &mac, "dev", "eth0", "nud", "reachable"]);
+
+    let (_new, second, result) = attach(&node, &config, 1).remove(0);
+    neighbour.exec(&["ping", "-c1", "-W1", address]);
+    second.del_with(&result).success();
+    other.del_with(&other_result).success();
+}
+
+#[test]
+fn a_neighbour_s_first_packet_is_answered_over_ipv4() {
+    first_packet_of_a_neighbour_is_answered("10.1.0.9");
+}
+
+#[test]
+fn a_neighbour_s_first_packet_is_answered_over_ipv6() {
+    first_packet_of_a_neighbour_is_answered("fd00:1::9");
+}
+
+#[test]
+fn no_neighbour_entry_is_made_where_none_was_and_none_is_permanent() {
+    let node = Node::new();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, asking(&node, "10.1.0.9"));
+    let result = attachment.add().success();
+    let entries = node.exec(&["ip", "neigh", "show", "dev", "br0"]);
+    assert!(!entries.contains("PERMANENT"), "{entries}");
+    attachment.del_with(&result).success();
+}

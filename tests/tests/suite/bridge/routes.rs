@@ -1,0 +1,140 @@
+//! Routes of IPAM, put where they belong.
+
+use cni_testkit::{Attachment, Container, Node};
+use conformance::{VERSIONS, attach, bridge, patched};
+use serde_json::{Value, json};
+
+#[track_caller]
+fn route(container: &Container, table: &str, dst: &str) -> Value {
+    let family = if dst.contains(':') { "-6" } else { "-4" };
+    let routes = container.json(&["ip", "-j", family, "route", "show", "table", table, dst]);
+    routes.as_array().and_then(|routes| routes.first().cloned()).unwrap_or(Value::Null)
+}
+
+fn with_routes(node: &Node, subnets: &[&str], routes: Value) -> Value {
+    patched(bridge(node, subnets), json!({"ipam": {"routes": routes}}))
+}
+
+#[test]
+fn routes_are_installed_and_go_by_the_gateway() {
+    let node = Node::new();
+    let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "192.0.2.0/24", "gw": "10.1.0.77"}, {"dst": "::/0"}]);
+    let config = with_routes(&node, &["10.1.0.0/24", "fd00:1::/64"], routes);
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    assert_eq!(route(&container, "main", "default")["gateway"], "10.1.0.1");
+    assert_eq!(route(&container, "main", "192.0.2.0/24")["gateway"], "10.1.0.77");
+    assert_eq!(route(&container, "main", "::/0")["gateway"], "fd00:1::1");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+/// host-local's route with `table`, `priority`, `mtu` and `advmss` under bridge, in one version.
+#[track_caller]
+fn where_it_belongs_in(version: &str) {
+    let node = Node::new();
+    let routes = json!([
+        {"dst": "192.0.2.0/24", "gw": "10.1.0.77", "table": 100, "priority": 7, "mtu": 1400, "advmss": 1300},
+        {"dst": "fd00:9::/64", "table": 101, "priority": 8, "mtu": 1350},
+    ]);
+    let config =
+        patched(with_routes(&node, &["10.1.0.0/24", "fd00:1::/64"], routes.clone()), json!({"cniVersion": version}));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    let four = route(&container, "100", "192.0.2.0/24");
+    assert_eq!((&four["gateway"], &four["metric"]), (&json!("10.1.0.77"), &json!(7)), "{four}");
+    assert_eq!(four["metrics"], json!([{"mtu": 1400, "advmss": 1300}]), "{four}");
+    let six = route(&container, "101", "fd00:9::/64");
+    assert_eq!((&six["gateway"], &six["metric"]), (&json!("fd00:1::1"), &json!(8)), "{six}");
+    assert_eq!(six["metrics"], json!([{"mtu": 1350}]), "{six}");
+    assert_eq!(route(&container, "main", "192.0.2.0/24"), Value::Null);
+    assert_eq!(result["routes"], routes);
+    if VERSIONS.iter().position(|v| *v == version) >= VERSIONS.iter().position(|v| *v == "0.4.0") {
+        attachment.check(&result).success();
+        container.exec(&["ip", "route", "del", "192.0.2.0/24", "table", "100"]);
+        attachment.check(&result).failure();
+    }
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_route_is_put_where_it_belongs_in_0_3_0() {
+    where_it_belongs_in("0.3.0");
+}
+
+#[test]
+fn a_route_is_put_where_it_belongs_in_0_3_1() {
+    where_it_belongs_in("0.3.1");
+}
+
+#[test]
+fn a_route_is_put_where_it_belongs_in_0_4_0() {
+    where_it_belongs_in("0.4.0");
+}
+
+#[test]
+fn a_route_is_put_where_it_belongs_in_1_0_0() {
+    where_it_belongs_in("1.0.0");
+}
+
+#[test]
+fn a_route_is_put_where_it_belongs_in_1_1_0() {
+    where_it_belongs_in("1.1.0");
+}
+
+#[test]
+fn a_route_with_scope_link_needs_no_gateway() {
+    let node = Node::new();
+    let config = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "192.0.2.0/24", "scope": 253}]));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    let found = route(&container, "main", "192.0.2.0/24");
+    assert_eq!((&found["scope"], &found["gateway"]), (&json!("link"), &Value::Null), "{found}");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_repeated_route_is_no_error() {
+    let node = Node::new();
+    let twice = json!([{"dst": "192.0.2.0/24"}, {"dst": "192.0.2.0/24", "gw": "10.1.0.1"}]);
+    let (container, attachment, result) = attach(&node, &with_routes(&node, &["10.1.0.0/24"], twice), 1).remove(0);
+    let routes = container.json(&["ip", "-j", "route", "show", "192.0.2.0/24"]);
+    assert_eq!(routes.as_array().unwrap().len(), 1, "{routes}");
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_default_route_of_another_network_stays_and_ours_is_left_out() {
+    let node = Node::new();
+    let first = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "0.0.0.0/0"}]));
+    let (container, one, one_result) = attach(&node, &first, 1).remove(0);
+    let second = patched(
+        with_routes(&node, &["10.2.0.0/24"], json!([{"dst": "0.0.0.0/0"}])),
+        json!({"name": "net2", "bridge": "br1"}),
+    );
+    let two = one.clone().ifname("net1").config(second);
+    let outcome = two.add();
+    let result = outcome.success();
+    assert_eq!(route(&container, "main", "default")["gateway"], "10.1.0.1", "{}", outcome.report());
+    assert!(result["routes"].as_array().is_none_or(Vec::is_empty), "left out of the result: {result:#}");
+    assert!(!outcome.stderr.is_empty(), "said on standard error");
+    one.check(&one_result).success();
+    two.check(&result).success();
+    two.del_with(&result).success();
+    one.del_with(&one_result).success();
+}
+
+#[test]
+fn a_route_that_makes_no_sense_is_refused_before_any_work() {
+    let node = Node::new();
+    let container = node.container();
+    for bad in [
+        json!({"dst": "192.0.2.7/24"}),
+        json!({"dst": "192.0.2.0/24", "gw": "fd00:1::1"}),
+        json!({"dst": "192.0.2.0/24", "gw": "172.31.9.9"}),
+    ] {
+        let attachment = Attachment::new(&node, &container, with_routes(&node, &["10.1.0.0/24"], json!([bad])));
+        assert_eq!(attachment.add().failure().code, Some(7), "{bad}");
+        assert!(container.link("eth0").is_none());
+        assert_eq!(node.reservations("net1"), []);
+        attachment.del().success();
+    }
+}

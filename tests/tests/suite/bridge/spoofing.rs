@@ -1,0 +1,119 @@
+//! `macspoofchk`: a container sends with its own MAC or not at all.
+
+use cni_testkit::{Container, Node, probe, require, unprovoked};
+use conformance::{attach, bridge, host_end, patched};
+use serde_json::{Value, json};
+
+fn config(node: &Node) -> Value {
+    patched(bridge(node, &["10.1.0.0/24"]), json!({"macspoofchk": true}))
+}
+
+fn pings(container: &Container) -> bool {
+    container.run(&["ping", "-c1", "-W1", "10.1.0.1"]).ok
+}
+
+fn ruleset(node: &Node) -> String {
+    node.exec(&["nft", "list", "ruleset"])
+}
+
+#[test]
+fn a_frame_with_another_mac_is_dropped() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    assert!(pings(&container), "with its own MAC");
+    container.exec(&["ip", "link", "set", "eth0", "address", "02:de:ad:00:00:01"]);
+    assert!(!pings(&container), "with a stolen one\n{}", ruleset(&node));
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn the_rules_are_where_go_looks_for_them() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    let rules = ruleset(&node);
+    let id = format!("{}-eth0", container.id);
+    for part in [
+        "table bridge nat",
+        "chain PREROUTING",
+        "type filter hook prerouting priority dstnat; policy accept;",
+        &format!("chain cni-br-iface-{id} {{"),
+        &format!("chain cni-br-iface-{id}-mac {{"),
+        &format!("iifname \"{}\" jump cni-br-iface-{id} comment \"macspoofchk-{id}\"", host_end(&result, "br0")),
+    ] {
+        assert!(rules.contains(part), "`{part}` is missing from\n{rules}");
+    }
+    attachment.del_with(&result).success();
+    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+}
+
+#[test]
+fn del_without_a_namespace_takes_the_rules_too() {
+    require!(probe::nft_bridge());
+    for gone in ["", "/nowhere/ns"] {
+        let node = Node::new();
+        let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+        container.destroy();
+        attachment.netns(gone).del_with(&result).success();
+        assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+    }
+}
+
+#[test]
+fn del_takes_the_rules_even_if_the_key_has_been_taken_away_since() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    attachment.config(patched(config(&node), json!({"macspoofchk": false}))).del_with(&result).success();
+    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+}
+
+#[test]
+fn del_of_one_leaves_the_rules_of_the_other() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let mut all = attach(&node, &config(&node), 2);
+    let (_c, first, result) = all.remove(0);
+    first.del_with(&result).success();
+    let (container, second, result) = all.remove(0);
+    assert!(ruleset(&node).contains(&format!("macspoofchk-{}-eth0", container.id)));
+    second.check(&result).success();
+    second.del_with(&result).success();
+}
+
+#[test]
+fn check_is_red_when_a_rule_is_missing() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    attachment.check(&result).success();
+    node.exec(&["nft", "flush", "chain", "bridge", "nat", "PREROUTING"]);
+    attachment.check(&result).failure();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_long_container_id_is_no_obstacle() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let container = node.container();
+    let mut attachment = cni_testkit::Attachment::new(&node, &container, config(&node));
+    attachment.id = "x".repeat(100);
+    let result = attachment.add().success();
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_kernel_without_nf_tables_in_bridges_says_so_before_anything_is_made() {
+    if probe::nft_bridge().is_ok() {
+        unprovoked("this kernel has nf_tables in the bridge family: nothing to refuse");
+        return;
+    }
+    let node = Node::new();
+    let container = node.container();
+    let failure = cni_testkit::Attachment::new(&node, &container, config(&node)).add().failure();
+    assert_eq!(failure.code, Some(2), "{failure:?}");
+    assert!(node.link("br0").is_none());
+}

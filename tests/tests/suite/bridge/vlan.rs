@@ -1,0 +1,176 @@
+//! VLANs: what is refused everywhere, and what works where the kernel filters by VLAN.
+
+use cni_testkit::{Attachment, Node, probe, require, unprovoked};
+use conformance::{attach, bridge, host_end, layer2, patched};
+use serde_json::{Value, json};
+
+/// The VLANs of a port as (ID, flags).
+fn vlans(node: &Node, port: &str) -> Vec<(u64, Vec<String>)> {
+    let all = node.json(&["bridge", "-j", "vlan", "show", "dev", port]);
+    let of_port = all[0]["vlans"].as_array().cloned().unwrap_or_default();
+    let flags = |vlan: &Value| {
+        vlan["flags"].as_array().into_iter().flatten().filter_map(|f| f.as_str().map(str::to_owned)).collect()
+    };
+    let mut found = Vec::new();
+    for vlan in &of_port {
+        let first = vlan["vlan"].as_u64().unwrap();
+        for id in first..=vlan["vlanEnd"].as_u64().unwrap_or(first) {
+            found.push((id, flags(vlan)));
+        }
+    }
+    found
+}
+
+fn untagged(id: u64) -> (u64, Vec<String>) {
+    (id, vec!["PVID".to_owned(), "Egress Untagged".to_owned()])
+}
+
+#[test]
+fn ids_outside_the_standard_are_refused() {
+    let node = Node::new();
+    let container = node.container();
+    for id in [-1, 4095, 5000] {
+        let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": id})));
+        attachment.add().fails_with(7, &format!("invalid VLAN ID {id} (must be between 0 and 4094)"));
+    }
+    assert!(node.link("br0").is_none());
+}
+
+#[test]
+fn trunks_that_make_no_sense_are_refused() {
+    let node = Node::new();
+    let container = node.container();
+    for (trunk, text) in [
+        (json!({"minID": 0, "maxID": 5}), "incorrect trunk minID parameter"),
+        (json!({"minID": 1, "maxID": 5000}), "incorrect trunk maxID parameter"),
+        (json!({"minID": 9, "maxID": 5}), "minID is greater than maxID in trunk parameter"),
+        (json!({"maxID": 5}), "minID and maxID should be configured simultaneously, minID is missing"),
+        (json!({"minID": 5}), "minID and maxID should be configured simultaneously, maxID is missing"),
+        (json!({"id": 0}), "incorrect trunk id parameter"),
+        (json!({"id": 4095}), "incorrect trunk id parameter"),
+    ] {
+        let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlanTrunk": [trunk]})));
+        let failure = attachment.add().fails_with(7, "");
+        assert!(failure.msg.contains(text), "{failure:?} should say `{text}`");
+    }
+    assert!(node.link("br0").is_none());
+}
+
+#[test]
+fn del_cleans_whatever_the_vlan_is_now() {
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    let bad = patched(attachment.config.clone(), json!({"vlan": 5000}));
+    attachment.clone().config(bad).del_with(&result).success();
+    assert_eq!((node.reservations("net1"), node.ports("br0")), (vec![], vec![]));
+}
+
+#[test]
+fn a_kernel_without_vlan_filtering_says_so_before_anything_is_made() {
+    if probe::vlan_filtering().is_ok() {
+        unprovoked("this kernel has VLAN filtering: nothing to refuse");
+        return;
+    }
+    let node = Node::new();
+    let container = node.container();
+    for patch in [json!({"vlan": 100}), json!({"vlanTrunk": [{"id": 7}]})] {
+        let attachment = Attachment::new(&node, &container, patched(bridge(&node, &["10.1.0.0/24"]), patch.clone()));
+        let failure = attachment.add().failure();
+        assert_eq!(failure.code, Some(2), "{failure:?}");
+        assert!(failure.msg.contains("vlan"), "{failure:?} should name the key of {patch}");
+        assert!(node.link("br0").is_none() && container.link("eth0").is_none());
+        assert_eq!(node.reservations("net1"), []);
+        attachment.del().success();
+    }
+}
+
+#[test]
+fn vlan_0_asks_for_nothing() {
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &patched(layer2(), json!({"vlan": 0})), 1).remove(0);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_port_is_in_its_vlan_and_in_no_other() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &patched(layer2(), json!({"vlan": 100})), 1).remove(0);
+    assert_eq!(vlans(&node, host_end(&result, "br0")), [untagged(100)]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn the_default_vlan_is_kept_on_request() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let config = patched(layer2(), json!({"vlan": 100, "preserveDefaultVlan": true}));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    let ids: Vec<u64> = vlans(&node, host_end(&result, "br0")).iter().map(|vlan| vlan.0).collect();
+    assert_eq!(ids, [1, 100]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_trunk_carries_its_vlans_tagged() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let trunk = json!([{"minID": 10, "maxID": 12}, {"id": 11}, {"id": 20}]);
+    let (_c, attachment, result) = attach(&node, &patched(layer2(), json!({"vlanTrunk": trunk})), 1).remove(0);
+    let tagged = |id| (id, Vec::new());
+    assert_eq!(vlans(&node, host_end(&result, "br0")), [untagged(1), tagged(10), tagged(11), tagged(12), tagged(20)]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn vlans_are_separate_and_members_reach_each_other() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let base = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));
+    let red = attach(&node, &patched(base.clone(), json!({"vlan": 100})), 2);
+    let blue = attach(&node, &patched(base, json!({"vlan": 200})), 1);
+    red[0].0.exec(&["ping", "-c1", "-W2", "10.1.0.3"]);
+    assert!(!red[0].0.run(&["ping", "-c1", "-W1", "10.1.0.4"]).ok, "a frame crossed from one VLAN to another");
+    for (_, attachment, result) in red.into_iter().chain(blue) {
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
+fn a_vlan_s_gateway_is_an_interface_of_its_own() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    node.expect_left("br0.100");
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
+    let all = attach(&node, &config, 2);
+    for port in node.ports("br0") {
+        if all.iter().all(|one| host_end(&one.2, "br0") != port) {
+            node.expect_left(&port);
+        }
+    }
+    all[0].0.exec(&["ping", "-c1", "-W2", "10.1.0.1"]);
+    all[1].0.exec(&["ping", "-c1", "-W2", "10.1.0.1"]);
+    assert!(all[0].2["interfaces"].as_array().unwrap().iter().any(|interface| interface["name"] == "br0.100"));
+    for (_, attachment, result) in all {
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
+fn filtering_is_not_switched_on_under_foreign_ports() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    node.exec(&["ip", "link", "add", "uplink", "type", "veth", "peer", "name", "far"]);
+    node.exec(&["ip", "link", "set", "uplink", "master", "br0"]);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": 100})));
+    attachment.add().fails_naming(7, &["uplink"]);
+    attachment.del().success();
+    node.exec(&["ip", "link", "del", "uplink"]);
+    attachment.add().success();
+    attachment.del().success();
+}

@@ -1,0 +1,8 @@
+//! host-local called directly: which address, what is on disk, what comes back.
+
+mod allocation;
+mod life;
+mod ranges;
+mod requested;
+mod store;
+mod surroundings;
