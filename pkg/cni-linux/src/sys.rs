@@ -53,25 +53,3 @@ pub(crate) fn die_with_parent(command: &mut Command) {
     // io::Error of an errno is a plain number), takes no lock and touches no memory but its own copy of `parent`.
     unsafe { command.pre_exec(in_child) };
 }
-
-/// Sends one complete Ethernet frame out of an interface of the calling thread's namespace.
-pub(crate) fn send_frame(socket: impl AsFd, index: u32, frame: &[u8]) -> io::Result<()> {
-    let mut address = [0u8; size_of::<libc::sockaddr_ll>()];
-    // sockaddr_ll: family, protocol (big-endian, taken from the frame), index, then what only a receiver needs.
-    address[0..2].copy_from_slice(&(libc::AF_PACKET as u16).to_ne_bytes());
-    address[2..4].copy_from_slice(frame.get(12..14).unwrap_or(&[0, 0]));
-    address[4..8].copy_from_slice(&index.to_ne_bytes());
-    // SAFETY: both pointers are valid for the lengths given with them, for reading, during the call; the kernel copies
-    // the address and demands no alignment of it.
-    let sent = unsafe {
-        libc::sendto(
-            socket.as_fd().as_raw_fd(),
-            frame.as_ptr().cast(),
-            frame.len(),
-            0,
-            address.as_ptr().cast(),
-            libc::socklen_t::try_from(address.len()).map_err(io::Error::other)?,
-        )
-    };
-    if usize::try_from(sent) == Ok(frame.len()) { Ok(()) } else { Err(io::Error::last_os_error()) }
-}

@@ -12,9 +12,15 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 use rtnetlink::packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
 use crate::error::{Cause, Error, Result, Taken};
+use crate::link::Link;
 use crate::mac::Mac;
+use crate::mark::Mark;
 use crate::netlink::Netlink;
 use crate::netns::Netns;
+
+/// How many names for the host's end are tried. Each is taken with a chance of one in 4,000 million for every veth
+/// on the machine.
+pub const HOST_NAME_ATTEMPTS: u32 = 4;
 
 /// A pair to be made. The fields may be set directly.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +98,22 @@ impl Netlink {
         }
     }
 
+    /// The host's end of an attachment, found by the names it may have got ([`Mark::host_name`], attempts 0 to
+    /// [`HOST_NAME_ATTEMPTS`]): one request if it got its first, and the table of links is never read.
+    ///
+    /// A veth of such a name without any alias is it too: its maker was killed before it could be marked.
+    pub fn find_host_end(&self, mark: &Mark) -> Result<Option<Link>> {
+        for attempt in 0..HOST_NAME_ATTEMPTS {
+            let found = self.find_link(&mark.host_name(attempt))?;
+            if let Some(link) = found.filter(|link| link.is_veth()) {
+                if link.alias.is_none() || mark.is_on(link.alias.as_deref()) {
+                    return Ok(Some(link));
+                }
+            }
+        }
+        Ok(None)
+    }
+
     /// The kernel says EEXIST for either name, so look which it was. The container's counts first: it is final, a host
     /// name can be tried anew.
     fn which_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
@@ -136,8 +158,8 @@ fn message(spec: &VethSpec<'_>) -> LinkMessage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::BridgeSpec;
     use crate::testing::{in_new_netns, new_netns};
-    use crate::{BridgeSpec, Mark};
 
     const HOST: Mac = Mac([2, 0, 0, 0, 0, 1]);
     const PEER: Mac = Mac([2, 0, 0, 0, 0, 2]);
@@ -220,6 +242,28 @@ mod tests {
             assert!(host.create_veth(&VethSpec { peer_mac: Mac([1; 6]), ..spec }).is_err());
             assert_eq!(host.list_links().unwrap().len(), 1);
             assert_eq!(host.open_in(&netns).unwrap().list_links().unwrap().len(), 1);
+        });
+    }
+
+    #[test]
+    fn the_host_end_is_found_by_its_attachment_alone() {
+        in_new_netns(|| {
+            let host = Netlink::open().unwrap();
+            let mark = Mark::new("net", "c1", "eth0");
+            assert_eq!(host.find_host_end(&mark).unwrap(), None);
+            let (alias, names) = (mark.alias(), [mark.host_name(0), mark.host_name(1)]);
+            let foreign = VethSpec::new(&names[0], HOST, "other", PEER);
+            let foreign = host.create_veth(&VethSpec { alias: Some("somebody's"), ..foreign }).unwrap();
+            assert_eq!(host.find_host_end(&mark).unwrap(), None);
+            let ours = VethSpec { alias: Some(&alias), ..VethSpec::new(&names[1], HOST, "eth0", PEER) };
+            let ours = host.create_veth(&ours).unwrap();
+            assert_eq!(host.find_host_end(&mark).unwrap().unwrap().index, ours.index);
+            host.delete_link(foreign.index).unwrap();
+            assert_eq!(host.find_host_end(&mark).unwrap().unwrap().index, ours.index);
+            host.set_alias(ours.index, "").unwrap();
+            assert_eq!(host.find_host_end(&mark).unwrap().unwrap().index, ours.index);
+            host.set_alias(ours.index, "cni:net/c2/eth0").unwrap();
+            assert_eq!(host.find_host_end(&mark).unwrap(), None);
         });
     }
 
