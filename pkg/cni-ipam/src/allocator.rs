@@ -1,0 +1,286 @@
+//! Which address of each range set an attachment gets. Pure: what is taken it is told.
+//!
+//! It reserves nothing. What a newcomer gets wrong: the round robin goes on behind the address that was given out
+//! last, whether or not that one is free again, so that an address rests as long as possible before its next holder;
+//! and of the addresses requested, one source may name one per set, while of several sources the strongest wins.
+
+use std::net::IpAddr;
+
+use cni::rollback::Notes;
+use cni::{Cidr, Code, Error, Result};
+
+use crate::ranges::{RangeSet, RangeSets, address, number, parse_ip};
+
+/// What is occupied, as the allocator asks for it.
+pub(crate) trait Occupied {
+    /// What goes wrong in answering.
+    type Error;
+
+    /// The lowest free address from `from` on, in its family; `None` if there is none above.
+    fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Self::Error>;
+}
+
+/// The next address of a set in its round robin, which stands at `last`. `None` if all are taken.
+pub(crate) fn next<O: Occupied>(
+    set: &RangeSet,
+    last: Option<IpAddr>,
+    occupied: &mut O,
+) -> Result<Option<IpAddr>, O::Error> {
+    let ranges = set.ranges();
+    let at = last.and_then(|last| ranges.iter().position(|range| range.contains(last)).map(|range| (range, last)));
+    let Some((start, last)) = at else {
+        for range in ranges {
+            if let Some(found) = search(set, range.first(), range.last(), occupied)? {
+                return Ok(Some(found));
+            }
+        }
+        return Ok(None);
+    };
+    if last != ranges[start].last() {
+        let behind = address(last, number(last) + 1);
+        if let Some(found) = search(set, behind, ranges[start].last(), occupied)? {
+            return Ok(Some(found));
+        }
+    }
+    for step in 1..ranges.len() {
+        let range = &ranges[(start + step) % ranges.len()];
+        if let Some(found) = search(set, range.first(), range.last(), occupied)? {
+            return Ok(Some(found));
+        }
+    }
+    search(set, ranges[start].first(), last, occupied)
+}
+
+/// The lowest free address between two of one range that is no gateway.
+fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
+    let mut from = from;
+    loop {
+        match occupied.next_free(from)? {
+            Some(found) if number(found) > number(to) => return Ok(None),
+            Some(found) if !set.is_gateway(found) => return Ok(Some(found)),
+            Some(gateway) if gateway != to => from = address(gateway, number(gateway) + 1),
+            Some(_) | None => return Ok(None),
+        }
+    }
+}
+
+/// The addresses that the request asks for, by source, the strongest first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Requested {
+    sources: Vec<(&'static str, Vec<IpAddr>)>,
+}
+
+impl Requested {
+    /// Nothing in particular.
+    pub fn none() -> Requested {
+        Requested::default()
+    }
+
+    /// Adds a source weaker than all before it: `address` or `address/length` each; the length says nothing.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text for what is no address.
+    pub fn add<'a>(&mut self, source: &'static str, texts: impl IntoIterator<Item = &'a str>) -> Result<()> {
+        let mut addresses: Vec<IpAddr> = Vec::new();
+        for text in texts {
+            let address = match text.contains('/') {
+                true => text.parse::<Cidr>().ok().map(|cidr| cidr.address().to_canonical()),
+                false => parse_ip(text),
+            };
+            match address {
+                Some(address) if addresses.contains(&address) => {}
+                Some(address) => addresses.push(address),
+                None if text.is_empty() => {
+                    return Err(Error::config("cannot understand ip: IP <nil> not v4 nor v6").with_details(source));
+                }
+                None => return Err(Error::config(format!("invalid IP address {text}")).with_details(source)),
+            }
+        }
+        self.sources.push((source, addresses));
+        Ok(())
+    }
+
+    /// The requested address of each set. Requests that a stronger source overrides are told to `notes`.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text if an address lies in no set, or one source names several of one set.
+    pub fn assign(&self, sets: &RangeSets, notes: &Notes) -> Result<Vec<Option<IpAddr>>> {
+        let mut chosen: Vec<Option<(IpAddr, &str)>> = vec![None; sets.sets().len()];
+        let mut left = Vec::new();
+        for (source, addresses) in &self.sources {
+            for address in addresses {
+                let set = sets.sets().iter().position(|set| set.find(*address).is_some());
+                match set.map(|set| &mut chosen[set]) {
+                    None => left.push(*address),
+                    Some(slot @ None) => *slot = Some((*address, source)),
+                    Some(Some((same, _))) if same == address => {}
+                    Some(Some((_, strongest))) if strongest == source => left.push(*address),
+                    Some(Some((strong, by))) => {
+                        notes.note(format_args!("{address} from {source} is not used: {by} asks for {strong}"));
+                    }
+                }
+            }
+        }
+        if left.is_empty() {
+            return Ok(chosen.into_iter().map(|slot| slot.map(|(address, _)| address)).collect());
+        }
+        left.dedup();
+        let left: Vec<String> = left.iter().map(IpAddr::to_string).collect();
+        let msg = format!("failed to allocate all requested IPs: {}", left.join(" "));
+        Err(Error::new(Code::INVALID_CONFIG, msg)
+            .with_details("an address must lie in a range set, and each set gives one"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranges::RangeConf;
+    use proptest::prelude::*;
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+    use std::rc::Rc;
+
+    struct Model(BTreeSet<IpAddr>);
+
+    impl Occupied for Model {
+        type Error = std::convert::Infallible;
+
+        fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Self::Error> {
+            let mut at = number(from);
+            while self.0.contains(&address(from, at)) {
+                at += 1;
+            }
+            Ok(Some(address(from, at)))
+        }
+    }
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn set(ranges: &[(&str, &str, &str, &str)]) -> RangeSet {
+        let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        let conf = |(subnet, start, end, gateway): &(&str, &str, &str, &str)| RangeConf {
+            subnet: text(subnet),
+            range_start: text(start),
+            range_end: text(end),
+            gateway: text(gateway),
+        };
+        RangeSet::check(&ranges.iter().map(conf).collect::<Vec<_>>()).unwrap()
+    }
+
+    fn after(set: &RangeSet, last: Option<&str>, taken: &[&str]) -> Option<String> {
+        let mut model = Model(taken.iter().map(|text| ip(text)).collect());
+        next(set, last.map(ip), &mut model).unwrap().map(|address| address.to_string())
+    }
+
+    #[test]
+    fn the_first_address_is_the_one_behind_the_gateway() {
+        let net = set(&[("10.0.0.0/29", "", "", "")]);
+        assert_eq!(after(&net, None, &[]).as_deref(), Some("10.0.0.2"));
+        assert_eq!(after(&net, Some("10.0.0.2"), &[]).as_deref(), Some("10.0.0.3"), "free again, but not its turn");
+    }
+
+    #[test]
+    fn the_round_robin_wraps_and_forgets_what_is_outside() {
+        let net = set(&[("10.0.0.0/29", "", "", "")]);
+        assert_eq!(after(&net, Some("10.0.0.6"), &[]).as_deref(), Some("10.0.0.2"));
+        assert_eq!(after(&net, Some("10.9.0.6"), &[]).as_deref(), Some("10.0.0.2"));
+        let all = ["10.0.0.2", "10.0.0.3", "10.0.0.5", "10.0.0.6"];
+        assert_eq!(
+            after(&net, Some("10.0.0.4"), &all).as_deref(),
+            Some("10.0.0.4"),
+            "the last one tried is the last itself"
+        );
+    }
+
+    #[test]
+    fn a_slash_30_gives_one_address() {
+        let net = set(&[("10.0.0.0/30", "", "", "")]);
+        assert_eq!(after(&net, None, &[]).as_deref(), Some("10.0.0.2"));
+        assert_eq!(after(&net, Some("10.0.0.2"), &["10.0.0.2"]), None);
+    }
+
+    #[test]
+    fn ranges_of_a_set_follow_each_other() {
+        let pool = set(&[("10.0.0.0/30", "", "", ""), ("10.1.0.0/30", "", "", "")]);
+        assert_eq!(after(&pool, Some("10.0.0.2"), &["10.0.0.2"]).as_deref(), Some("10.1.0.2"));
+        assert_eq!(after(&pool, Some("10.1.0.2"), &["10.1.0.2"]).as_deref(), Some("10.0.0.2"));
+    }
+
+    #[test]
+    fn the_ends_of_the_families_are_given_out_and_not_passed() {
+        let v4 = set(&[("255.255.255.0/24", "255.255.255.254", "255.255.255.255", "")]);
+        assert_eq!(after(&v4, Some("255.255.255.254"), &[]).as_deref(), Some("255.255.255.255"));
+        assert_eq!(after(&v4, Some("255.255.255.255"), &[]).as_deref(), Some("255.255.255.254"));
+        let gateway = set(&[("255.255.255.0/24", "255.255.255.254", "255.255.255.255", "255.255.255.255")]);
+        assert_eq!(after(&gateway, Some("255.255.255.254"), &["255.255.255.254"]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn every_address_but_the_gateways_is_given_out_once(
+            first in 0u8..10, size in 1u8..20, gap in 1u8..5, second in 1u8..20, gateway in 0u8..40, start in 0u8..60,
+        ) {
+            let at = |offset: u8| format!("10.0.0.{offset}");
+            let (end, begin) = (first + size, first + size + gap);
+            let pool = set(&[
+                ("10.0.0.0/24", &at(first), &at(end), &at(gateway)),
+                ("10.0.0.0/24", &at(begin), &at(begin + second), "10.0.0.200"),
+            ]);
+            let mut model = Model(BTreeSet::new());
+            let mut last = Some(ip(&at(start)));
+            while let Some(found) = next(&pool, last, &mut model).unwrap() {
+                prop_assert!(pool.find(found).is_some() && !pool.is_gateway(found));
+                prop_assert!(model.0.insert(found), "{} came twice", found);
+                last = Some(found);
+            }
+            prop_assert_eq!(model.0.len() as u128, pool.capacity());
+        }
+    }
+
+    fn two_sets() -> RangeSets {
+        let conf = |subnet: &str| vec![RangeConf { subnet: Some(subnet.to_owned()), ..RangeConf::default() }];
+        RangeSets::check(&[], &RangeConf::default(), &[conf("10.0.0.0/24"), conf("fd00::/64")]).unwrap()
+    }
+
+    fn requested(sources: &[(&'static str, &[&str])]) -> Requested {
+        let mut requested = Requested::none();
+        for (source, texts) in sources {
+            requested.add(source, texts.iter().copied()).unwrap();
+        }
+        requested
+    }
+
+    #[test]
+    fn the_strongest_source_wins_and_the_loser_is_told() {
+        let lines = Rc::new(RefCell::new(Vec::new()));
+        let sink = Rc::clone(&lines);
+        let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
+        let requested =
+            requested(&[("ips", &["10.0.0.5/24"]), ("args", &["10.0.0.6", "fd00::7"]), ("IP", &["10.0.0.5"])]);
+        let assigned = requested.assign(&two_sets(), &notes).unwrap();
+        assert_eq!(assigned, [Some(ip("10.0.0.5")), Some(ip("fd00::7"))]);
+        assert_eq!(*lines.borrow(), ["10.0.0.6 from args is not used: ips asks for 10.0.0.5"]);
+    }
+
+    #[test]
+    fn what_no_set_gives_fails_in_the_words_of_go() {
+        for (sources, msg) in [
+            (&[("ips", &["1.1.1.1", "10.0.0.5"][..])][..], "failed to allocate all requested IPs: 1.1.1.1"),
+            (&[("ips", &["10.0.0.5", "10.0.0.6"])], "failed to allocate all requested IPs: 10.0.0.6"),
+            (&[("ips", &["10.0.0.5"]), ("IP", &["1.1.1.1"])], "failed to allocate all requested IPs: 1.1.1.1"),
+        ] {
+            let error = requested(sources).assign(&two_sets(), &Notes::silent()).unwrap_err();
+            assert_eq!((error.msg(), error.code()), (msg, Code::INVALID_CONFIG));
+        }
+        for (text, msg) in [
+            ("foo", "invalid IP address foo"),
+            ("", "cannot understand ip: IP <nil> not v4 nor v6"),
+            ("1.1.1.1/33", "invalid IP address 1.1.1.1/33"),
+        ] {
+            assert_eq!(Requested::none().add("ips", [text]).unwrap_err().msg(), msg);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Which addresses are occupied, as a tree of 64-bit words, so that the next free one is found in a few reads.
+//!
+//! A word of level 0 covers 64 addresses, bit set = occupied. A word of level n+1 covers 64 words of level n, bit set
+//! = that word is full. Words of zeros are not stored: an empty network costs nothing, and IPv6 is as cheap as IPv4.
+//! What a newcomer gets wrong: a set bit above level 0 means *full*, not *something in it*.
+
+use super::table::{Key, PAYLOAD, Table, TableError};
+
+/// The tag of a word of level 0; level n has this plus n.
+pub(crate) const WORD: u8 = 16;
+
+/// An address's family, with its width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Family {
+    V4,
+    V6,
+}
+
+impl Family {
+    pub(crate) fn number(self) -> u8 {
+        match self {
+            Family::V4 => 4,
+            Family::V6 => 6,
+        }
+    }
+
+    fn width(self) -> u32 {
+        match self {
+            Family::V4 => 32,
+            Family::V6 => 128,
+        }
+    }
+
+    fn max(self) -> u128 {
+        match self {
+            Family::V4 => u128::from(u32::MAX),
+            Family::V6 => u128::MAX,
+        }
+    }
+}
+
+fn key(family: Family, level: u32, number: u128) -> Key {
+    Key { tag: WORD + level as u8, family: family.number(), rank: 0, number }
+}
+
+fn shr(number: u128, bits: u32) -> u128 {
+    number.checked_shr(bits).unwrap_or(0)
+}
+
+fn word(table: &Table, family: Family, level: u32, number: u128) -> Result<u64, TableError> {
+    let Some(payload) = table.get(&key(family, level, number))? else { return Ok(0) };
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&payload[..8]);
+    Ok(u64::from_le_bytes(bytes))
+}
+
+fn set_word(table: &mut Table, family: Family, level: u32, number: u128, word: u64) -> Result<(), TableError> {
+    let key = key(family, level, number);
+    if word == 0 {
+        return table.remove(&key);
+    }
+    let mut payload = [0; PAYLOAD];
+    payload[..8].copy_from_slice(&word.to_le_bytes());
+    table.put(&key, &payload)
+}
+
+/// Marks an address as occupied.
+pub(crate) fn occupy(table: &mut Table, family: Family, address: u128) -> Result<(), TableError> {
+    let mut level = 0;
+    while level * 6 < family.width() {
+        let number = shr(address, level * 6 + 6);
+        let before = word(table, family, level, number)?;
+        let after = before | 1 << (shr(address, level * 6) & 63);
+        if after != before {
+            set_word(table, family, level, number, after)?;
+        }
+        // The word above changes only when this one has just become full.
+        if after != u64::MAX || before == u64::MAX {
+            break;
+        }
+        level += 1;
+    }
+    Ok(())
+}
+
+/// Marks an address as free.
+pub(crate) fn vacate(table: &mut Table, family: Family, address: u128) -> Result<(), TableError> {
+    let mut level = 0;
+    while level * 6 < family.width() {
+        let number = shr(address, level * 6 + 6);
+        let before = word(table, family, level, number)?;
+        let after = before & !(1 << (shr(address, level * 6) & 63));
+        if after != before {
+            set_word(table, family, level, number, after)?;
+        }
+        if before != u64::MAX {
+            break;
+        }
+        level += 1;
+    }
+    Ok(())
+}
+
+/// Whether an address is occupied.
+pub(crate) fn is_occupied(table: &Table, family: Family, address: u128) -> Result<bool, TableError> {
+    Ok(word(table, family, 0, shr(address, 6))? >> (address & 63) & 1 == 1)
+}
+
+/// The lowest address from `from` on, itself included, that is free. `None` at the end of the family.
+pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Option<u128>, TableError> {
+    let (mut level, mut at) = (0, from);
+    loop {
+        let shift = level * 6;
+        if shift >= family.width() {
+            return Ok(None);
+        }
+        let number = shr(at, shift + 6);
+        let free = !word(table, family, level, number)? & (u64::MAX << (shr(at, shift) & 63));
+        if free == 0 {
+            // Up, to the right of this word.
+            let Some(next) = (number + 1).checked_mul(1u128.checked_shl(shift + 6).unwrap_or(0)) else {
+                return Ok(None);
+            };
+            if next == 0 || next > family.max() {
+                return Ok(None);
+            }
+            (level, at) = (level + 1, next);
+            continue;
+        }
+        let found = (number << 6 | u128::from(free.trailing_zeros())) << shift;
+        // The last word of a level may be wider than what is left of the family.
+        if found > family.max() {
+            return Ok(None);
+        }
+        if level == 0 {
+            return Ok(Some(found));
+        }
+        // Down: the word there is not full, so the search below it succeeds.
+        (level, at) = (level - 1, found);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    fn expected(model: &BTreeSet<u128>, family: Family, from: u128) -> Option<u128> {
+        let mut at = from;
+        for taken in model.range(from..) {
+            if *taken != at {
+                break;
+            }
+            at = taken.checked_add(1).filter(|next| *next <= family.max())?;
+        }
+        Some(at)
+    }
+
+    fn against_model(family: Family, base: u128, steps: &[(u16, bool)]) {
+        let mut table = Table::in_memory(30_000);
+        let mut model = BTreeSet::new();
+        // Most of it occupied, so that words fill up and empty again.
+        for offset in 0..5000 {
+            if let Some(address) = base.checked_add(offset).filter(|address| *address <= family.max()) {
+                occupy(&mut table, family, address).unwrap();
+                model.insert(address);
+            }
+        }
+        for (offset, add) in steps {
+            let Some(address) = base.checked_add(u128::from(*offset)).filter(|a| *a <= family.max()) else { continue };
+            if *add {
+                occupy(&mut table, family, address).unwrap();
+                model.insert(address);
+            } else {
+                vacate(&mut table, family, address).unwrap();
+                model.remove(&address);
+            }
+            assert_eq!(is_occupied(&table, family, address).unwrap(), *add);
+            for from in [base, address, address.saturating_sub(70), address / 2] {
+                assert_eq!(next_free(&table, family, from).unwrap(), expected(&model, family, from), "from {from}");
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn the_tree_agrees_with_a_set(steps in prop::collection::vec((0u16..6000, any::<bool>()), 0..60)) {
+            against_model(Family::V4, 0x0a00_0000, &steps);
+            against_model(Family::V4, u128::from(u32::MAX) - 5500, &steps);
+            against_model(Family::V6, 0xfd00 << 112, &steps);
+            against_model(Family::V6, u128::MAX - 5500, &steps);
+        }
+    }
+
+    #[test]
+    fn the_next_free_address_costs_the_same_in_a_full_network() {
+        let mut table = Table::in_memory(300_000);
+        let base = 0x0a00_0000;
+        for address in base..base + (1 << 18) - 1 {
+            occupy(&mut table, Family::V4, address).unwrap();
+        }
+        let before = table.accesses();
+        assert_eq!(next_free(&table, Family::V4, base).unwrap(), Some(base + (1 << 18) - 1));
+        let cost = table.accesses() - before;
+        assert!(cost <= 16, "{cost} accesses for one free address among 262,144");
+    }
+}

@@ -1,0 +1,208 @@
+//! The first page of an index: for which state of the folder its table is true.
+//!
+//! It decides nothing; it is encoded and decoded. What a newcomer gets wrong: a *dirty* header is still readable,
+//! because a rebuild wants the old records; only its table must not be asked.
+
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+
+use super::bits::Family;
+use super::table::{HEADER, hash};
+
+/// Changes with the format of the page, of the slots, or of [`hash`].
+const MAGIC: &[u8; 8] = b"cni-ix\x00\x01";
+/// Where the state stands; it is outside the checksum, so that one small write makes a header dirty.
+pub(crate) const STATE: u64 = 8;
+/// How many ranges are counted at a time.
+pub(crate) const COUNTERS: usize = 32;
+
+/// The folder as a header remembers it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+    pub(crate) mtime: (i64, u32),
+    pub(crate) ctime: (i64, u32),
+}
+
+impl Stamp {
+    pub(crate) fn of(metadata: &Metadata) -> Stamp {
+        Stamp {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            mtime: (metadata.mtime(), metadata.mtime_nsec() as u32),
+            ctime: (metadata.ctime(), metadata.ctime_nsec() as u32),
+        }
+    }
+}
+
+/// How many addresses of a range are occupied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Counter {
+    pub(crate) family: Family,
+    pub(crate) first: u128,
+    pub(crate) last: u128,
+    pub(crate) used: u64,
+    /// The sequence number when an ADD last asked for this range; the oldest makes way.
+    pub(crate) asked: u64,
+}
+
+/// The decoded page.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Header {
+    /// Whether the table is true for the folder of this stamp.
+    pub(crate) clean: bool,
+    /// Whether nobody can have changed the folder unseen since the last rebuild: no change of ours is in between.
+    pub(crate) exact: bool,
+    pub(crate) slots: u64,
+    pub(crate) used: u64,
+    pub(crate) stamp: Stamp,
+    pub(crate) machine: u64,
+    pub(crate) boot: u64,
+    pub(crate) sequence: u64,
+    pub(crate) counters: Vec<Counter>,
+}
+
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn u64(&mut self, value: u64) {
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+    fn u128(&mut self, value: u128) {
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+    fn time(&mut self, (seconds, nanoseconds): (i64, u32)) {
+        self.u64(seconds as u64);
+        self.u64(u64::from(nanoseconds));
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, tail) = self.0.split_first_chunk::<N>()?;
+        self.0 = tail;
+        Some(*head)
+    }
+    fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+    fn u128(&mut self) -> Option<u128> {
+        self.take().map(u128::from_le_bytes)
+    }
+    fn time(&mut self) -> Option<(i64, u32)> {
+        Some((self.u64()? as i64, self.u64()? as u32))
+    }
+}
+
+impl Header {
+    /// The bytes of the page that matter; the rest of it is unused.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut body = Writer(Vec::with_capacity(512));
+        body.u64(u64::from(self.exact));
+        body.u64(self.slots);
+        body.u64(self.used);
+        body.u64(self.stamp.device);
+        body.u64(self.stamp.inode);
+        body.time(self.stamp.mtime);
+        body.time(self.stamp.ctime);
+        body.u64(self.machine);
+        body.u64(self.boot);
+        body.u64(self.sequence);
+        body.u64(self.counters.len() as u64);
+        for counter in &self.counters {
+            body.u64(u64::from(counter.family.number()));
+            body.u128(counter.first);
+            body.u128(counter.last);
+            body.u64(counter.used);
+            body.u64(counter.asked);
+        }
+        let mut page = Writer(MAGIC.to_vec());
+        page.u64(u64::from(self.clean));
+        page.u64(body.0.len() as u64);
+        page.u64(hash(&body.0));
+        page.0.append(&mut body.0);
+        page.0
+    }
+
+    /// Reads a page; `None` if it is no header of this format.
+    pub(crate) fn decode(page: &[u8]) -> Option<Header> {
+        let mut page = Reader(page);
+        if page.take::<8>()? != *MAGIC {
+            return None;
+        }
+        let clean = page.u64()? == 1;
+        let (length, sum) = (usize::try_from(page.u64()?).ok()?, page.u64()?);
+        let mut body = Reader(page.0.get(..length)?);
+        if hash(body.0) != sum {
+            return None;
+        }
+        let mut header = Header { clean, exact: body.u64()? == 1, ..Header::default() };
+        (header.slots, header.used) = (body.u64()?, body.u64()?);
+        let (device, inode) = (body.u64()?, body.u64()?);
+        header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
+        (header.machine, header.boot, header.sequence) = (body.u64()?, body.u64()?, body.u64()?);
+        let counters = body.u64()?;
+        if counters > COUNTERS as u64 || !header.slots.is_power_of_two() || header.used >= header.slots {
+            return None;
+        }
+        for _ in 0..counters {
+            let family = if body.u64()? == 4 { Family::V4 } else { Family::V6 };
+            let (first, last) = (body.u128()?, body.u128()?);
+            header.counters.push(Counter { family, first, last, used: body.u64()?, asked: body.u64()? });
+        }
+        Some(header)
+    }
+}
+
+const _: () = assert!(32 + 13 * 8 + COUNTERS * 56 <= HEADER as usize, "a full header must fit its page");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Header {
+        let counter = Counter { family: Family::V6, first: 1, last: 1 << 90, used: 5, asked: 3 };
+        Header {
+            clean: true,
+            exact: true,
+            slots: 512,
+            used: 7,
+            stamp: Stamp { device: 1, inode: 2, mtime: (-3, 4), ctime: (5, 999_999_999) },
+            machine: 6,
+            boot: 7,
+            sequence: 8,
+            counters: vec![counter; COUNTERS],
+        }
+    }
+
+    #[test]
+    fn a_header_survives_its_page_and_fits_it() {
+        let bytes = sample().encode();
+        assert!(bytes.len() <= HEADER as usize);
+        assert_eq!(Header::decode(&bytes), Some(sample()));
+    }
+
+    #[test]
+    fn one_small_write_makes_a_header_dirty_but_keeps_it_readable() {
+        let mut bytes = sample().encode();
+        bytes[STATE as usize..][..8].fill(0);
+        assert_eq!(Header::decode(&bytes), Some(Header { clean: false, ..sample() }));
+    }
+
+    #[test]
+    fn any_other_changed_byte_is_noticed() {
+        let bytes = sample().encode();
+        for at in (0..bytes.len()).filter(|at| !(8..16).contains(at)) {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1;
+            assert_ne!(Header::decode(&damaged), Some(sample()), "byte {at}");
+            assert!(at >= 16 || Header::decode(&damaged).is_none());
+        }
+        for length in 0..bytes.len() {
+            assert_eq!(Header::decode(&bytes[..length]), None);
+        }
+    }
+}

@@ -1,0 +1,495 @@
+//! The index: what is in the folder of reservations, so that no verb has to read all of it.
+//!
+//! One file, `<dataDir>/.cni/<network>/index`: a header page and a table ([`table`]) with three kinds of entries:
+//! records by address, addresses by holder, and the words of a tree of occupied addresses ([`bits`]).
+//! It never decides who may have an address, and may be deleted at any time.
+//!
+//! # Why it is never believed wrongly
+//!
+//! Everybody who changes the folder, of whatever make, holds its lock, and so do all functions here but [`peek`].
+//! Creating or removing a name makes the kernel set the folder's mtime to the time of day. A clean header names an
+//! mtime that the kernel never writes by itself: a past second and random nanoseconds, set by us. So while folder
+//! and header agree, no name has come or gone since. The order of a change:
+//!
+//! 1. [`Index::begin`] compares folder and header, and makes the header dirty.
+//! 2. The caller links and unlinks.
+//! 3. [`Index::mark`] sets a new past mtime on the folder and remembers it, in memory only.
+//! 4. [`Index::put`] and [`Index::remove`] change the table in place.
+//! 5. [`Index::finish`] writes the header with the new stamp, clean.
+//!
+//! Killed between 1 and 5, the header is dirty; and even if the page with the dirty mark were lost, from 2 on the
+//! folder's mtime differs from the header's. Either way the next holder of the lock rebuilds. A change by somebody who
+//! ignores the lock is seen too, except between 1 and 3, a few microseconds; it is then found by the next rebuild,
+//! which an exhausted range asks for ([`Index::is_exact`]). A rebuild marks first and reads afterwards, so that it has no
+//! such gap. A file that somebody edits in place changes nothing in the folder; nobody does that to a reservation, and
+//! what it says is read before anything is done about it, but its new owner is found only after the next rebuild.
+//!
+//! What a newcomer gets wrong: without step 3 this would be unsound. The kernel's clock for mtime ticks every few
+//! milliseconds, so two changes may leave the same mtime.
+
+pub(crate) mod bits;
+pub(crate) mod header;
+mod rebuild;
+pub(crate) mod table;
+
+use std::fs::{File, FileTimes, OpenOptions};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::host::Host;
+use crate::ranges::{Range, number};
+use bits::Family;
+use header::{Counter, Header, STATE, Stamp};
+use table::{HEADER, Key, PAYLOAD, Payload, SLOT, Storage, Table, TableError};
+
+pub(crate) use rebuild::{Content, names_in, read, read_name, scan};
+pub(crate) use table::hash;
+
+const RECORD: u8 = 1;
+const HOLDER: u8 = 2;
+
+/// Who holds an address, as far as a record tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// The file is blank: the address is free.
+    Nobody,
+    /// The name is taken by something that is no reservation: a directory, a link, a huge file.
+    Unknown,
+    /// The hash of the file's trimmed content.
+    Content(u64),
+}
+
+/// What is known of one name in the folder that is an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) address: IpAddr,
+    pub(crate) inode: u64,
+    /// All zero if the file changed so recently that its times prove nothing.
+    pub(crate) ctime: (i64, u32),
+    pub(crate) mtime_nanos: u32,
+    pub(crate) holder: Holder,
+    /// The boot in which we made the reservation; 0 if it is not known to be ours.
+    pub(crate) boot: u64,
+}
+
+pub(crate) fn family(address: IpAddr) -> Family {
+    if address.is_ipv4() { Family::V4 } else { Family::V6 }
+}
+
+fn to_address(family: u8, number: u128) -> IpAddr {
+    match family {
+        4 => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
+        _ => IpAddr::V6(Ipv6Addr::from_bits(number)),
+    }
+}
+
+impl Record {
+    fn key(address: IpAddr) -> Key {
+        Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
+    }
+
+    fn encode(&self) -> Payload {
+        let mut payload = [0; PAYLOAD];
+        payload[..8].copy_from_slice(&self.inode.to_le_bytes());
+        payload[8..16].copy_from_slice(&self.ctime.0.to_le_bytes());
+        payload[16..20].copy_from_slice(&self.ctime.1.to_le_bytes());
+        payload[20..24].copy_from_slice(&self.mtime_nanos.to_le_bytes());
+        let holder = match self.holder {
+            Holder::Nobody => 0,
+            Holder::Unknown => 1,
+            Holder::Content(hash) => hash,
+        };
+        payload[24..32].copy_from_slice(&holder.to_le_bytes());
+        payload[32..].copy_from_slice(&self.boot.to_le_bytes());
+        payload
+    }
+
+    fn decode(key: &Key, payload: &Payload) -> Record {
+        let word = |at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&payload[at..at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        Record {
+            address: to_address(key.family, key.number),
+            inode: word(0),
+            ctime: (word(8) as i64, word(16) as u32),
+            mtime_nanos: (word(16) >> 32) as u32,
+            holder: match word(24) {
+                0 => Holder::Nobody,
+                1 => Holder::Unknown,
+                hash => Holder::Content(hash),
+            },
+            boot: word(32),
+        }
+    }
+
+    fn is_occupied(&self) -> bool {
+        self.holder != Holder::Nobody
+    }
+}
+
+/// The index of one folder, while its lock is held.
+#[derive(Debug)]
+pub(crate) struct Index {
+    table: Table,
+    header: Header,
+    /// Where it lies; `None` in memory.
+    path: Option<PathBuf>,
+    /// Whether a header may be written: the folder bears our mark.
+    marked: bool,
+}
+
+/// Opens the index if it is true for the folder as it is now.
+pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
+    let file = OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_NOFOLLOW).open(path).ok()?;
+    let header = read_header(&file)?;
+    if !header.clean || header.stamp != *folder || header.machine != host.machine() || header.boot != host.boot() {
+        return None;
+    }
+    if file.metadata().ok()?.len() != HEADER + header.slots * SLOT as u64 {
+        return None;
+    }
+    let table = Table::over(Storage::File(file), header.slots, header.used);
+    Some(Index { table, header, path: Some(path.to_owned()), marked: false })
+}
+
+fn read_header(file: &File) -> Option<Header> {
+    let mut page = [0; HEADER as usize];
+    file.read_exact_at(&mut page, 0).ok()?;
+    Header::decode(&page)
+}
+
+/// Asks a question of an index without the lock, for STATUS: the answer counts only if header and folder agreed
+/// before and after it. `None` if they did not, or there is no index.
+pub(crate) fn peek<T>(
+    path: &Path,
+    folder: impl Fn() -> Option<Stamp>,
+    ask: impl FnOnce(&Index) -> Result<Option<T>, TableError>,
+) -> Option<T> {
+    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NOFOLLOW).open(path).ok()?;
+    let header = read_header(&file).filter(|header| header.clean)?;
+    let again = file.try_clone().ok()?;
+    if folder()? != header.stamp {
+        return None;
+    }
+    let table = Table::over(Storage::File(file), header.slots, header.used);
+    let index = Index { table, header, path: None, marked: false };
+    let answer = ask(&index).ok()??;
+    // A change makes the header dirty before it touches the table, and gives it another stamp afterwards.
+    let unchanged = read_header(&again).as_ref() == Some(&index.header) && folder()? == index.header.stamp;
+    unchanged.then_some(answer)
+}
+
+/// The records an index holds, whatever state it is in: each is true for the file whose inode and times it names.
+pub(crate) fn old_records(path: &Path, host: &Host) -> (Vec<Record>, Vec<Counter>) {
+    let read = || -> Option<(Vec<Record>, Vec<Counter>)> {
+        let file = File::open(path).ok()?;
+        let header = read_header(&file)?;
+        if file.metadata().ok()?.len() != HEADER + header.slots * SLOT as u64 {
+            return None;
+        }
+        let entries = Table::over(Storage::File(file), header.slots, header.used).entries().ok()?;
+        let mut records: Vec<Record> = entries
+            .iter()
+            .filter(|(key, _)| key.tag == RECORD)
+            .map(|(key, payload)| Record::decode(key, payload))
+            .collect();
+        if header.machine != host.machine() {
+            // A copied disk: the files may be what they were, but who made them when is not known.
+            records.iter_mut().for_each(|record| record.boot = 0);
+        }
+        Some((records, header.counters))
+    };
+    read().unwrap_or_default()
+}
+
+impl Index {
+    /// An index of these records, in memory, with these ranges counted. Of an address that comes twice the last
+    /// record counts.
+    pub(crate) fn of(records: &[Record], counters: &[Counter], host: &Host) -> Result<Index, TableError> {
+        let header = Header { machine: host.machine(), boot: host.boot(), exact: true, ..Header::default() };
+        let mut index = Index { table: Table::in_memory(records.len() as u64 * 2), header, path: None, marked: false };
+        index.header.counters = counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
+        for record in records {
+            index.put(record)?;
+            if index.table.is_crowded() {
+                index.grow()?;
+            }
+        }
+        index.header.exact = true;
+        Ok(index)
+    }
+
+    /// Step 1: whether the folder is still as this index has it. From here on the header is dirty.
+    pub(crate) fn begin(&mut self, folder: &File) -> Result<bool, TableError> {
+        if let Storage::File(file) = &self.table.storage {
+            if Stamp::of(&folder.metadata()?) != self.header.stamp {
+                return Ok(false);
+            }
+            file.write_all_at(&[0; 8], STATE)?;
+        }
+        self.header.exact = false;
+        Ok(true)
+    }
+
+    /// Step 3, or before a rebuild reads the folder: a stamp that only we can have set.
+    pub(crate) fn mark(&mut self, folder: &File) -> io::Result<()> {
+        let stamp = mark(folder)?;
+        self.marked_as(stamp);
+        Ok(())
+    }
+
+    /// The stamp that [`mark`] returned belongs to this index.
+    pub(crate) fn marked_as(&mut self, stamp: Stamp) {
+        self.header.stamp = stamp;
+        self.marked = true;
+    }
+
+    /// Step 5: the table is true for the marked folder.
+    pub(crate) fn finish(&mut self) -> Result<(), TableError> {
+        if self.table.is_crowded() {
+            self.grow()?;
+        }
+        if !self.marked {
+            return Ok(());
+        }
+        self.marked = false;
+        self.header.clean = true;
+        self.header.sequence += 1;
+        (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
+        Ok(self.table.storage.write(&self.header.encode(), 0)?)
+    }
+
+    /// Writes an index of memory to its place, atomically, and goes on in the file.
+    pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
+        (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
+        self.header.clean = self.marked;
+        self.header.sequence += 1;
+        let page = self.header.encode();
+        let Storage::Memory(bytes) = &mut self.table.storage else { return Ok(()) };
+        bytes[..page.len()].copy_from_slice(&page);
+        // One writer at a time: the lock is held. What a killed one left is overwritten.
+        let temporary = path.with_extension("new");
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(true).mode(0o600).custom_flags(nix::libc::O_NOFOLLOW);
+        let file = options.open(&temporary)?;
+        file.write_all_at(bytes, 0)?;
+        std::fs::rename(&temporary, path)?;
+        self.table = Table::over(Storage::File(file), self.header.slots, self.header.used);
+        self.path = Some(path.to_owned());
+        self.marked = false;
+        Ok(())
+    }
+
+    /// Moves to a table of twice the room. The file it comes from is replaced, not changed.
+    fn grow(&mut self) -> Result<(), TableError> {
+        let entries = self.table.entries()?;
+        let mut table = Table::in_memory(self.table.slots());
+        for (key, payload) in &entries {
+            table.put(key, payload)?;
+        }
+        self.table = table;
+        if let Some(path) = self.path.clone() {
+            // Not clean yet: `finish` says so when everything is in.
+            let marked = std::mem::replace(&mut self.marked, false);
+            self.save(&path)?;
+            self.marked = marked;
+        }
+        Ok(())
+    }
+
+    /// Whether it outlives this process.
+    pub(crate) fn is_on_disk(&self) -> bool {
+        matches!(self.table.storage, Storage::File(_))
+    }
+
+    /// Whether nothing can have been overlooked: the folder was read in full and not been changed by us since.
+    pub(crate) fn is_exact(&self) -> bool {
+        self.header.exact
+    }
+
+    /// Adds or replaces what is known of an address.
+    pub(crate) fn put(&mut self, record: &Record) -> Result<(), TableError> {
+        let before = self.record(record.address)?;
+        self.table.put(&Record::key(record.address), &record.encode())?;
+        self.changed(record.address, before, Some(*record))
+    }
+
+    /// Forgets an address.
+    pub(crate) fn remove(&mut self, address: IpAddr) -> Result<(), TableError> {
+        let before = self.record(address)?;
+        self.table.remove(&Record::key(address))?;
+        self.changed(address, before, None)
+    }
+
+    fn changed(&mut self, address: IpAddr, before: Option<Record>, after: Option<Record>) -> Result<(), TableError> {
+        let content = |record: Option<Record>| match record.map(|record| record.holder) {
+            Some(Holder::Content(hash)) => Some(hash),
+            _ => None,
+        };
+        if content(before) != content(after) {
+            if let Some(hash) = content(before) {
+                self.remove_held(hash, address)?;
+            }
+            if let Some(hash) = content(after) {
+                let rank = self.count_held(hash)?;
+                self.put_held(hash, rank, address)?;
+            }
+        }
+        let occupied = |record: Option<Record>| record.is_some_and(|record| record.is_occupied());
+        let (family, number) = (family(address), number(address));
+        match (occupied(before), occupied(after)) {
+            (false, true) => bits::occupy(&mut self.table, family, number)?,
+            (true, false) => bits::vacate(&mut self.table, family, number)?,
+            _ => return Ok(()),
+        }
+        for counter in self.header.counters.iter_mut() {
+            if counter.family == family && (counter.first..=counter.last).contains(&number) {
+                counter.used = if occupied(after) { counter.used + 1 } else { counter.used.saturating_sub(1) };
+            }
+        }
+        Ok(())
+    }
+
+    /// What is known of an address.
+    pub(crate) fn record(&self, address: IpAddr) -> Result<Option<Record>, TableError> {
+        let key = Record::key(address);
+        Ok(self.table.get(&key)?.map(|payload| Record::decode(&key, &payload)))
+    }
+
+    /// Everything that is known.
+    pub(crate) fn records(&self) -> io::Result<Vec<Record>> {
+        let entries = self.table.entries()?;
+        Ok(entries.iter().filter(|(key, _)| key.tag == RECORD).map(|(key, bytes)| Record::decode(key, bytes)).collect())
+    }
+
+    /// The addresses whose files have a content of this hash, in no order.
+    pub(crate) fn held(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
+        let mut held = Vec::new();
+        while let Some(address) = self.held_at(hash, held.len() as u32)? {
+            held.push(address);
+        }
+        Ok(held)
+    }
+
+    fn held_key(hash: u64, rank: u32) -> Key {
+        Key { tag: HOLDER, family: 0, rank, number: u128::from(hash) }
+    }
+
+    fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
+        let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&payload[..16]);
+        Ok(Some(to_address(payload[16], u128::from_le_bytes(bytes))))
+    }
+
+    fn put_held(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
+        let mut payload = [0; PAYLOAD];
+        payload[..16].copy_from_slice(&number(address).to_le_bytes());
+        payload[16] = family(address).number();
+        self.table.put(&Index::held_key(hash, rank), &payload)
+    }
+
+    /// How many addresses are listed under a hash; ranks have no gaps, so this is a search and no count.
+    fn count_held(&self, hash: u64) -> Result<u32, TableError> {
+        let (mut low, mut high) = (0, 1);
+        while self.held_at(hash, high - 1)?.is_some() {
+            (low, high) = (high, high.saturating_mul(2));
+        }
+        // Ranks below `low` exist, `high - 1` does not.
+        high -= 1;
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.held_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }
+        }
+        Ok(low)
+    }
+
+    fn remove_held(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {
+        let held = self.held(hash)?;
+        let Some(rank) = held.iter().position(|other| *other == address) else { return Err(TableError::Corrupt) };
+        let last = held.len() - 1;
+        if rank != last {
+            self.put_held(hash, rank as u32, held[last])?;
+        }
+        self.table.remove(&Index::held_key(hash, last as u32))
+    }
+
+    /// The lowest free address from `from` on, in its family.
+    pub(crate) fn next_free(&self, from: IpAddr) -> Result<Option<IpAddr>, TableError> {
+        let family = family(from);
+        let found = bits::next_free(&self.table, family, number(from))?;
+        Ok(found.map(|number| to_address(family.number(), number)))
+    }
+
+    /// Whether an address is taken.
+    pub(crate) fn is_occupied(&self, address: IpAddr) -> Result<bool, TableError> {
+        bits::is_occupied(&self.table, family(address), number(address))
+    }
+
+    /// How many addresses of a range are taken, if the range is among the counted ones.
+    pub(crate) fn counted(&self, range: &Range) -> Option<u64> {
+        self.header.counters.iter().find(|counter| is_of(counter, range)).map(|counter| counter.used)
+    }
+
+    /// How many addresses of a range are taken. A range that is new here costs one pass over the table, and is
+    /// counted from then on.
+    pub(crate) fn count(&mut self, range: &Range) -> Result<u64, TableError> {
+        let sequence = self.header.sequence;
+        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
+            counter.asked = sequence;
+            return Ok(counter.used);
+        }
+        let records = self.records()?;
+        let used =
+            records.iter().filter(|record| record.is_occupied() && range.contains(record.address)).count() as u64;
+        let (first, last) = (number(range.first()), number(range.last()));
+        let counter = Counter { family: family(range.first()), first, last, used, asked: sequence };
+        if self.header.counters.len() < header::COUNTERS {
+            self.header.counters.push(counter);
+        } else if let Some(oldest) = self.header.counters.iter_mut().min_by_key(|counter| counter.asked) {
+            *oldest = counter;
+        }
+        Ok(used)
+    }
+
+    /// Reads and writes so far.
+    #[cfg(test)]
+    pub(crate) fn accesses(&self) -> u64 {
+        self.table.accesses()
+    }
+}
+
+fn is_of(counter: &Counter, range: &Range) -> bool {
+    (counter.family, counter.first, counter.last)
+        == (family(range.first()), number(range.first()), number(range.last()))
+}
+
+/// Gives the folder an mtime that the kernel never writes by itself, and returns the stamp that results.
+///
+/// # Errors
+/// Also where the file system keeps coarser times: the stamp would prove nothing.
+pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
+    let nanoseconds = random_nanos()?;
+    // Yesterday: the kernel writes the present only, and a clock set back by a day to the nanosecond is no event.
+    let day = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
+    folder.set_times(FileTimes::new().set_modified(UNIX_EPOCH + Duration::new(day, nanoseconds)))?;
+    let stamp = Stamp::of(&folder.metadata()?);
+    if stamp.mtime != (day as i64, nanoseconds) {
+        return Err(io::Error::other("the file system does not keep nanoseconds, or the folder was changed meanwhile"));
+    }
+    Ok(stamp)
+}
+
+/// A random number of nanoseconds, never a round one: coarse clocks and copying tools write those.
+pub(crate) fn random_nanos() -> io::Result<u32> {
+    let random = getrandom::u32().map_err(|error| io::Error::other(error.to_string()))?;
+    Ok(random % 999_999_000 / 1000 * 1000 + 1 + random % 999)
+}
+
+#[cfg(test)]
+mod tests;

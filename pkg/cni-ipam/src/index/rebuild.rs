@@ -1,0 +1,185 @@
+//! Reading the folder of reservations: every name, and of the files only those that are new or changed.
+//!
+//! It reads, and leaves everything as it is. What a newcomer gets wrong: a name is a reservation only if it is an
+//! address in the one spelling that Go and we write; whatever else lies in the folder is none of our business.
+
+use std::collections::HashMap;
+use std::fs::{File, Metadata};
+use std::io::{self, Read};
+use std::net::IpAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::Mode;
+
+use super::{Holder, Record, hash};
+
+/// No content longer than this is a reservation's.
+const LONGEST: u64 = 64 * 1024;
+/// A file that changed less than this many seconds ago may change again without its times telling.
+const SETTLED: i64 = 2;
+
+/// The address that a file's name is, in its only spelling.
+pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
+    // Longer than any address, or no hexadecimal digit in front: most foreign names end here.
+    if name.len() > 45 || !name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':') {
+        return None;
+    }
+    let name = std::str::from_utf8(name).ok()?;
+    let address: IpAddr = name.parse().ok()?;
+    // An IPv4 address has one spelling that parses; of IPv6 we and Go write the same one.
+    let exact = match address {
+        IpAddr::V4(_) => true,
+        IpAddr::V6(v6) => v6.to_ipv4_mapped().is_none() && v6.to_string() == name,
+    };
+    exact.then_some(address)
+}
+
+/// The addresses that are names in a folder, without looking at a single file: for STATUS without an index.
+pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
+    let mut addresses = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        addresses.extend(canonical(entry?.file_name().as_bytes()));
+    }
+    Ok(addresses)
+}
+
+/// Everything in the folder that is named as an address, in no order. `known` are records of an earlier time.
+///
+/// # Errors
+/// The folder cannot be read. A single file that cannot be read is taken and held by nobody we know.
+pub(crate) fn scan(path: &Path, folder: &File, known: Vec<Record>) -> io::Result<Vec<Record>> {
+    let known: HashMap<IpAddr, Record> = known.into_iter().map(|record| (record.address, record)).collect();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
+    let mut records = Vec::with_capacity(known.len());
+    for entry in std::fs::read_dir(path)? {
+        let entry = entry?;
+        let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
+        let metadata = match entry.metadata() {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        let record = match known.get(&address) {
+            Some(known) if is_same(known, &metadata) => *known,
+            _ => fresh(address, &metadata, read(folder, address), now),
+        };
+        records.push(record);
+    }
+    Ok(records)
+}
+
+fn is_same(known: &Record, metadata: &Metadata) -> bool {
+    known.ctime != (0, 0)
+        && known.inode == metadata.ino()
+        && known.ctime == (metadata.ctime(), metadata.ctime_nsec() as u32)
+        && known.mtime_nanos == metadata.mtime_nsec() as u32
+}
+
+/// A record of a file whose making we did not see.
+fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
+    let settled = (0..=now - SETTLED).contains(&metadata.ctime());
+    let holder = match content {
+        Ok(Content::Text(text)) => Holder::Content(hash(&text)),
+        Ok(Content::Blank) => Holder::Nobody,
+        Ok(Content::Foreign) | Err(_) => Holder::Unknown,
+        Ok(Content::Absent) => Holder::Nobody,
+    };
+    let ctime = if settled { (metadata.ctime(), metadata.ctime_nsec() as u32) } else { (0, 0) };
+    Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
+}
+
+/// What a name in the folder turned out to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// There is nothing of that name.
+    Absent,
+    /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is free.
+    Blank,
+    /// A reservation's text, trimmed as Go trims it.
+    Text(Vec<u8>),
+    /// No regular file, or far too long.
+    Foreign,
+}
+
+/// Reads one reservation by its address.
+pub(crate) fn read(folder: &File, address: IpAddr) -> io::Result<Content> {
+    read_name(folder, &address.to_string())
+}
+
+/// Reads a small file of the folder. It is never waited for, and a symbolic link never followed.
+pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
+    let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC | OFlag::O_NOCTTY;
+    let file: OwnedFd = match openat(folder.as_fd(), name, flags, Mode::empty()) {
+        Ok(file) => file,
+        Err(nix::Error::ENOENT) => return Ok(Content::Absent),
+        Err(nix::Error::ELOOP | nix::Error::ENXIO) => return Ok(Content::Foreign),
+        Err(error) => return Err(error.into()),
+    };
+    let file = File::from(file);
+    if !file.metadata()?.is_file() {
+        return Ok(Content::Foreign);
+    }
+    let mut bytes = Vec::with_capacity(256);
+    file.take(LONGEST + 1).read_to_end(&mut bytes)?;
+    Ok(classify(&bytes))
+}
+
+fn classify(bytes: &[u8]) -> Content {
+    if bytes.len() as u64 > LONGEST {
+        return Content::Foreign;
+    }
+    if bytes.iter().all(|byte| *byte == 0 || byte.is_ascii_whitespace()) {
+        return Content::Blank;
+    }
+    match std::str::from_utf8(bytes) {
+        Ok(text) if text.trim().is_empty() => Content::Blank,
+        Ok(text) => Content::Text(text.trim().as_bytes().to_vec()),
+        Err(_) => Content::Text(bytes.trim_ascii().to_vec()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_spelling_of_an_address_is_a_reservation() {
+        for name in ["10.0.0.1", "0.0.0.0", "fd00::2", "::", "::a01:203", "fd00::1:0:0:1"] {
+            assert_eq!(canonical(name.as_bytes()).map(|address| address.to_string()).as_deref(), Some(name));
+        }
+        for name in [
+            "lock",
+            "last_reserved_ip.0",
+            "10.0.0.01",
+            "10.0.0",
+            "FD00::2",
+            "fd00:0::2",
+            "fd00::2%eth0",
+            "::ffff:10.0.0.1",
+            "::ffff:a00:1",
+            "10.0.0.1.tmp",
+            "",
+            "beef",
+            "10.0.0.1 ",
+        ] {
+            assert_eq!(canonical(name.as_bytes()), None, "{name}");
+        }
+        assert_eq!(canonical(b"10.0.0.1\xff"), None);
+    }
+
+    #[test]
+    fn contents_are_trimmed_as_go_trims_them_and_only_blanks_are_free() {
+        for blank in [&b""[..], b"\0\0\0", b" \r\n", b"\0 \n", "\u{a0}".as_bytes()] {
+            assert_eq!(classify(blank), Content::Blank);
+        }
+        assert_eq!(classify(b" id\r\neth0\n"), Content::Text(b"id\r\neth0".to_vec()));
+        assert_eq!(classify(b"x"), Content::Text(b"x".to_vec()), "a short text is an old reservation");
+        assert_eq!(classify(b"\xff \n"), Content::Text(b"\xff".to_vec()));
+        assert_eq!(classify(&vec![b'x'; LONGEST as usize + 1]), Content::Foreign);
+    }
+}

@@ -1,0 +1,374 @@
+//! A hash table in a file: slots of 64 bytes, open addressing, linear probing, changed in place.
+//!
+//! It knows keys and payloads, not addresses. A slot carries a check of its own, so that a page that never reached
+//! the disk, or garbage, is noticed as [`Corrupt`] and not believed. What a newcomer gets wrong: a removal must move
+//! later slots back into the hole (there are no tombstones), so a change of one key may write several slots; only
+//! the caller's dirty header makes that safe against a kill.
+
+use std::cell::Cell;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// Bytes of a slot: 2 check, 1 tag, 1 family, 4 rank, 16 number, 40 payload.
+pub(crate) const SLOT: usize = 64;
+/// Bytes of a payload.
+pub(crate) const PAYLOAD: usize = 40;
+/// Bytes before the first slot.
+pub(crate) const HEADER: u64 = 4096;
+/// The smallest table.
+pub(crate) const MIN_SLOTS: u64 = 512;
+/// Slots read at a time: at the loads we allow, one read nearly always sees the whole run.
+const CHUNK: u64 = 8;
+
+/// What a payload is found by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Key {
+    /// What kind of entry; never 0, which is an empty slot.
+    pub(crate) tag: u8,
+    /// 4 or 6, or 0 where there is no address.
+    pub(crate) family: u8,
+    /// Which of several under the same number.
+    pub(crate) rank: u32,
+    /// An address, a part of one, or a hash.
+    pub(crate) number: u128,
+}
+
+/// The payload of an entry.
+pub(crate) type Payload = [u8; PAYLOAD];
+
+/// Where the slots are: a file, or memory where no file can be written.
+#[derive(Debug)]
+pub(crate) enum Storage {
+    /// An open index file.
+    File(File),
+    /// A copy that dies with the process.
+    Memory(Vec<u8>),
+}
+
+/// Why an entry could not be read.
+#[derive(Debug)]
+pub(crate) enum TableError {
+    /// A slot is not what was written, or the table has no hole left.
+    Corrupt,
+    /// The file could not be read or written.
+    Io(io::Error),
+}
+
+impl From<io::Error> for TableError {
+    fn from(error: io::Error) -> TableError {
+        TableError::Io(error)
+    }
+}
+
+impl std::fmt::Display for TableError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            TableError::Corrupt => f.write_str("its content is damaged"),
+            TableError::Io(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Storage {
+    /// Fills `buffer` from `offset`.
+    pub(crate) fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        match self {
+            Storage::File(file) => file.read_exact_at(buffer, offset),
+            Storage::Memory(bytes) => {
+                let from = usize::try_from(offset).map_err(io::Error::other)?;
+                let part = bytes.get(from..from + buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+                buffer.copy_from_slice(part);
+                Ok(())
+            }
+        }
+    }
+
+    /// Writes all of `buffer` at `offset`.
+    pub(crate) fn write(&mut self, buffer: &[u8], offset: u64) -> io::Result<()> {
+        match self {
+            Storage::File(file) => file.write_all_at(buffer, offset),
+            Storage::Memory(bytes) => {
+                let from = usize::try_from(offset).map_err(io::Error::other)?;
+                let part = bytes.get_mut(from..from + buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+                part.copy_from_slice(buffer);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// The table behind the header page of its storage.
+#[derive(Debug)]
+pub(crate) struct Table {
+    /// The header page and the slots.
+    pub(crate) storage: Storage,
+    slots: u64,
+    used: u64,
+    accesses: Cell<u64>,
+}
+
+type Slot = [u8; SLOT];
+
+/// FNV-1a with a finaliser: stable across builds, as a file format must be.
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
+    let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+    // Reserves 0 and 1 for "nobody" and "not ours to know".
+    mix(fnv).max(2)
+}
+
+fn mix(mut h: u64) -> u64 {
+    h ^= h >> 33;
+    h = h.wrapping_mul(0xff51_afd7_ed55_8ccd);
+    h ^= h >> 33;
+    h = h.wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    h ^ (h >> 33)
+}
+
+impl Key {
+    fn home(&self) -> u64 {
+        let small = u64::from(self.tag) << 40 | u64::from(self.family) << 32 | u64::from(self.rank);
+        mix(mix(mix(small) ^ self.number as u64) ^ (self.number >> 64) as u64)
+    }
+
+    fn encode(&self, payload: &Payload) -> Slot {
+        let mut slot = [0; SLOT];
+        slot[2] = self.tag;
+        slot[3] = self.family;
+        slot[4..8].copy_from_slice(&self.rank.to_le_bytes());
+        slot[8..24].copy_from_slice(&self.number.to_le_bytes());
+        slot[24..].copy_from_slice(payload);
+        let check = check(&slot);
+        slot[..2].copy_from_slice(&check);
+        slot
+    }
+}
+
+/// Over whole words, because a rebuild computes some hundred thousand of them.
+fn check(slot: &[u8]) -> [u8; 2] {
+    let head = u64::from_le_bytes([0, 0, slot[2], slot[3], slot[4], slot[5], slot[6], slot[7]]);
+    let sum = slot[8..].chunks_exact(8).fold(mix(head ^ 0x5107), |sum, bytes| {
+        let mut word = [0; 8];
+        word.copy_from_slice(bytes);
+        (sum ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+    });
+    let sum = mix(sum);
+    ((sum >> 48) as u16).to_le_bytes()
+}
+
+/// The entry in a slot; `None` if it is empty.
+pub(crate) fn decode(slot: &[u8]) -> Result<Option<(Key, Payload)>, TableError> {
+    if slot[2] == 0 {
+        return if slot.iter().all(|byte| *byte == 0) { Ok(None) } else { Err(TableError::Corrupt) };
+    }
+    if slot[..2] != check(slot) {
+        return Err(TableError::Corrupt);
+    }
+    let (mut rank, mut number, mut payload) = ([0; 4], [0; 16], [0; PAYLOAD]);
+    rank.copy_from_slice(&slot[4..8]);
+    number.copy_from_slice(&slot[8..24]);
+    payload.copy_from_slice(&slot[24..SLOT]);
+    let (rank, number) = (u32::from_le_bytes(rank), u128::from_le_bytes(number));
+    Ok(Some((Key { tag: slot[2], family: slot[3], rank, number }, payload)))
+}
+
+impl Table {
+    /// An empty table in memory, with room for `entries` at less than half load.
+    pub(crate) fn in_memory(entries: u64) -> Table {
+        let slots = (entries.saturating_mul(2) + 1).next_power_of_two().max(MIN_SLOTS);
+        let bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
+        Table::over(Storage::Memory(bytes), slots, 0)
+    }
+
+    /// The table in a storage of `slots` slots, of which `used` are taken.
+    pub(crate) fn over(storage: Storage, slots: u64, used: u64) -> Table {
+        Table { storage, slots, used, accesses: Cell::new(0) }
+    }
+
+    pub(crate) fn slots(&self) -> u64 {
+        self.slots
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.used
+    }
+
+    /// Whether it must grow before many more entries come: beyond 5/8 the runs get long.
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.used * 8 > self.slots * 5
+    }
+
+    /// Reads and writes so far: what a test of flat cost counts.
+    #[cfg(test)]
+    pub(crate) fn accesses(&self) -> u64 {
+        self.accesses.get()
+    }
+
+    fn count(&self) {
+        self.accesses.set(self.accesses.get() + 1);
+    }
+
+    fn offset(&self, slot: u64) -> u64 {
+        HEADER + slot * SLOT as u64
+    }
+
+    fn home(&self, key: &Key) -> u64 {
+        key.home() & (self.slots - 1)
+    }
+
+    fn write_slot(&mut self, slot: u64, bytes: &Slot) -> Result<(), TableError> {
+        self.count();
+        let offset = self.offset(slot);
+        Ok(self.storage.write(bytes, offset)?)
+    }
+
+    /// Walks the run that begins at `slot`, at most once around; `visit` says when to stop.
+    fn walk<T>(
+        &self,
+        slot: u64,
+        mut visit: impl FnMut(u64, Option<(Key, Payload)>) -> Option<T>,
+    ) -> Result<T, TableError> {
+        let mut chunk = [0; CHUNK as usize * SLOT];
+        let mut at = slot;
+        let mut left = self.slots;
+        while left > 0 {
+            let slots = CHUNK.min(self.slots - at).min(left);
+            let bytes = &mut chunk[..slots as usize * SLOT];
+            self.count();
+            self.storage.read(bytes, self.offset(at))?;
+            for (position, bytes) in bytes.chunks_exact(SLOT).enumerate() {
+                if let Some(found) = visit(at + position as u64, decode(bytes)?) {
+                    return Ok(found);
+                }
+            }
+            left -= slots;
+            at = (at + slots) & (self.slots - 1);
+        }
+        Err(TableError::Corrupt)
+    }
+
+    /// The slot of `key`, or the hole where its run ends.
+    fn find(&self, key: &Key) -> Result<(u64, Option<Payload>), TableError> {
+        self.walk(self.home(key), |slot, entry| match entry {
+            None => Some((slot, None)),
+            Some((found, payload)) => (found == *key).then_some((slot, Some(payload))),
+        })
+    }
+
+    pub(crate) fn get(&self, key: &Key) -> Result<Option<Payload>, TableError> {
+        Ok(self.find(key)?.1)
+    }
+
+    /// Adds an entry or replaces its payload.
+    pub(crate) fn put(&mut self, key: &Key, payload: &Payload) -> Result<(), TableError> {
+        let (slot, before) = self.find(key)?;
+        if before.is_none() {
+            if self.used + 1 >= self.slots {
+                return Err(TableError::Corrupt);
+            }
+            self.used += 1;
+        }
+        self.write_slot(slot, &key.encode(payload))
+    }
+
+    /// Removes an entry, if it is there, and closes its run.
+    pub(crate) fn remove(&mut self, key: &Key) -> Result<(), TableError> {
+        let (mut hole, Some(_)) = self.find(key)? else { return Ok(()) };
+        let mut moves: Vec<(u64, Slot)> = Vec::new();
+        let mask = self.slots - 1;
+        self.walk((hole + 1) & mask, |slot, entry| {
+            let Some((key, payload)) = entry else { return Some(()) };
+            // An entry may fill the hole unless its home lies behind the hole.
+            let distance = slot.wrapping_sub(self.home(&key)) & mask;
+            if distance >= slot.wrapping_sub(hole) & mask {
+                moves.push((hole, key.encode(&payload)));
+                hole = slot;
+            }
+            None
+        })?;
+        for (slot, bytes) in moves {
+            self.write_slot(slot, &bytes)?;
+        }
+        self.used = self.used.saturating_sub(1);
+        self.write_slot(hole, &[0; SLOT])
+    }
+
+    /// Every readable entry, in one read. Damaged slots are passed over.
+    pub(crate) fn entries(&self) -> io::Result<Vec<(Key, Payload)>> {
+        self.count();
+        let mut bytes = vec![0; self.slots as usize * SLOT];
+        self.storage.read(&mut bytes, HEADER)?;
+        Ok(bytes.chunks_exact(SLOT).filter_map(|slot| decode(slot).ok().flatten()).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    fn key(number: u128) -> Key {
+        Key { tag: 1, family: 4, rank: 0, number }
+    }
+
+    proptest! {
+        #[test]
+        fn a_table_behaves_like_a_map(steps in prop::collection::vec((0u128..300, any::<bool>(), any::<u8>()), 0..900)) {
+            let mut table = Table::in_memory(0);
+            let mut model: HashMap<u128, u8> = HashMap::new();
+            for (number, add, value) in steps {
+                if add {
+                    table.put(&key(number), &[value; PAYLOAD]).unwrap();
+                    model.insert(number, value);
+                } else {
+                    table.remove(&key(number)).unwrap();
+                    model.remove(&number);
+                }
+            }
+            for number in 0..300 {
+                let found = table.get(&key(number)).unwrap().map(|payload| payload[0]);
+                prop_assert_eq!(found, model.get(&number).copied());
+            }
+            prop_assert_eq!(table.used(), model.len() as u64);
+            prop_assert_eq!(table.entries().unwrap().len(), model.len());
+        }
+    }
+
+    #[test]
+    fn a_run_that_wraps_around_the_end_survives_removals() {
+        let mut table = Table::in_memory(0);
+        let last: Vec<u128> = (0..).filter(|n| table.home(&key(*n)) >= MIN_SLOTS - 2).take(9).collect();
+        for number in &last {
+            table.put(&key(*number), &[7; PAYLOAD]).unwrap();
+        }
+        for (gone, number) in last.iter().enumerate() {
+            table.remove(&key(*number)).unwrap();
+            for kept in &last[gone + 1..] {
+                assert!(table.get(&key(*kept)).unwrap().is_some(), "{kept} was lost with {number}");
+            }
+        }
+        assert_eq!(table.used(), 0);
+    }
+
+    #[test]
+    fn a_damaged_slot_is_noticed() {
+        let mut table = Table::in_memory(0);
+        table.put(&key(1), &[7; PAYLOAD]).unwrap();
+        let slot = table.find(&key(1)).unwrap().0;
+        let offset = table.offset(slot) + 30;
+        table.storage.write(&[8], offset).unwrap();
+        assert!(matches!(table.get(&key(1)), Err(TableError::Corrupt)));
+        assert!(table.entries().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_full_table_is_an_error_and_no_endless_loop() {
+        let mut table = Table::in_memory(0);
+        for number in 0..u128::from(MIN_SLOTS) - 1 {
+            table.put(&key(number), &[0; PAYLOAD]).unwrap();
+        }
+        assert!(table.put(&key(9999), &[0; PAYLOAD]).is_err());
+        assert!(table.get(&key(9999)).unwrap().is_none());
+    }
+}

@@ -1,0 +1,181 @@
+//! The index against a map, and the number of its reads and writes.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+fn record(address: IpAddr, holder: Holder) -> Record {
+    Record { address, inode: 1, ctime: (2, 3), mtime_nanos: 4, holder, boot: 5 }
+}
+
+fn v4(number: u32) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::from_bits(0x0a00_0000 + number))
+}
+
+fn v6(number: u128) -> IpAddr {
+    IpAddr::V6(Ipv6Addr::from_bits(0xfd00 << 112 | number))
+}
+
+fn range(subnet: &str) -> Range {
+    crate::RangeConf { subnet: Some(subnet.to_owned()), ..Default::default() }.check().unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn an_index_agrees_with_a_map(
+        steps in prop::collection::vec((any::<bool>(), 0u32..200, prop::option::of(0u64..6)), 1..300),
+    ) {
+        let mut index = Index::of(&[], &[], &Host::default()).unwrap();
+        let mut model: BTreeMap<IpAddr, Holder> = BTreeMap::new();
+        let (r4, r6) = (range("10.0.0.0/25"), range("fd00::/121"));
+        index.count(&r4).unwrap();
+        for (is_v4, offset, holder) in steps {
+            let address = if is_v4 { v4(offset) } else { v6(u128::from(offset)) };
+            match holder {
+                None => {
+                    index.remove(address).unwrap();
+                    model.remove(&address);
+                }
+                Some(holder) => {
+                    let holder = match holder {
+                        0 => Holder::Nobody,
+                        1 => Holder::Unknown,
+                        hash => Holder::Content(hash),
+                    };
+                    index.put(&record(address, holder)).unwrap();
+                    model.insert(address, holder);
+                }
+            }
+            index.finish().unwrap();
+        }
+        for hash in 2..6 {
+            let mut held = index.held(hash).unwrap();
+            held.sort_unstable();
+            let expected: Vec<IpAddr> =
+                model.iter().filter(|(_, holder)| **holder == Holder::Content(hash)).map(|(address, _)| *address).collect();
+            prop_assert_eq!(held, expected);
+        }
+        for range in [r4, r6] {
+            let taken = |(address, holder): (&IpAddr, &Holder)| range.contains(*address) && *holder != Holder::Nobody;
+            let expected = model.iter().filter(|entry| taken(*entry)).count() as u64;
+            prop_assert_eq!(index.count(&range).unwrap(), expected);
+        }
+        let mut records = index.records().unwrap();
+        records.sort_unstable_by_key(|record| record.address);
+        let expected: Vec<Record> = model.iter().map(|(address, holder)| record(*address, *holder)).collect();
+        prop_assert_eq!(records, expected);
+    }
+}
+
+#[test]
+fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
+    let many: Vec<Record> = (2..60_002).map(|n| record(v4(n), Holder::Content(u64::from(n) + 1000))).collect();
+    let range = range("10.0.0.0/14");
+    let cost = |records: &[Record], at: u32| {
+        let mut index = Index::of(records, &[], &Host::default()).unwrap();
+        index.count(&range).unwrap();
+        let before = index.accesses();
+        let free = index.next_free(v4(2)).unwrap().unwrap();
+        assert_eq!(free, v4(at));
+        assert!(index.held(7).unwrap().is_empty() && index.held(8).unwrap().is_empty());
+        index.put(&record(free, Holder::Content(7))).unwrap();
+        index.count(&range).unwrap();
+        index.finish().unwrap();
+        let add = index.accesses() - before;
+        assert_eq!(index.held(7).unwrap(), [free]);
+        index.remove(free).unwrap();
+        index.finish().unwrap();
+        (add, index.accesses() - before - add)
+    };
+    let (none, sixty_thousand) = (cost(&[], 2), cost(&many, 60_002));
+    assert!(none.0 <= 16 && none.1 <= 16, "{none:?} accesses with no reservation");
+    // A few more for the tree's upper words and for longer runs, and never a number that grows with the content.
+    assert!(
+        sixty_thousand.0 <= 26 && sixty_thousand.1 <= 26,
+        "{sixty_thousand:?} accesses with 60,000, {none:?} with none"
+    );
+}
+
+#[test]
+fn one_holder_of_very_many_addresses_does_not_slow_the_table_down() {
+    let many: Vec<Record> = (0..30_000).map(|n| record(v4(n), Holder::Content(9))).collect();
+    let mut index = Index::of(&many, &[], &Host::default()).unwrap();
+    let before = index.accesses();
+    index.put(&record(v4(40_000), Holder::Content(9))).unwrap();
+    assert!(index.accesses() - before < 60, "{} accesses", index.accesses() - before);
+    assert_eq!(index.held(9).unwrap().len(), 30_001);
+}
+
+#[test]
+fn a_table_in_a_file_grows_while_it_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("index");
+    let open_folder = File::open(folder.path()).unwrap();
+    let mut index = Index::of(&[], &[], &Host::default()).unwrap();
+    index.mark(&open_folder).unwrap();
+    index.save(&path).unwrap();
+    for n in 0..2000 {
+        index.put(&record(v4(n * 3), Holder::Content(u64::from(n) + 10))).unwrap();
+        index.marked = true;
+        index.finish().unwrap();
+    }
+    drop(index);
+    let stamp = read_header(&File::open(&path).unwrap()).unwrap().stamp;
+    let index = open(&path, &stamp, &Host::default()).unwrap();
+    for n in 0..2000 {
+        assert_eq!(index.held(u64::from(n) + 10).unwrap(), [v4(n * 3)]);
+    }
+    assert_eq!(index.next_free(v4(0)).unwrap(), Some(v4(1)));
+}
+
+#[test]
+fn another_boot_machine_or_stamp_is_no_index_but_its_records_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("index");
+    let open_folder = File::open(folder.path()).unwrap();
+    let host = Host::new("machine", "boot");
+    let mut index = Index::of(&[record(v4(1), Holder::Content(7))], &[], &host).unwrap();
+    std::fs::write(&path, "").unwrap();
+    index.save(&path).unwrap();
+    index.mark(&open_folder).unwrap();
+    index.finish().unwrap();
+    let stamp = Stamp::of(&open_folder.metadata().unwrap());
+    assert!(open(&path, &stamp, &host).is_some());
+    assert!(open(&path, &stamp, &Host::new("machine", "later")).is_none());
+    assert!(open(&path, &stamp, &Host::new("other", "boot")).is_none());
+    assert!(open(&path, &Stamp { mtime: (1, 1), ..stamp }, &host).is_none());
+    assert_eq!(old_records(&path, &Host::new("machine", "later")).0, [record(v4(1), Holder::Content(7))]);
+    let elsewhere = old_records(&path, &Host::new("other", "boot")).0;
+    assert_eq!(elsewhere[0].boot, 0, "made on another machine: not known when");
+    File::create(open_folder_path(&folder).join("x")).unwrap();
+    assert_ne!(Stamp::of(&open_folder.metadata().unwrap()), stamp, "the kernel moved the folder's mtime");
+}
+
+fn open_folder_path(folder: &tempfile::TempDir) -> &Path {
+    folder.path()
+}
+
+#[test]
+fn marks_are_in_the_past_and_never_alike() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = File::open(folder.path()).unwrap();
+    let (one, two) = (mark(&file).unwrap(), mark(&file).unwrap());
+    assert_ne!(one.mtime, two.mtime);
+    assert!(one.mtime.0 < one.ctime.0 - 80_000, "{one:?}");
+    for _ in 0..1000 {
+        let nanos = random_nanos().unwrap();
+        assert!(nanos < 1_000_000_000 && !nanos.is_multiple_of(1000), "{nanos}");
+    }
+}
+
+#[test]
+fn garbage_is_no_index() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("index");
+    for garbage in [&b""[..], b"x", &[0; 5000], &[0xff; 70_000]] {
+        std::fs::write(&path, garbage).unwrap();
+        assert!(open(&path, &Stamp::default(), &Host::default()).is_none());
+        assert!(old_records(&path, &Host::default()).0.is_empty());
+    }
+}

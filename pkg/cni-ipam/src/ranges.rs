@@ -1,0 +1,388 @@
+//! Ranges and range sets: what a configuration offers, checked by Go's rules and refused in Go's words.
+//!
+//! Each range *set* yields one address; the ranges inside a set are one pool. It never looks at a store.
+//! What a newcomer gets wrong: a gateway need not lie in its subnet, a range begins at the network's first host (the
+//! default gateway, which the allocator steps over), and an explicit `.0` or `.255` is a legal address to hand out.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use cni::{Cidr, Error, Result};
+use serde::Deserialize;
+
+/// A range as it stands in a configuration: texts, so that what is wrong with them is said in Go's words.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct RangeConf {
+    /// The network, without host bits.
+    pub subnet: Option<String>,
+    /// The first address; by default the network's first host.
+    pub range_start: Option<String>,
+    /// The last address; by default the one below an IPv4 broadcast address, for IPv6 the network's last.
+    pub range_end: Option<String>,
+    /// The gateway; by default the network's first host.
+    pub gateway: Option<String>,
+}
+
+/// Addresses of one network that may be handed out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Range {
+    subnet: Cidr,
+    first: IpAddr,
+    last: IpAddr,
+    gateway: IpAddr,
+}
+
+/// A pool of ranges of one family, none overlapping another: one address of it per attachment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RangeSet(Vec<Range>);
+
+/// All sets of a network, none overlapping another. At least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RangeSets(Vec<RangeSet>);
+
+/// The number behind an address: 32 bits of an IPv4, 128 of an IPv6 one.
+pub(crate) fn number(address: IpAddr) -> u128 {
+    match address {
+        IpAddr::V4(v4) => u128::from(v4.to_bits()),
+        IpAddr::V6(v6) => v6.to_bits(),
+    }
+}
+
+/// The address of the family of `like` with this number; cut to the family's width.
+pub(crate) fn address(like: IpAddr, number: u128) -> IpAddr {
+    match like {
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from_bits(number)),
+    }
+}
+
+/// An address as Go's `net.ParseIP` reads it: no zone, no leading zeros, an IPv4-mapped one is IPv4.
+pub fn parse_ip(text: &str) -> Option<IpAddr> {
+    text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
+}
+
+fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
+    match text {
+        None | Some("") => Ok(None),
+        Some(text) => parse_ip(text).map(Some).ok_or_else(|| Error::config(format!("invalid IP address: {text}"))),
+    }
+}
+
+impl RangeConf {
+    /// Checks one range and fills in its defaults.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text.
+    pub fn check(&self) -> Result<Range> {
+        let subnet =
+            self.subnet.as_deref().map(str::parse::<Cidr>).transpose().map_err(|e| Error::config(e.to_string()))?;
+        let (start, end) = (optional_ip(self.range_start.as_deref())?, optional_ip(self.range_end.as_deref())?);
+        let gateway = optional_ip(self.gateway.as_deref())?;
+        let subnet = subnet.ok_or_else(|| Error::config("IP <nil> not v4 nor v6"))?;
+        if subnet.prefix() > subnet.bits() - 2 {
+            return Err(Error::config(format!("Network {} too small to allocate from", subnet.network())));
+        }
+        if !subnet.is_network() {
+            return Err(Error::config(format!(
+                "Network has host bits set. For a subnet mask of length {} the network address is {}",
+                subnet.prefix(),
+                subnet.network().address()
+            )));
+        }
+        let base = subnet.address();
+        let first_host = address(base, number(base) + 1);
+        let first = start.unwrap_or(first_host);
+        if !subnet.contains(first) {
+            return Err(Error::config(format!("RangeStart {first} not in network {subnet}")));
+        }
+        let last = end.unwrap_or(match subnet.last() {
+            broadcast @ IpAddr::V4(_) => address(base, number(broadcast) - 1),
+            last => last,
+        });
+        if !subnet.contains(last) {
+            return Err(Error::config(format!("RangeEnd {last} not in network {subnet}")));
+        }
+        if number(first) > number(last) {
+            return Err(Error::config(format!("RangeStart {first} not in network {subnet}"))
+                .with_details(format!("the range would end at {last}, before it begins")));
+        }
+        Ok(Range { subnet, first, last, gateway: gateway.unwrap_or(first_host) })
+    }
+}
+
+impl Range {
+    /// The network.
+    pub fn subnet(&self) -> Cidr {
+        self.subnet
+    }
+
+    /// The lowest address handed out.
+    pub fn first(&self) -> IpAddr {
+        self.first
+    }
+
+    /// The highest address handed out.
+    pub fn last(&self) -> IpAddr {
+        self.last
+    }
+
+    /// The gateway; not always inside the network, nor even of its family.
+    pub fn gateway(&self) -> IpAddr {
+        self.gateway
+    }
+
+    /// Whether `address` lies between the first and the last one. The other family never does.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        address.is_ipv4() == self.first.is_ipv4() && (number(self.first)..=number(self.last)).contains(&number(address))
+    }
+
+    fn overlaps(&self, other: &Range) -> bool {
+        self.contains(other.first) || other.contains(self.first)
+    }
+}
+
+impl fmt::Display for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.first, self.last)
+    }
+}
+
+impl RangeSet {
+    /// Checks the ranges of one set.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text, without Go's prefix for the set's position.
+    pub fn check(confs: &[RangeConf]) -> Result<RangeSet> {
+        if confs.is_empty() {
+            return Err(Error::config("empty range set"));
+        }
+        let mut ranges: Vec<Range> = Vec::with_capacity(confs.len());
+        for conf in confs {
+            let range = conf.check()?;
+            if ranges.first().is_some_and(|first| first.subnet.is_ipv4() != range.subnet.is_ipv4()) {
+                return Err(Error::config("mixed address families"));
+            }
+            ranges.push(range);
+        }
+        for (position, one) in ranges.iter().enumerate() {
+            if let Some(other) = ranges[position + 1..].iter().find(|other| one.overlaps(other)) {
+                return Err(Error::config(format!("subnets {one} and {other} overlap")));
+            }
+        }
+        Ok(RangeSet(ranges))
+    }
+
+    /// The ranges, in the order of the configuration, which is the order of the round robin.
+    pub fn ranges(&self) -> &[Range] {
+        &self.0
+    }
+
+    /// Whether the set is of IPv4.
+    pub fn is_ipv4(&self) -> bool {
+        self.0.first().is_some_and(|range| range.subnet.is_ipv4())
+    }
+
+    /// The range that `address` lies in.
+    pub fn find(&self, address: IpAddr) -> Option<&Range> {
+        self.0.iter().find(|range| range.contains(address))
+    }
+
+    /// Whether a range of the set has this gateway. A gateway is never handed out, by whichever range of the set.
+    pub fn is_gateway(&self, address: IpAddr) -> bool {
+        self.0.iter().any(|range| range.gateway == address)
+    }
+
+    /// The distinct gateways that lie inside the set's ranges: addresses that are never handed out.
+    pub fn inner_gateways(&self) -> Vec<IpAddr> {
+        let mut gateways: Vec<IpAddr> =
+            self.0.iter().map(Range::gateway).filter(|ip| self.find(*ip).is_some()).collect();
+        gateways.sort_unstable();
+        gateways.dedup();
+        gateways
+    }
+
+    /// How many addresses can be handed out.
+    pub fn capacity(&self) -> u128 {
+        let addresses = self
+            .0
+            .iter()
+            .fold(0u128, |sum, range| sum.saturating_add((number(range.last) - number(range.first)).saturating_add(1)));
+        addresses - self.inner_gateways().len() as u128
+    }
+}
+
+impl fmt::Display for RangeSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, range) in self.0.iter().enumerate() {
+            write!(f, "{}{range}", if position == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+impl RangeSets {
+    /// Merges and checks the ranges of a configuration, in Go's order: those of the runtime (`ipRanges`), the one
+    /// written directly into `ipam` (ignored without a subnet), `ipam.ranges`.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text.
+    pub fn check(runtime: &[Vec<RangeConf>], single: &RangeConf, sets: &[Vec<RangeConf>]) -> Result<RangeSets> {
+        let single = single.subnet.is_some().then(|| std::slice::from_ref(single));
+        let all = runtime.iter().map(Vec::as_slice).chain(single).chain(sets.iter().map(Vec::as_slice));
+        let mut checked = Vec::new();
+        for (position, set) in all.enumerate() {
+            checked.push(RangeSet::check(set).map_err(|error| error.context(format!("invalid range set {position}")))?);
+        }
+        if checked.is_empty() {
+            return Err(Error::config("no IP ranges specified"));
+        }
+        Ok(RangeSets(checked))
+    }
+
+    /// Fails if a configuration of a version that knows one address per family (below 0.3.0) asks for more.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text.
+    pub fn require_one_per_family(&self, version: &str) -> Result<()> {
+        let ipv4 = self.0.iter().filter(|set| set.is_ipv4()).count();
+        if ipv4 > 1 || self.0.len() - ipv4 > 1 {
+            return Err(Error::config(format!(
+                "CNI version {version} does not support more than 1 address per family"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Fails if two sets share an address. Apart from [`check`](RangeSets::check), because Go looks for it last.
+    ///
+    /// # Errors
+    /// Code 7 and Go's text.
+    pub fn require_disjoint(&self) -> Result<()> {
+        for (i, one) in self.0.iter().enumerate() {
+            for (j, other) in self.0.iter().enumerate().skip(i + 1) {
+                if one.0.iter().any(|a| other.0.iter().any(|b| a.overlaps(b))) {
+                    return Err(Error::config(format!("range set {i} overlaps with {j}")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The sets. A set's position is the number in `last_reserved_ip.<i>`.
+    pub fn sets(&self) -> &[RangeSet] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn conf(subnet: &str, start: &str, end: &str, gateway: &str) -> RangeConf {
+        let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        RangeConf { subnet: text(subnet), range_start: text(start), range_end: text(end), gateway: text(gateway) }
+    }
+
+    fn refusal(subnet: &str, start: &str, end: &str) -> String {
+        let error = conf(subnet, start, end, "").check().unwrap_err();
+        assert_eq!(error.code(), cni::Code::INVALID_CONFIG);
+        error.msg().to_owned()
+    }
+
+    fn sets(text: &[&[&str]]) -> Vec<Vec<RangeConf>> {
+        text.iter().map(|set| set.iter().map(|subnet| conf(subnet, "", "", "")).collect()).collect()
+    }
+
+    fn check(text: &[&[&str]]) -> Result<RangeSets> {
+        RangeSets::check(&[], &RangeConf::default(), &sets(text))
+    }
+
+    #[test]
+    fn a_range_is_refused_in_the_words_of_go() {
+        for (subnet, start, end, text) in [
+            ("", "", "", "IP <nil> not v4 nor v6"),
+            ("10.0.0.0", "", "", "invalid CIDR address: 10.0.0.0"),
+            ("10.0.0.0/31", "", "", "Network 10.0.0.0/31 too small to allocate from"),
+            ("fd00::/127", "", "", "Network fd00::/127 too small to allocate from"),
+            (
+                "10.0.0.3/24",
+                "",
+                "",
+                "Network has host bits set. For a subnet mask of length 24 the network address is 10.0.0.0",
+            ),
+            ("10.0.0.0/24", "10.0.1.2", "", "RangeStart 10.0.1.2 not in network 10.0.0.0/24"),
+            ("10.0.0.0/24", "fd00::1", "", "RangeStart fd00::1 not in network 10.0.0.0/24"),
+            ("10.0.0.0/24", "", "10.0.1.10", "RangeEnd 10.0.1.10 not in network 10.0.0.0/24"),
+            ("10.0.0.0/24", "10.0.0.20", "10.0.0.10", "RangeStart 10.0.0.20 not in network 10.0.0.0/24"),
+            ("10.0.0.0/24", "x", "", "invalid IP address: x"),
+            ("10.0.0.0/24", "010.0.0.1", "", "invalid IP address: 010.0.0.1"),
+        ] {
+            assert_eq!(refusal(subnet, start, end), text);
+        }
+    }
+
+    #[test]
+    fn defaults_leave_out_the_network_and_the_ipv4_broadcast_address() {
+        let v4 = conf("10.0.0.0/24", "", "", "").check().unwrap();
+        assert_eq!((v4.to_string(), v4.gateway().to_string()), ("10.0.0.1-10.0.0.254".into(), "10.0.0.1".into()));
+        let v6 = conf("fd00::/64", "", "", "").check().unwrap();
+        assert_eq!(v6.to_string(), "fd00::1-fd00::ffff:ffff:ffff:ffff");
+        let odd = conf("10.0.0.0/24", "10.0.0.0", "10.0.0.255", "10.99.9.9").check().unwrap();
+        assert_eq!((odd.to_string(), odd.gateway().to_string()), ("10.0.0.0-10.0.0.255".into(), "10.99.9.9".into()));
+        assert_eq!(conf("10.0.0.0/24", "::ffff:10.0.0.7", "", "").check().unwrap().first().to_string(), "10.0.0.7");
+    }
+
+    #[test]
+    fn sets_are_refused_in_the_words_of_go() {
+        for (text, msg) in [
+            (&[&[][..]][..], "invalid range set 0: empty range set"),
+            (&[&["10.0.0.0/24", "fd00::/64"]], "invalid range set 0: mixed address families"),
+            (
+                &[&["10.0.0.0/24"], &["10.1.0.0/24", "10.1.0.0/25"]],
+                "invalid range set 1: subnets 10.1.0.1-10.1.0.254 and 10.1.0.1-10.1.0.126 overlap",
+            ),
+            (&[], "no IP ranges specified"),
+        ] {
+            assert_eq!(check(text).unwrap_err().msg(), msg);
+        }
+        let overlapping = check(&[&["10.0.0.0/24"], &["10.2.0.0/24"], &["10.0.0.0/25"]]).unwrap();
+        assert_eq!(overlapping.require_disjoint().unwrap_err().msg(), "range set 0 overlaps with 2");
+    }
+
+    #[test]
+    fn two_ranges_of_one_subnet_may_share_it_if_they_do_not_overlap() {
+        let halves = [
+            conf("10.0.0.0/24", "10.0.0.10", "10.0.0.20", ""),
+            conf("10.0.0.0/24", "10.0.0.21", "10.0.0.30", "10.0.0.15"),
+        ];
+        let set = RangeSet::check(&halves).unwrap();
+        assert_eq!(set.to_string(), "10.0.0.10-10.0.0.20,10.0.0.21-10.0.0.30");
+        assert_eq!((set.capacity(), set.inner_gateways().len()), (20, 1), "only the second gateway is inside");
+    }
+
+    #[test]
+    fn the_order_is_runtime_then_single_then_ranges() {
+        let (runtime, ranges) = (sets(&[&["10.3.0.0/24"]]), sets(&[&["10.5.0.0/24"]]));
+        let all = RangeSets::check(&runtime, &conf("10.4.0.0/24", "", "", ""), &ranges).unwrap();
+        let order: Vec<String> = all.sets().iter().map(|set| set.ranges()[0].subnet().to_string()).collect();
+        assert_eq!(order, ["10.3.0.0/24", "10.4.0.0/24", "10.5.0.0/24"]);
+        assert!(RangeSets::check(&[], &conf("", "10.0.0.1", "", ""), &[]).is_err(), "no subnet: ignored");
+    }
+
+    #[test]
+    fn old_versions_know_one_address_per_family() {
+        let both = check(&[&["10.0.0.0/24"], &["fd00::/64"]]).unwrap();
+        assert!(both.require_one_per_family("0.2.0").is_ok());
+        let two = check(&[&["10.0.0.0/24"], &["10.1.0.0/24"]]).unwrap();
+        let error = two.require_one_per_family("0.2.0").unwrap_err();
+        assert_eq!(error.msg(), "CNI version 0.2.0 does not support more than 1 address per family");
+    }
+
+    #[test]
+    fn the_whole_internet_can_be_counted() {
+        let all = RangeSet::check(&[conf("::/0", "::", "", "")]).unwrap();
+        assert_eq!(all.capacity(), u128::MAX - 1);
+        assert_eq!(RangeSet::check(&[conf("0.0.0.0/0", "", "", "")]).unwrap().capacity(), (1 << 32) - 3);
+    }
+}

@@ -1,0 +1,189 @@
+//! The files of the folder, as Go writes and reads them.
+//!
+//! One function per effect, each under the lock that the caller holds; no decisions. What a newcomer gets wrong: a
+//! reservation must never be seen half made (a file that is still empty is lost to Go for ever), so it is written
+//! without a name and then linked; and nothing here waits for the disk, because no container outlives a power loss.
+
+use std::fs::{File, FileTimes, OpenOptions};
+use std::io::{self, Write};
+use std::net::IpAddr;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
+use nix::libc::O_TMPFILE;
+use nix::sys::stat::Mode;
+use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
+
+use crate::index::{Holder, Record, hash, random_nanos};
+
+/// The open folder, its path for what needs one, and the sidecar's.
+#[derive(Debug)]
+pub(crate) struct Folder {
+    pub(crate) file: File,
+    pub(crate) path: PathBuf,
+    pub(crate) sidecar: PathBuf,
+}
+
+/// How a reservation went.
+#[derive(Debug)]
+pub(crate) enum Linked {
+    /// It is ours now.
+    Made(Record),
+    /// There is something of that name.
+    Exists,
+}
+
+impl Folder {
+    /// Makes a reservation, complete or not at all.
+    ///
+    /// # Errors
+    /// Nothing is left behind.
+    pub(crate) fn create(&self, address: IpAddr, content: &str, boot: u64) -> io::Result<Linked> {
+        let name = address.to_string();
+        let file = match self.unnamed(content).and_then(|file| self.link(&file, &name).map(|()| file)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(Linked::Exists),
+            // Out of space or of rights: another way to write would end the same.
+            Err(error) if is_final(&error) => return Err(error),
+            Err(_) => match self.by_temporary(content, &name) {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(Linked::Exists),
+                Err(error) if is_final(&error) => return Err(error),
+                Err(_) => match self.as_go_does(content, &name)? {
+                    Some(file) => file,
+                    None => return Ok(Linked::Exists),
+                },
+            },
+        };
+        let metadata = file.metadata()?;
+        Ok(Linked::Made(Record {
+            address,
+            inode: metadata.ino(),
+            ctime: (metadata.ctime(), metadata.ctime_nsec() as u32),
+            mtime_nanos: metadata.mtime_nsec() as u32,
+            holder: Holder::Content(hash(content.as_bytes())),
+            boot,
+        }))
+    }
+
+    fn unnamed(&self, content: &str) -> io::Result<File> {
+        let file = OpenOptions::new().write(true).mode(0o600).custom_flags(O_TMPFILE).open(&self.path)?;
+        fill(file, content)
+    }
+
+    fn link(&self, file: &File, name: &str) -> io::Result<()> {
+        match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
+            // Linking a descriptor directly wants CAP_DAC_READ_SEARCH; the way through /proc does not.
+            Err(Errno::ENOENT) => {
+                let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+                Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
+            }
+            result => Ok(result?),
+        }
+    }
+
+    /// For file systems without O_TMPFILE: a named file, but in the sidecar, where a rebuild sweeps up what a kill
+    /// leaves.
+    fn by_temporary(&self, content: &str, name: &str) -> io::Result<File> {
+        let temporary = self.sidecar.join(format!("new.{}", std::process::id()));
+        let _ = std::fs::remove_file(&temporary);
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+        let linked = fill(file, content).and_then(|file| {
+            linkat(AT_FDCWD, &temporary, self.file.as_fd(), name, AtFlags::empty())?;
+            Ok(file)
+        });
+        let _ = std::fs::remove_file(&temporary);
+        linked
+    }
+
+    /// The last resort. A kill in between leaves an empty file, which is free to us, though not to Go.
+    fn as_go_does(&self, content: &str, name: &str) -> io::Result<Option<File>> {
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
+        let file = match openat(self.file.as_fd(), name, flags, Mode::from_bits_truncate(0o600)) {
+            Ok(file) => File::from(file),
+            Err(Errno::EEXIST) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        match fill(file, content) {
+            Ok(file) => Ok(Some(file)),
+            Err(error) => {
+                let _ = self.unlink(name);
+                Err(error)
+            }
+        }
+    }
+
+    /// Removes a name; `false` if it was not there.
+    pub(crate) fn unlink(&self, name: &str) -> io::Result<bool> {
+        match unlinkat(self.file.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
+            Ok(()) => Ok(true),
+            Err(Errno::ENOENT) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Where the round robin of a set stands. Garbage is no place.
+    pub(crate) fn last_reserved(&self, set: usize) -> Option<IpAddr> {
+        match crate::index::read_name(&self.file, &last_reserved_name(set)) {
+            Ok(crate::index::Content::Text(text)) => crate::ranges::parse_ip(std::str::from_utf8(&text).ok()?),
+            _ => None,
+        }
+    }
+
+    /// Remembers where the round robin of a set stands.
+    pub(crate) fn set_last_reserved(&self, set: usize, address: IpAddr) -> io::Result<()> {
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+        let mode = Mode::from_bits_truncate(0o600);
+        let mut file = File::from(openat(self.file.as_fd(), last_reserved_name(set).as_str(), flags, mode)?);
+        let text = address.to_string();
+        // Not truncated first: ext4 would start writing to the disk when such a file is closed.
+        file.write_all(text.as_bytes())?;
+        file.set_len(text.len() as u64)
+    }
+
+    /// When a reservation was made, by its file.
+    pub(crate) fn made_at(&self, address: IpAddr) -> Option<SystemTime> {
+        let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
+        u64::try_from(metadata.ctime()).ok().map(|seconds| UNIX_EPOCH + Duration::from_secs(seconds))
+    }
+}
+
+fn last_reserved_name(set: usize) -> String {
+    format!("last_reserved_ip.{set}")
+}
+
+/// Writes the content and gives the file an mtime of this second but with random nanoseconds: if inode and times
+/// are found again, it is this very file and nobody has written to it, however fast inodes are used again.
+fn fill(mut file: File, content: &str) -> io::Result<File> {
+    file.write_all(content.as_bytes())?;
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let time = UNIX_EPOCH + Duration::new(seconds, random_nanos()?);
+    file.set_times(FileTimes::new().set_modified(time))?;
+    Ok(file)
+}
+
+fn is_final(error: &io::Error) -> bool {
+    use nix::libc::{EDQUOT, EIO, ENOSPC, EROFS};
+    matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO))
+}
+
+/// Removes what killed processes left in the sidecar. Under the lock nobody else is at work in it.
+pub(crate) fn sweep(sidecar: &Path) {
+    let Ok(entries) = std::fs::read_dir(sidecar) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with("new.") || name == "index.new") {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Makes the sidecar's folder, for root alone.
+pub(crate) fn create_sidecar(path: &Path) -> io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
+}

@@ -1,0 +1,416 @@
+//! The store of reservations: one folder per network, byte for byte Go's, behind one lock per verb.
+//!
+//! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old ones the container
+//! ID alone). What is ours lies beside it, in `<dataDir>/.cni/<network>/`, and may be deleted at any time. The store
+//! knows no ranges of its own: whoever asks brings them, and DEL, GC and CHECK never need any.
+//!
+//! What a newcomer gets wrong: the folder belongs to others too (Go's plugin, operators, their scripts), so
+//! whatever is about to be given out or taken away is read from its file first, and a name that is no address, or an
+//! address that is no regular file, is never removed.
+
+mod folder;
+mod release;
+mod reserve;
+mod status;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+
+use std::cell::Cell;
+use std::fmt;
+use std::fs::File;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::{Duration, SystemTime};
+
+use cni::machine::Machine;
+use cni::rollback::Notes;
+use cni::{Code, Error, Result};
+
+use crate::host::Host;
+use crate::index::header::Stamp;
+use crate::index::table::TableError;
+use crate::index::{self, Content, Index};
+use crate::lock::{self, Guard, Missing, Sigterm};
+use folder::Folder;
+
+pub use release::Collected;
+pub use reserve::{Lease, Made};
+pub use status::Usage;
+
+/// Where the folders of all networks lie unless the configuration says otherwise.
+pub const DEFAULT_DATA_DIR: &str = "/var/lib/cni/networks";
+
+/// Who an address is reserved for: one interface of one container.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Owner {
+    id: String,
+    ifname: String,
+}
+
+impl Owner {
+    /// The container's ID is trimmed, as Go trims it.
+    pub fn new(id: &str, ifname: &str) -> Owner {
+        Owner { id: id.trim().to_owned(), ifname: ifname.to_owned() }
+    }
+
+    /// The container's ID.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// The interface's name in the container.
+    pub fn ifname(&self) -> &str {
+        &self.ifname
+    }
+
+    fn content(&self) -> String {
+        format!("{}\r\n{}", self.id, self.ifname)
+    }
+
+    /// The hashes under which the index lists this owner's addresses: exact, and of the old form.
+    fn hashes(&self) -> [u64; 2] {
+        [index::hash(self.content().trim().as_bytes()), index::hash(self.id.as_bytes())]
+    }
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.id, self.ifname)
+    }
+}
+
+/// One reservation, as its file has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reservation {
+    /// The address.
+    pub address: IpAddr,
+    /// The container's ID, or whatever else the file's first line says.
+    pub id: String,
+    /// The interface; `None` in a reservation of the old form.
+    pub ifname: Option<String>,
+    /// When the file was made.
+    pub since: Option<SystemTime>,
+}
+
+impl Reservation {
+    fn of(folder: &Folder, address: IpAddr, content: &[u8]) -> Reservation {
+        let text = String::from_utf8_lossy(content);
+        let (id, ifname) = match text.split_once("\r\n") {
+            Some((id, ifname)) => (id, Some(ifname.to_owned())),
+            None => (text.as_ref(), None),
+        };
+        Reservation { address, id: id.to_owned(), ifname, since: folder.made_at(address) }
+    }
+}
+
+impl fmt::Display for Reservation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is held by {}", self.address, self.id.escape_debug())?;
+        match &self.ifname {
+            Some(ifname) => write!(f, " {}", ifname.escape_debug()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a store is told about its surroundings.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where remarks go: an index that cannot be written.
+    pub notes: Notes,
+    /// What is recorded with a new reservation.
+    pub host: Host,
+}
+
+/// The store of one network. Opening it does nothing yet.
+#[derive(Clone, Debug)]
+pub struct Store {
+    path: PathBuf,
+    sidecar: PathBuf,
+    options: Options,
+    told: Rc<Cell<Told>>,
+}
+
+/// Whether the operator has been told that the index cannot be kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Told {
+    #[default]
+    NotYet,
+    Once,
+}
+
+/// The store while its lock is held. Dropping unlocks.
+#[derive(Debug)]
+pub struct Locked {
+    folder: Folder,
+    _lock: File,
+    store: Store,
+    index: Option<Index>,
+    trust: Trust,
+}
+
+/// How far the files of the sidecar are believed; each disappointment leads one step down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Trust {
+    /// They cannot be used: the index of this verb lives in memory.
+    None,
+    /// They can be written, but what is in them is damaged.
+    Place,
+    /// The records of single files, where inode and times agree.
+    Records,
+    /// The whole index, if its stamp agrees.
+    Index,
+}
+
+/// Why one attempt at an operation came to nothing.
+enum Trouble {
+    /// The folder is not as the index says: read it again.
+    Stale,
+    /// The index is damaged or cannot be used.
+    Index(TableError),
+    /// The operation is refused or failed.
+    Final(Error),
+}
+
+impl From<TableError> for Trouble {
+    fn from(error: TableError) -> Trouble {
+        Trouble::Index(error)
+    }
+}
+
+impl From<Error> for Trouble {
+    fn from(error: Error) -> Trouble {
+        Trouble::Final(error)
+    }
+}
+
+impl Store {
+    /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes a folder's name.
+    pub fn open(data_dir: &Path, network: &str, options: Options) -> Store {
+        Store {
+            path: data_dir.join(network),
+            sidecar: data_dir.join(".cni").join(network),
+            options,
+            told: Rc::default(),
+        }
+    }
+
+    /// The folder of reservations.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Locks the store, and makes its folder if it is missing.
+    ///
+    /// # Errors
+    /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names the holder. Code 5
+    /// if the folder or its lock cannot be made or opened.
+    pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
+        match self.acquire(Missing::Create, Sigterm::Ends, limit, machine)? {
+            Some(locked) => Ok(locked),
+            None => Err(Error::new(Code::INTERNAL, format!("{} was neither found nor made", self.path.display()))),
+        }
+    }
+
+    /// Locks the store if it exists. Makes no folder.
+    ///
+    /// # Errors
+    /// As [`lock`](Store::lock).
+    pub fn lock_existing(&self, limit: Duration, machine: &dyn Machine) -> Result<Option<Locked>> {
+        self.acquire(Missing::Leave, Sigterm::Ends, limit, machine)
+    }
+
+    /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from waiting for: only files
+    /// that are still those, unchanged.
+    ///
+    /// # Errors
+    /// As [`lock`](Store::lock), and code 5 after trying all of them.
+    pub fn undo(&self, made: &[Made], limit: Duration, machine: &dyn Machine) -> Result<()> {
+        match self.acquire(Missing::Leave, Sigterm::Waits, limit, machine)? {
+            Some(mut locked) => locked.undo(made),
+            None => Ok(()),
+        }
+    }
+
+    fn acquire(
+        &self,
+        missing: Missing,
+        sigterm: Sigterm,
+        limit: Duration,
+        machine: &dyn Machine,
+    ) -> Result<Option<Locked>> {
+        let locked = lock::acquire(&self.path, missing, sigterm, limit, machine)?;
+        let Some(Guard { lock, folder }) = locked else { return Ok(None) };
+        let folder = Folder { file: folder, path: self.path.clone(), sidecar: self.sidecar.clone() };
+        Ok(Some(Locked { folder, _lock: lock, store: self.clone(), index: None, trust: Trust::Index }))
+    }
+
+    fn io(&self, doing: &str, error: std::io::Error) -> Error {
+        Error::caused(Code::IO, format_args!("failed to {doing} {}", self.path.display()), error)
+    }
+
+    fn index_path(&self) -> PathBuf {
+        self.sidecar.join("index")
+    }
+
+    /// Says once that the index cannot be kept; everything works without it.
+    fn tell(&self, error: impl fmt::Display) {
+        if self.told.replace(Told::Once) == Told::NotYet {
+            self.options.notes.note(format_args!(
+                "the index {} cannot be kept, so every operation reads the whole folder: {error}",
+                self.index_path().display()
+            ));
+        }
+    }
+}
+
+impl Locked {
+    /// Runs an attempt until it succeeds or fails for good. Each failure makes the next attempt trust less.
+    fn attempt<T>(&mut self, mut operation: impl FnMut(&mut Locked) -> Result<T, Trouble>) -> Result<T> {
+        for _ in 0..5 {
+            match operation(self) {
+                Ok(done) => return Ok(done),
+                Err(Trouble::Final(error)) => return Err(error),
+                Err(Trouble::Stale) => self.distrust(Trust::Records),
+                Err(Trouble::Index(TableError::Corrupt)) if self.trust == Trust::Place => self.distrust(Trust::None),
+                Err(Trouble::Index(TableError::Corrupt)) => self.distrust(Trust::Place),
+                Err(Trouble::Index(TableError::Io(error))) => {
+                    self.store.tell(error);
+                    self.distrust(Trust::None);
+                }
+            }
+        }
+        let msg = format!("{} keeps changing although its lock is held", self.folder.path.display());
+        Err(Error::new(Code::TRY_AGAIN, msg))
+    }
+
+    /// The index, true for the folder: the one on disk if it is, else a new one.
+    fn index(&mut self) -> Result<&mut Index, Trouble> {
+        if self.index.is_none() {
+            let found = if self.trust == Trust::Index { self.open_index()? } else { None };
+            self.index = match found {
+                Some(index) => Some(index),
+                None => Some(self.rebuild()?),
+            };
+        }
+        // Just set.
+        self.index.as_mut().ok_or(Trouble::Stale)
+    }
+
+    fn open_index(&self) -> Result<Option<Index>, Trouble> {
+        let metadata = self.folder.file.metadata().map_err(|error| self.store.io("read", error))?;
+        Ok(index::open(&self.store.index_path(), &Stamp::of(&metadata), &self.store.options.host))
+    }
+
+    fn distrust(&mut self, trust: Trust) {
+        self.index = None;
+        self.trust = self.trust.min(trust);
+    }
+
+    /// Reads the folder and writes a new index, or keeps it in memory if that cannot be.
+    fn rebuild(&mut self) -> Result<Index, Trouble> {
+        let path = self.store.index_path();
+        // Marked before it is read: a change meanwhile makes the mark untrue.
+        let mark = match self.trust {
+            Trust::None => None,
+            _ => match self.prepare() {
+                Ok(stamp) => Some(stamp),
+                Err(error) => {
+                    self.store.tell(error);
+                    None
+                }
+            },
+        };
+        let host = &self.store.options.host;
+        let (known, counters) = match self.trust {
+            Trust::None | Trust::Place => Default::default(),
+            Trust::Records | Trust::Index => index::old_records(&path, host),
+        };
+        let scanned = index::scan(&self.folder.path, &self.folder.file, known);
+        let records = scanned.map_err(|error| self.store.io("read", error))?;
+        let mut index = Index::of(&records, &counters, host)?;
+        if let Some(stamp) = mark {
+            index.marked_as(stamp);
+            if let Err(error) = index.save(&path) {
+                self.store.tell(error);
+            }
+        }
+        Ok(index)
+    }
+
+    fn prepare(&self) -> std::io::Result<Stamp> {
+        folder::create_sidecar(&self.folder.sidecar)?;
+        folder::sweep(&self.folder.sidecar);
+        index::mark(&self.folder.file)
+    }
+
+    /// Reads the reservation of one address.
+    fn read(&self, address: IpAddr) -> Result<Content> {
+        let doing = || format!("failed to read {}/{address}", self.folder.path.display());
+        index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
+    }
+
+    /// The addresses whose files have the content that `hash` is of, each read and compared.
+    fn held(&mut self, hash: u64, content: &[u8]) -> Result<Vec<IpAddr>, Trouble> {
+        let mut held = self.index()?.held(hash)?;
+        held.sort_unstable();
+        let exact = self.index()?.is_exact();
+        let mut kept = Vec::with_capacity(held.len());
+        for address in held {
+            match self.read(address)? {
+                Content::Text(text) if text == content => kept.push(address),
+                // Two contents of one hash, or a file that somebody wrote to in place.
+                _ if exact => {}
+                _ => return Err(Trouble::Stale),
+            }
+        }
+        Ok(kept)
+    }
+
+    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID alone.
+    fn held_by_owner(&mut self, owner: &Owner) -> Result<Vec<IpAddr>, Trouble> {
+        let [exact, old] = owner.hashes();
+        let held = self.held(exact, owner.content().trim().as_bytes())?;
+        if held.is_empty() { self.held(old, owner.id.as_bytes()) } else { Ok(held) }
+    }
+
+    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of its ID alone.
+    ///
+    /// # Errors
+    /// Code 5 if the folder or one of these files cannot be read.
+    pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
+        self.attempt(|locked| locked.held_by_owner(owner))
+    }
+
+    /// Every reservation, in the order of the addresses. Reads all of them.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    pub fn list(&mut self) -> Result<Vec<Reservation>> {
+        let mut addresses = self.attempt(|locked| {
+            let records = locked.index()?.records().map_err(TableError::Io)?;
+            Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
+        })?;
+        addresses.sort_unstable();
+        let mut reservations = Vec::with_capacity(addresses.len());
+        for address in addresses {
+            if let Content::Text(text) = self.read(address)? {
+                reservations.push(Reservation::of(&self.folder, address, &text));
+            }
+        }
+        Ok(reservations)
+    }
+
+    /// Who holds an address, in words, for messages: `10.0.0.2 is held by <id> <ifname>`.
+    fn describe(&self, address: IpAddr) -> String {
+        match self.read(address) {
+            Ok(Content::Text(text)) => Reservation::of(&self.folder, address, &text).to_string(),
+            Ok(Content::Foreign) => format!("{}/{address} is no reservation", self.folder.path.display()),
+            Ok(Content::Absent | Content::Blank) => format!("{address} has just been released"),
+            Err(error) => error.to_string(),
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! DEL, GC and rollback: taking reservations away.
+//!
+//! Every file is read before it goes, and only regular files named as addresses go. It never looks at ranges: what
+//! the configuration says today need not be what it said at ADD. What a newcomer gets wrong: a reservation of the old
+//! form (the container's ID alone) is released only if there is none of the exact form, as Go has it.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+
+use cni::{Code, Error, Result};
+
+use super::{Locked, Owner, Reservation, Trouble};
+use crate::index::table::TableError;
+use crate::index::{Content, Holder, Index, hash};
+
+/// Above this many changes a new index is cheaper and simpler than that many changes in place.
+const MANY: usize = 32;
+
+/// What GC did.
+#[derive(Debug)]
+pub struct Collected {
+    /// What it removed, in the order of the addresses.
+    pub removed: Vec<Reservation>,
+    /// How many reservations stay.
+    pub kept: usize,
+    /// What it could not do, if anything; everything else was done all the same.
+    pub error: Option<Error>,
+}
+
+impl Locked {
+    /// Removes what `owner` holds; nothing is fine. Returns what was removed.
+    ///
+    /// # Errors
+    /// Code 5, after trying everything.
+    pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
+        let held = self.reserved_by(owner)?;
+        let (removed, error) = self.remove(&held);
+        error.map_or(Ok(removed), Err)
+    }
+
+    /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID is in `valid` with
+    /// any interface. What is no reservation stays.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read; what fails later is part of the answer.
+    pub fn collect(&mut self, valid: &[Owner]) -> Result<Collected> {
+        let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
+        let held = self.attempt(|locked| {
+            let records = locked.index()?.records().map_err(TableError::Io)?;
+            Ok(records.into_iter().filter(|record| matches!(record.holder, Holder::Content(_))).collect::<Vec<_>>())
+        })?;
+        let mut doomed = Vec::new();
+        let mut errors = Vec::new();
+        for record in &held {
+            if matches!(record.holder, Holder::Content(hash) if valid.contains(&hash)) {
+                continue;
+            }
+            match self.read(record.address) {
+                // Judged by what the file says, not by what the index remembers.
+                Ok(Content::Text(text)) if !valid.contains(&hash(&text)) => {
+                    doomed.push(Reservation::of(&self.folder, record.address, &text));
+                }
+                Ok(_) => {}
+                Err(error) => errors.push(error),
+            }
+        }
+        doomed.sort_unstable_by_key(|reservation| reservation.address);
+        let addresses: Vec<IpAddr> = doomed.iter().map(|reservation| reservation.address).collect();
+        let (removed, error) = self.remove(&addresses);
+        errors.extend(error);
+        let removed: HashSet<IpAddr> = removed.into_iter().collect();
+        doomed.retain(|reservation| removed.contains(&reservation.address));
+        Ok(Collected { kept: held.len() - doomed.len(), removed: doomed, error: Error::join(errors) })
+    }
+
+    /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going on errors.
+    pub(super) fn remove(&mut self, addresses: &[IpAddr]) -> (Vec<IpAddr>, Option<Error>) {
+        if addresses.is_empty() {
+            return (Vec::new(), None);
+        }
+        // If the folder is no longer as the index has it, the next reader must start anew; the files go regardless.
+        if !matches!(self.begin(), Ok(true)) {
+            self.distrust(super::Trust::Records);
+        }
+        let mut removed = Vec::with_capacity(addresses.len());
+        let mut errors = Vec::new();
+        for address in addresses {
+            match self.folder.unlink(&address.to_string()) {
+                Ok(_) => removed.push(*address),
+                Err(error) => {
+                    let doing = format!("failed to remove {}/{address}", self.folder.path.display());
+                    errors.push(Error::caused(Code::IO, doing, error));
+                }
+            }
+        }
+        if removed.len() > MANY {
+            self.distrust(super::Trust::Records);
+            // Errors here cost time later, nothing else.
+            let _ = self.attempt(|locked| locked.index().map(|_| ()));
+        } else {
+            self.settle(|index| removed.iter().try_for_each(|address| index.remove(*address)));
+        }
+        (removed, Error::join(errors))
+    }
+
+    /// Step 1 of a change of the folder: `false` if the index is not true any more.
+    pub(super) fn begin(&mut self) -> Result<bool, Trouble> {
+        self.index()?;
+        match &mut self.index {
+            Some(index) => Ok(index.begin(&self.folder.file)?),
+            None => Ok(false),
+        }
+    }
+
+    /// Steps 3 to 5: the folder has been changed; `change` tells the index. If that fails, the index is given up: its
+    /// header is dirty, so the next verb makes a new one.
+    pub(super) fn settle(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
+        let Some(mut index) = self.index.take() else { return };
+        let settled = (|| {
+            if index.is_on_disk() {
+                index.mark(&self.folder.file)?;
+            }
+            change(&mut index)?;
+            index.finish()
+        })();
+        match settled {
+            Ok(()) => self.index = Some(index),
+            Err(TableError::Corrupt) => self.distrust(super::Trust::Place),
+            Err(TableError::Io(error)) => {
+                self.store.tell(error);
+                self.distrust(super::Trust::None);
+            }
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! ADD: one address of each range set, all of them or none.
+//!
+//! Everything is decided before the first file is made, so a refusal changes nothing. What a newcomer gets wrong:
+//! undoing an ADD frees the very files this ADD made, never "whatever this container holds": a repeated ADD that
+//! fails must leave the running container its addresses.
+
+use std::net::IpAddr;
+use std::time::SystemTime;
+
+use cni::{Code, Error, Result};
+
+use super::folder::Linked;
+use super::{Locked, Owner, Trouble};
+use crate::allocator::{self, Occupied, Requested};
+use crate::index::{Content, Index, Record};
+use crate::ranges::{Range, RangeSet, RangeSets};
+
+/// What an ADD has reserved, in the order of the range sets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// The range that each address is of, and the reservation.
+    pub addresses: Vec<(Range, Made)>,
+}
+
+/// A reservation made by this process: enough to take back this one and no other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Made {
+    address: IpAddr,
+    inode: u64,
+    content: String,
+}
+
+impl Made {
+    /// The address.
+    pub fn address(&self) -> IpAddr {
+        self.address
+    }
+}
+
+impl Lease {
+    /// The reservations alone, for [`Store::undo`](super::Store::undo).
+    pub fn made(&self) -> Vec<Made> {
+        self.addresses.iter().map(|(_, made)| made.clone()).collect()
+    }
+}
+
+struct Asking<'a>(&'a Index);
+
+impl Occupied for Asking<'_> {
+    type Error = Trouble;
+
+    fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Trouble> {
+        Ok(self.0.next_free(from)?)
+    }
+}
+
+impl Locked {
+    /// Reserves one address of each set for `owner`: the requested one, or the next in turn.
+    ///
+    /// # Errors
+    /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an address of a set,
+    /// or a requested address is held, and the message names the holder; 7: what is requested is a gateway or in no set;
+    /// 5: a file could not be made. The messages begin with Go's texts.
+    pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
+        let requested = requested.assign(sets, &self.store.options.notes)?;
+        self.attempt(|locked| {
+            let mut picked = Vec::with_capacity(requested.len());
+            for (position, (set, requested)) in sets.sets().iter().zip(&requested).enumerate() {
+                let address = locked.pick(owner, position, set, *requested).map_err(|trouble| match trouble {
+                    Trouble::Final(error) => {
+                        Trouble::Final(error.context(format_args!("failed to allocate for range {position}")))
+                    }
+                    other => other,
+                })?;
+                picked.push(address);
+            }
+            for range in sets.sets().iter().flat_map(RangeSet::ranges) {
+                // STATUS answers from these counters.
+                locked.index()?.count(range)?;
+            }
+            let records = locked.carry_out(owner, &picked)?;
+            let lease = sets.sets().iter().zip(records).filter_map(|(set, record)| {
+                let made = Made { address: record.address, inode: record.inode, content: owner.content() };
+                set.find(record.address).map(|range| (range.clone(), made))
+            });
+            Ok(Lease { addresses: lease.collect() })
+        })
+    }
+
+    fn pick(
+        &mut self,
+        owner: &Owner,
+        position: usize,
+        set: &RangeSet,
+        requested: Option<IpAddr>,
+    ) -> Result<IpAddr, Trouble> {
+        if let Some(address) = requested {
+            if set.is_gateway(address) {
+                return Err(Error::config(format!("requested ip {address} is subnet's gateway")).into());
+            }
+            if !matches!(self.read(address)?, Content::Absent | Content::Blank) {
+                let holder = self.describe(address);
+                let msg = format!("requested IP address {address} is not available in range set {set}: {holder}");
+                return Err(Error::new(Code::CONFLICT, msg).into());
+            }
+        }
+        // Both forms: whoever holds an address of the set in either gets no second one.
+        let [exact, old] = owner.hashes();
+        let mut held = self.held(exact, owner.content().trim().as_bytes())?;
+        held.extend(self.held(old, owner.id().as_bytes())?);
+        if let Some(address) = held.into_iter().find(|address| set.find(*address).is_some()) {
+            let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
+            return Err(Error::new(Code::CONFLICT, msg).with_details(self.describe(address)).into());
+        }
+        if let Some(address) = requested {
+            return Ok(address);
+        }
+        let last = self.folder.last_reserved(position);
+        match allocator::next(set, last, &mut Asking(self.index()?))? {
+            Some(address) => Ok(address),
+            // Something may have been removed without the lock and unseen; reading the folder once will tell.
+            None if !self.index()?.is_exact() => Err(Trouble::Stale),
+            None => Err(self.exhausted(set, last)?.into()),
+        }
+    }
+
+    /// The error that says that a set is used up, by how many and by whom.
+    fn exhausted(&mut self, set: &RangeSet, last: Option<IpAddr>) -> Result<Error, Trouble> {
+        let total = set.capacity();
+        let mut error = Error::new(
+            Code::TRY_AGAIN,
+            format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
+        );
+        // In a round robin those next in turn are those held longest; so no need to look at all.
+        let mut oldest = Vec::new();
+        let mut at = last;
+        for _ in 0..total.min(3) {
+            at = allocator::next(set, at, &mut Everything)?;
+            oldest.extend(at.map(|address| self.describe_with_age(address)));
+        }
+        if !oldest.is_empty() {
+            error = error.with_details(format!(
+                "next in turn, so most likely held longest: {}; if these containers are gone, run GC or DEL for them",
+                oldest.join(", ")
+            ));
+        }
+        Ok(error)
+    }
+
+    fn describe_with_age(&self, address: IpAddr) -> String {
+        let age = self.folder.made_at(address).and_then(|made| SystemTime::now().duration_since(made).ok());
+        match age.map(|age| age.as_secs()) {
+            Some(seconds) => format!("{} since {}", self.describe(address), in_words(seconds)),
+            None => self.describe(address),
+        }
+    }
+
+    /// Makes the files, then tells the index. The order is the one that `index` proves.
+    fn carry_out(&mut self, owner: &Owner, picked: &[IpAddr]) -> Result<Vec<Record>, Trouble> {
+        if !self.begin()? {
+            return Err(Trouble::Stale);
+        }
+        let mut made: Vec<Record> = Vec::with_capacity(picked.len());
+        for (position, address) in picked.iter().enumerate() {
+            match self.create(owner, *address) {
+                Ok(Linked::Made(record)) => made.push(record),
+                outcome => {
+                    let name = |address: &IpAddr| format!("{}/{address}", self.folder.path.display());
+                    for record in &made {
+                        if let Err(error) = self.folder.unlink(&record.address.to_string()) {
+                            let name = name(&record.address);
+                            self.store.options.notes.note(format_args!("failed to take back {name}: {error}"));
+                        }
+                    }
+                    // The header is dirty: whoever comes next reads the folder.
+                    self.index = None;
+                    return Err(match outcome {
+                        Err(error) => {
+                            let doing = format!("failed to create {}", name(address));
+                            let error = Error::caused(Code::IO, doing, error);
+                            error.context(format_args!("failed to allocate for range {position}")).into()
+                        }
+                        Ok(_) => Trouble::Stale,
+                    });
+                }
+            }
+        }
+        for (position, address) in picked.iter().enumerate() {
+            if let Err(error) = self.folder.set_last_reserved(position, *address) {
+                // Only the next turn's starting point is lost.
+                let path = self.folder.path.display();
+                self.store
+                    .options
+                    .notes
+                    .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
+            }
+        }
+        self.settle(|index| made.iter().try_for_each(|record| index.put(record)));
+        Ok(made)
+    }
+
+    /// Makes one reservation; a blank file of that name is replaced.
+    fn create(&self, owner: &Owner, address: IpAddr) -> std::io::Result<Linked> {
+        let (content, boot) = (owner.content(), self.store.options.host.boot());
+        match self.folder.create(address, &content, boot)? {
+            Linked::Exists if crate::index::read(&self.folder.file, address)? == Content::Blank => {
+                self.folder.unlink(&address.to_string())?;
+                self.folder.create(address, &content, boot)
+            }
+            outcome => Ok(outcome),
+        }
+    }
+
+    /// Takes back what [`reserve`](Locked::reserve) made: only files that are still those, unchanged.
+    ///
+    /// # Errors
+    /// Code 5, after trying all of them.
+    pub fn undo(&mut self, made: &[Made]) -> Result<()> {
+        use std::os::unix::fs::MetadataExt;
+        let mut still = Vec::new();
+        for made in made {
+            let path = self.folder.path.join(made.address.to_string());
+            let same = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == made.inode);
+            if same && self.read(made.address)? == Content::Text(made.content.trim().as_bytes().to_vec()) {
+                still.push(made.address);
+            }
+        }
+        self.remove(&still).1.map_or(Ok(()), Err)
+    }
+}
+
+/// Occupied by nothing: to walk the round robin itself.
+struct Everything;
+
+impl Occupied for Everything {
+    type Error = Trouble;
+
+    fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Trouble> {
+        Ok(Some(from))
+    }
+}
+
+fn in_words(seconds: u64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}

@@ -1,0 +1,109 @@
+//! STATUS: how many addresses are used, without the lock and without waiting.
+//!
+//! It writes nothing and rebuilds nothing. With an index that is true and stays so while it is read, the answer
+//! costs a few reads; else the names in the folder are counted, and no file is opened. What a newcomer gets wrong:
+//! blank files count as used in the second case, so the two may differ by those.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::Path;
+
+use cni::{Code, Error, Result};
+use nix::unistd::{AccessFlags, access};
+
+use super::Store;
+use crate::index::header::Stamp;
+use crate::index::{self, Index};
+use crate::ranges::{RangeSet, RangeSets};
+
+/// How full a range set is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// The set, as messages name it.
+    pub set: String,
+    /// Addresses taken, by whomever.
+    pub used: u128,
+    /// Addresses that can be given out at all: the gateways are not among them.
+    pub total: u128,
+}
+
+impl Usage {
+    /// Whether the next ADD fails.
+    pub fn is_exhausted(&self) -> bool {
+        self.used >= self.total
+    }
+}
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} of {} used", self.set, self.used, self.total)
+    }
+}
+
+impl Store {
+    /// How full each set is. Takes no lock, never waits, changes nothing.
+    ///
+    /// # Errors
+    /// Code 5 if the folder is there but cannot be read.
+    pub fn usage(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
+        let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
+        let peeked = index::peek(&self.index_path(), stamp, |index| {
+            let counts = sets.sets().iter().map(|set| used(index, set));
+            counts.collect::<Result<Option<Vec<u128>>, _>>()
+        });
+        let counts = match peeked {
+            Some(counts) => counts,
+            None => {
+                let names = match index::names_in(self.path()) {
+                    Ok(names) => names,
+                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+                    Err(error) => {
+                        let doing = format!("failed to read {}", self.path().display());
+                        return Err(Error::caused(Code::IO, doing, error));
+                    }
+                };
+                let in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
+                let count = |set| names.iter().filter(|name| in_set(set, name)).count() as u128;
+                sets.sets().iter().map(count).collect()
+            }
+        };
+        let usage = |(set, used): (&RangeSet, u128)| Usage { set: set.to_string(), used, total: set.capacity() };
+        Ok(sets.sets().iter().zip(counts).map(usage).collect())
+    }
+}
+
+impl Store {
+    /// Whether an ADD could write here: the folder, or what it would be made in, is a folder and can be written.
+    ///
+    /// # Errors
+    /// Code 5, with the path.
+    pub fn check_writable(&self) -> Result<()> {
+        for path in self.path().ancestors() {
+            let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+            let failed = |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
+            match std::fs::metadata(path) {
+                Ok(metadata) if metadata.is_dir() => {
+                    let writable = access(path, AccessFlags::W_OK | AccessFlags::X_OK);
+                    return writable.map_err(|errno| failed(errno.into()));
+                }
+                Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the index has counted in a set; `None` if one of its ranges is not counted.
+fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
+    let mut sum = 0;
+    for range in set.ranges() {
+        let Some(used) = index.counted(range) else { return Ok(None) };
+        sum += u128::from(used);
+    }
+    for gateway in set.inner_gateways() {
+        sum -= u128::from(index.is_occupied(gateway)?);
+    }
+    Ok(Some(sum))
+}
