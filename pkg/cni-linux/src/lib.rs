@@ -28,6 +28,7 @@ pub mod mark;
 pub mod neigh;
 pub mod netlink;
 pub mod netns;
+pub mod process;
 pub mod route;
 mod sys;
 pub mod sysctl;

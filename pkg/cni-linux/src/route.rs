@@ -11,7 +11,8 @@ use std::net::IpAddr;
 use cni::Cidr;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use rtnetlink::packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
+    RouteProtocol, RouteType,
 };
 use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
@@ -145,6 +146,33 @@ impl Netlink {
         let message = RouteNetlinkMessage::NewRoute(message(route));
         self.request(message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
+        })
+    }
+
+    /// Adds one route over several gateways, among which the kernel spreads the traffic. `paths` are
+    /// [rivals](Route::is_rival_of): what they have in common is taken from the first.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if a rival is there.
+    pub fn add_multipath_route(&self, paths: &[Route]) -> Result<()> {
+        let Some(first) = paths.first() else { return Ok(()) };
+        let mut message = message(&Route { gw: None, ..*first });
+        message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
+        let next_hop = |path: &Route| {
+            let mut next_hop = RouteNextHop::default();
+            next_hop.interface_index = path.oif;
+            next_hop.attributes.extend(path.gw.map(|gw| RouteAttribute::Gateway(gw.into())));
+            if path.onlink {
+                next_hop.flags = RouteNextHopFlags::Onlink;
+            }
+            next_hop
+        };
+        message.attributes.push(RouteAttribute::MultiPath(paths.iter().map(next_hop).collect()));
+        let message = RouteNetlinkMessage::NewRoute(message);
+        self.request(message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
+            let gateways: Vec<String> = paths.iter().filter_map(|path| Some(path.gw?.to_string())).collect();
+            let doing = format!("failed to add route {} via {}", first.dst, gateways.join(" and "));
+            Error::new(doing, cause)
         })
     }
 
@@ -394,6 +422,18 @@ mod tests {
             let rivals = netlink.find_rivals(&route("10.5.0.0/24", None, oif)).unwrap();
             let gateways: Vec<_> = rivals.iter().map(|route| route.gw.unwrap().to_string()).collect();
             assert_eq!(gateways, ["10.1.0.1", "10.1.0.9"]);
+        });
+    }
+
+    #[test]
+    fn several_gateways_make_one_route_over_several_paths() {
+        with_bridge(|netlink, oif| {
+            let paths = [route("10.5.0.0/24", Some("10.1.0.1"), oif), route("10.5.0.0/24", Some("10.1.0.9"), oif)];
+            netlink.add_multipath_route(&paths).unwrap();
+            assert_eq!(output("ip route show 10.5.0.0/24").matches("nexthop via").count(), 2);
+            assert_eq!(netlink.find_rivals(&paths[0]).unwrap().len(), 2);
+            let error = netlink.add_multipath_route(&paths).unwrap_err();
+            assert!(error.is_exists() && error.to_string().contains("via 10.1.0.1 and 10.1.0.9"), "{error}");
         });
     }
 

@@ -83,11 +83,11 @@ impl<'a> Delegate<'a> {
         })
     }
 
-    /// ADD; the undo, a DEL, is put onto `rollback`.
+    /// ADD: a lease that is released by `rollback` unless that is committed.
     ///
     /// # Errors
     /// The delegate's own, after a DEL of whatever it may have done.
-    pub fn add(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
+    pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
         let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout));
         match added {

@@ -1,1 +1,88 @@
-//! placeholder
+//! `bridge`: a container's network namespace gets a port on a Linux bridge, an address from an IPAM plugin, and, if
+//! the bridge is to be the gateway, a way out.
+//!
+//! Rooms: `conf` reads the configuration; `device` finds or makes the bridge, `port` the veth pair, `layer3` the
+//! addresses and routes; `attach` puts them together for ADD, `chained` for a use after another plugin; `check`,
+//! `detach` (DEL) and `collect` (GC) are the other verbs.
+//!
+//! Easy to get wrong: the bridge is everybody's. It, its gateway addresses and the forwarding sysctls are never undone;
+//! only what carries this attachment's mark is.
+
+mod attach;
+mod chained;
+mod check;
+mod collect;
+mod conf;
+mod detach;
+mod device;
+mod layer3;
+mod port;
+mod record;
+
+use cni::config::ValidAttachments;
+use cni::delegate::Delegate;
+use cni::skel::{Added, Call, Plugin};
+use cni::{Code, Error, Result};
+use cni_linux::firewall::spoof::SpoofCheck;
+use cni_linux::{Mark, Netlink};
+
+use conf::Conf;
+
+/// The plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct Bridge;
+
+impl Plugin for Bridge {
+    fn name(&self) -> &'static str {
+        "bridge"
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let conf = Conf::new(call)?;
+        if conf.masquerade {
+            let msg = "\"ipMasq\": true: masquerading is not supported yet by this plugin";
+            return Err(Error::new(Code::UNSUPPORTED_FIELD, msg));
+        }
+        match call.conf.prev_result()? {
+            Some(prev) => chained::add(call, &conf, prev),
+            None => attach::add(call, &conf),
+        }
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(call)?;
+        check::check(call, &conf)
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        detach::del(call)
+    }
+
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        collect::gc(call, valid)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(call)?;
+        let not_ready = |error: Error| error.with_code(Code::NOT_AVAILABLE);
+        let host = Netlink::open().map_err(|error| not_ready(error.into()))?;
+        if let Some(link) = host.find_link(&conf.bridge).map_err(|error| not_ready(error.into()))?
+            && !link.is_bridge()
+        {
+            let msg = format!("{:?} already exists but is not a bridge", conf.bridge);
+            return Err(Error::new(Code::NOT_AVAILABLE, msg));
+        }
+        if conf.spoof_check {
+            SpoofCheck::open().map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
+        }
+        match &conf.ipam {
+            Some(kind) => Delegate::find(call, kind).map_err(not_ready)?.status(),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The mark of this call's attachment.
+fn mark(call: &Call<'_>) -> Mark {
+    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
+}

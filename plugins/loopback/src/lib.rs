@@ -1,1 +1,87 @@
-//! placeholder
+//! `loopback`: sets `lo` of the container's namespace up, and down again.
+//!
+//! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. Easy to get wrong: an earlier plugin's result is
+//! passed through as it is, without an entry for `lo`.
+
+use cni::config::ValidAttachments;
+use cni::result::{AddResult, Interface, IpConfig};
+use cni::skel::{Added, Call, Plugin};
+use cni::{Code, Error, Result};
+use cni_linux::{Addr, Netlink, Netns};
+
+/// The plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct Loopback;
+
+const LO: &str = "lo";
+
+impl Plugin for Loopback {
+    fn name(&self) -> &'static str {
+        "loopback"
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let prev = call.conf.prev_result()?;
+        let netlink = Netlink::open()?.open_in(&Netns::open(call.netns()?)?)?;
+        let lo = netlink.link(LO)?;
+        let mut rollback = call.rollback();
+        // The kernel adds 127.0.0.1/8 and ::1/128 when it goes up, so the judgement on addresses comes after.
+        netlink.set_up(lo.index)?;
+        let addresses = netlink.list_addresses(lo.index)?;
+        if !lo.up {
+            rollback.push("set lo down again", move || netlink.set_down(lo.index));
+        }
+        if let Some(foreign) = addresses.iter().find(|address| !address.cidr.address().is_loopback()) {
+            let msg = format!("loopback interface found with non-loopback address \"{}\"", foreign.cidr);
+            return Err(Error::new(Code::CONFLICT, msg));
+        }
+        let result = prev.unwrap_or_else(|| result(call, &addresses));
+        Ok(Added { result, rollback })
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        let netlink = Netlink::open()?.open_in(&Netns::open(call.netns()?)?)?;
+        if netlink.link(LO)?.up {
+            return Ok(());
+        }
+        Err(Error::new(Code::CHECK_FAILED, "loopback interface is down"))
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        let netns = match call.netns.as_deref().map(Netns::open) {
+            None => return Ok(()),
+            Some(Err(error)) if error.is_no_netns() => return Ok(()),
+            Some(netns) => netns?,
+        };
+        let netlink = Netlink::open()?.open_in(&netns)?;
+        Ok(netlink.set_down(netlink.link(LO)?.index)?)
+    }
+
+    /// `lo` ends with its namespace: nothing can be left.
+    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
+        Ok(())
+    }
+
+    /// Every namespace has its `lo`: there is nothing to be missing.
+    fn status(&self, _: &Call<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn result(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
+    let first = |is_ipv4: bool| addresses.iter().map(|address| address.cidr).find(|cidr| cidr.is_ipv4() == is_ipv4);
+    AddResult {
+        interfaces: vec![Interface {
+            name: LO.to_owned(),
+            mac: "00:00:00:00:00:00".to_owned(),
+            sandbox: call.environment.netns.clone(),
+            ..Interface::default()
+        }],
+        ips: [first(true), first(false)]
+            .into_iter()
+            .flatten()
+            .map(|address| IpConfig { interface: Some(0), address, gateway: None })
+            .collect(),
+        ..AddResult::default()
+    }
+}

@@ -1,0 +1,20 @@
+//! `main` of every plugin: the machine made ready, then the skeleton.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use cni::skel::{self, Plugin};
+
+use crate::LinuxMachine;
+
+/// Runs a plugin as this process.
+pub fn run(plugin: &dyn Plugin) -> ExitCode {
+    match LinuxMachine::install() {
+        Ok(machine) => skel::run(plugin, &machine),
+        Err(error) => {
+            // Without its signals under control nothing has been begun; a runtime reads stderr when stdout is empty.
+            let _ = writeln!(std::io::stderr(), "{}: failed to take over the signals: {error}", plugin.name());
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! ADD: bridge, port, protection, address, and only then a container's end that is up.
+//!
+//! The order is the point (D12 of the decisions): no frame passes before flags, VLANs and spoof rules are in force, and
+//! nobody is told of an address before frames can reach it.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use cni::delegate::Delegate;
+use cni::result::{AddResult, Interface};
+use cni::skel::{Added, Call};
+use cni::{Error, Result};
+use cni_linux::{Link, Mac, Netlink, Netns, Target, VethSpec, VlanFlags, Watch};
+
+use crate::conf::{Conf, vlan_gateway_name};
+use crate::layer3::{self, Layer3};
+use crate::port::{self, PortEnds};
+use crate::{device, mark};
+
+/// How long a port may take to forward. It takes milliseconds; this is for a machine under stress.
+const PORT_DEADLINE: Duration = Duration::from_secs(5);
+
+/// The alias of the bridge's end of a VLAN gateway.
+pub(crate) const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
+
+pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
+    let netns = Netns::open(call.netns()?)?;
+    let host = Rc::new(Netlink::open()?);
+    let container = host.open_in(&netns)?;
+    let mark = mark(call);
+    // The kernel would refuse this too, but only after a bridge has been made for it.
+    if container.find_link(&call.ifname)?.is_some() {
+        return Err(port::name_taken(&call.ifname, &mark.host_name(0)));
+    }
+    // Dropped in reverse on failure: an address is given back only after the interface that had it is gone.
+    let mut lease = call.rollback();
+    let mut rollback = call.rollback();
+
+    let bridge = device::ensure(&host, conf)?;
+    let port = port::create(&host, &netns, &bridge, &mark, conf, &mut rollback)?;
+    let ends = PortEnds { index: port.index, name: &port.name, peer_mac: port.peer_mac };
+    port::protect(&host, call, &ends, &mark, conf, &mut rollback).map_err(|error| match error.errno() {
+        Some(errno) if errno == EOPNOTSUPP && conf.vlans.is_some() => device::no_vlan_filtering(error, conf),
+        _ => error,
+    })?;
+
+    let mut result = AddResult {
+        interfaces: vec![
+            interface(&bridge.name, bridge.mac),
+            interface(&port.name, Some(port.mac)),
+            Interface { sandbox: sandbox(call), ..interface(&call.ifname, Some(port.peer_mac)) },
+        ],
+        ..AddResult::default()
+    };
+    if let Some(kind) = &conf.ipam {
+        let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
+        let mut layer3 = Layer3::new(&ipam, conf, 2)?;
+        let gateway = gateway_link(&host, &bridge, conf)?;
+        bring_up(
+            call,
+            conf,
+            &Ends { host: &host, container: &container, netns: &netns },
+            &gateway,
+            &ends,
+            port.peer_index,
+            &mut layer3,
+        )?;
+        if gateway.index != bridge.index {
+            result.interfaces.push(interface(&gateway.name, gateway.mac));
+        }
+        (result.ips, result.routes, result.dns) = (layer3.ips, layer3.routes, ipam.dns);
+    } else if !conf.container_down {
+        let watch = Watch::open()?;
+        container.set_up(port.peer_index)?;
+        wait_for_port(call, &host, &watch, port.index)?;
+    }
+    if let Some(dns) = &conf.dns {
+        result.dns = dns.clone();
+    }
+    lease.append(rollback);
+    Ok(Added { result, rollback: lease })
+}
+
+const EOPNOTSUPP: i32 = 95;
+
+/// Both sides of an attachment.
+#[derive(Clone, Copy)]
+pub(crate) struct Ends<'a> {
+    pub(crate) host: &'a Netlink,
+    pub(crate) container: &'a Netlink,
+    pub(crate) netns: &'a Netns,
+}
+
+/// Layer 3: the gateway first, then the container's end, then, once frames pass, the announcement.
+pub(crate) fn bring_up(
+    call: &Call<'_>,
+    conf: &Conf,
+    ends: &Ends<'_>,
+    gateway: &Link,
+    port: &PortEnds<'_>,
+    container_index: u32,
+    layer3: &mut Layer3,
+) -> Result<()> {
+    let Ends { host, container, netns } = *ends;
+    if conf.gateway != crate::conf::Gateway::None {
+        layer3::serve_gateways(host, call, (gateway.index, &gateway.name), conf, layer3)?;
+    }
+    layer3::prepare_namespace(netns, &call.ifname, conf, layer3)?;
+    // Listening starts before there is anything to hear.
+    let watch = Watch::open()?;
+    let inner = if conf.dad { Some(Watch::open_in(netns)?) } else { None };
+    layer3::configure(container, container_index, conf, layer3, &call.notes)?;
+    wait_for_port(call, host, &watch, port.index)?;
+    if let Some(inner) = &inner {
+        layer3::wait_for_dad(container, inner, container_index, call.machine)?;
+    }
+    // An address that another container had a moment ago: its neighbours, and the host, still know the old MAC.
+    container.announce(container_index, port.peer_mac)?;
+    for ip in &layer3.ips {
+        host.correct_neighbour(gateway.index, ip.address.address(), port.peer_mac)?;
+    }
+    Ok(())
+}
+
+fn wait_for_port(call: &Call<'_>, host: &Netlink, watch: &Watch, index: u32) -> Result<()> {
+    let deadline = call.machine.now() + PORT_DEADLINE;
+    host.wait_port_forwarding(watch, index, deadline, call.machine.0)
+        .map(drop)
+        .map_err(|error| Error::from(error).context("bridge port in error state"))
+}
+
+/// The link that has the gateway's address: the bridge, or for a VLAN a veth whose other end is in that VLAN.
+///
+/// It is shared like the bridge, and like it never removed.
+pub(crate) fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
+    let (Some(vlan), true) = (conf.gateway_vlan(), conf.gateway != crate::conf::Gateway::None) else {
+        return Ok(bridge.clone());
+    };
+    let name = vlan_gateway_name(&bridge.name, vlan);
+    if let Some(link) = host.find_link(&name)? {
+        return Ok(link);
+    }
+    let (mac, peer_mac) = (device::made_up_mac()?, device::made_up_mac()?);
+    let port_name = cni_linux::Mark::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
+    let spec = VethSpec {
+        mtu: conf.mtu,
+        alias: Some(VLAN_GATEWAY),
+        master: Some(bridge.index),
+        up: true,
+        ..VethSpec::new(&port_name, peer_mac, &name, mac)
+    };
+    match host.create_veth(&spec) {
+        Ok(veth) => {
+            let ready = || -> cni_linux::Result<()> {
+                for old in host.vlans(veth.index)? {
+                    host.del_vlan(veth.index, old.vid, Target::Master)?;
+                }
+                host.add_vlan(veth.index, vlan, VlanFlags::Access, Target::Master)?;
+                host.set_up(veth.peer_index)
+            };
+            // Half of it would pass for the whole at the next ADD.
+            if let Err(error) = ready() {
+                host.purge_link(veth.index)?;
+                return Err(error.into());
+            }
+            device::no_router_advertisements(&name);
+        }
+        // Another first ADD was faster.
+        Err(error) if error.is_exists() => {}
+        Err(error) => return Err(error.into()),
+    }
+    Ok(host.link(&name)?)
+}
+
+/// An interface of the host, as the result names it.
+pub(crate) fn interface(name: &str, mac: Option<Mac>) -> Interface {
+    Interface { name: name.to_owned(), mac: mac.map(|mac| mac.to_string()).unwrap_or_default(), ..Interface::default() }
+}
+
+/// CNI_NETNS, letter by letter: CHECK compares it.
+pub(crate) fn sandbox(call: &Call<'_>) -> String {
+    call.environment.netns.clone()
+}

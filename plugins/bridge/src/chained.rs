@@ -1,0 +1,198 @@
+//! `bridge` after another plugin: the interface that one made becomes a port (D16 of the decisions).
+//!
+//! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge instead of deleting
+//! it. DEL and CHECK always carry a `prevResult`, chained or not: they go by the mark alone.
+
+use std::rc::Rc;
+
+use cni::delegate::Delegate;
+use cni::result::AddResult;
+use cni::skel::{Added, Call};
+use cni::{Code, Error, Result};
+use cni_linux::{Link, Mark, Netlink, Netns};
+
+use crate::attach::{self, Ends, bring_up, gateway_link};
+use crate::conf::Conf;
+use crate::layer3::Layer3;
+use crate::port::{self, PortEnds};
+use crate::{device, mark};
+
+/// The kernel keeps 255 bytes of an alias.
+const ALIAS_MAX: usize = 255;
+
+/// The alias of a port that another plugin made: `cni-port:<mark> <alias it had before>`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PortMark {
+    /// The mark it would have if we had made it.
+    pub(crate) mark: String,
+    /// What to put back.
+    pub(crate) before: String,
+}
+
+impl PortMark {
+    pub(crate) fn parse(alias: &str) -> Option<PortMark> {
+        let (mark, before) = alias.strip_prefix("cni-port:")?.split_once(' ')?;
+        Some(PortMark { mark: mark.to_owned(), before: before.to_owned() })
+    }
+
+    fn alias(&self) -> String {
+        format!("cni-port:{} {}", self.mark, self.before)
+    }
+
+    /// Whether the port was given to the bridge by this attachment.
+    pub(crate) fn is(&self, mark: &Mark) -> bool {
+        self.mark == mark.alias()
+    }
+}
+
+pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {
+    let netns = Netns::open(call.netns()?)?;
+    let host = Rc::new(Netlink::open()?);
+    let container = host.open_in(&netns)?;
+    let mark = mark(call);
+    let inner = container.find_link(&call.ifname)?.ok_or_else(|| {
+        Error::config(format!(
+            "chained use: the container has no interface {:?}, which an earlier plugin should have made",
+            call.ifname
+        ))
+    })?;
+    let link = host_side(&host, conf, &prev, &inner)?;
+    let peer_mac = inner.mac.ok_or_else(|| Error::config(format!("{} has no hardware address", call.ifname)))?;
+
+    let mut lease = call.rollback();
+    let mut rollback = call.rollback();
+    let bridge = device::ensure(&host, conf)?;
+    take(&host, &bridge, &link, &mark)?;
+    let (undo, index) = (Rc::clone(&host), link.index);
+    rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {
+        Some(link) => give_back(&undo, &link),
+        None => Ok(()),
+    });
+    let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
+    port::protect(&host, call, &ends, &mark, conf, &mut rollback)?;
+
+    let mut result = prev;
+    if let Some(kind) = &conf.ipam {
+        let interface = result
+            .interfaces
+            .iter()
+            .position(|interface| interface.name == call.ifname && interface.sandbox == attach::sandbox(call));
+        let interface = interface.ok_or_else(|| {
+            Error::config(format!(
+                "chained use: prevResult has no interface {:?} in {}",
+                call.ifname,
+                attach::sandbox(call)
+            ))
+        })?;
+        let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
+        let mut layer3 = Layer3::new(&ipam, conf, interface)?;
+        let gateway = gateway_link(&host, &bridge, conf)?;
+        bring_up(
+            call,
+            conf,
+            &Ends { host: &host, container: &container, netns: &netns },
+            &gateway,
+            &ends,
+            inner.index,
+            &mut layer3,
+        )?;
+        result.ips.append(&mut layer3.ips);
+        result.routes.append(&mut layer3.routes);
+        if !ipam.dns.is_empty() {
+            result.dns = ipam.dns;
+        }
+        if gateway.index != bridge.index {
+            result.interfaces.push(attach::interface(&gateway.name, gateway.mac));
+        }
+    }
+    // At the end, so that no index into the earlier plugins' list changes its meaning.
+    if !result.interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
+        result.interfaces.push(attach::interface(&bridge.name, bridge.mac));
+    }
+    if let Some(dns) = &conf.dns {
+        result.dns = dns.clone();
+    }
+    lease.append(rollback);
+    Ok(Added { result, rollback: lease })
+}
+
+/// The one interface of prevResult that is on the host and the other end of CNI_IFNAME.
+fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Result<Link> {
+    let mut peers = Vec::new();
+    for interface in &prev.interfaces {
+        if !interface.sandbox.is_empty() || interface.name == conf.bridge {
+            continue;
+        }
+        if let Some(link) = host.find_link(&interface.name)?
+            && (inner.peer_index, link.peer_index) == (Some(link.index), Some(inner.index))
+        {
+            peers.push(link);
+        }
+    }
+    match <[Link; 1]>::try_from(peers) {
+        Ok([link]) => Ok(link),
+        Err(peers) => Err(Error::config(format!(
+            "chained use: prevResult must name exactly one interface of the host that is the other end of {}, and names {}",
+            inner.name,
+            peers.len()
+        ))),
+    }
+}
+
+/// Marks the link and makes it a port.
+fn take(host: &Netlink, bridge: &Link, link: &Link, mark: &Mark) -> Result<()> {
+    if link.master.is_some_and(|master| master != bridge.index) {
+        let msg = format!("{} is a port of another interface already", link.name);
+        return Err(Error::new(Code::CONFLICT, msg));
+    }
+    let before = link.alias.clone().unwrap_or_default();
+    let port_mark = match PortMark::parse(&before) {
+        Some(port_mark) if port_mark.is(mark) => port_mark,
+        Some(_) => {
+            return Err(Error::new(
+                Code::CONFLICT,
+                format!("{} was given to a bridge by another attachment", link.name),
+            ));
+        }
+        None => PortMark { mark: mark.alias(), before },
+    };
+    if port_mark.alias().len() > ALIAS_MAX {
+        let msg = format!("the alias of {} is too long to be kept beside our mark: {:?}", link.name, port_mark.before);
+        return Err(Error::config(msg));
+    }
+    // The mark first: a port that nobody knows of is worse than a mark on what is no port.
+    host.set_alias(link.index, &port_mark.alias())?;
+    if link.master.is_none()
+        && let Err(error) = host.set_master(link.index, bridge.index)
+    {
+        host.set_alias(link.index, &port_mark.before)?;
+        return Err(error.into());
+    }
+    Ok(())
+}
+
+/// Takes a marked link off its bridge and gives it its alias back.
+pub(crate) fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
+    let Some(port_mark) = link.alias.as_deref().and_then(PortMark::parse) else { return Ok(()) };
+    if link.master.is_some() {
+        host.unset_master(link.index)?;
+    }
+    host.set_alias(link.index, &port_mark.before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_mark_keeps_the_alias_it_covers() {
+        let mark = Mark::new("net", "c1", "eth0");
+        for before in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
+            let port_mark = PortMark { mark: mark.alias(), before: before.to_owned() };
+            assert_eq!(PortMark::parse(&port_mark.alias()), Some(port_mark.clone()));
+            assert!(port_mark.is(&mark));
+        }
+        assert_eq!(PortMark::parse("cni:net/c1/eth0"), None);
+        assert_eq!(Mark::parse(&PortMark { mark: mark.alias(), before: String::new() }.alias()), None);
+    }
+}

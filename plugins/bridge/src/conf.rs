@@ -1,0 +1,378 @@
+//! The configuration of `bridge`: JSON in, impossible states out.
+//!
+//! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the configuration, and no mistake
+//! in it, can keep them from cleaning.
+
+use std::collections::BTreeSet;
+
+use cni::config::NetConf;
+use cni::result::Dns;
+use cni::skel::Call;
+use cni::{Cidr, Error, Result, ident};
+use cni_linux::mac::Mac;
+use serde::Deserialize;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub(crate) struct Conf {
+    /// The bridge's name.
+    pub(crate) bridge: String,
+    /// Whether the bridge is the containers' gateway.
+    pub(crate) gateway: Gateway,
+    /// Whether an address of the bridge that is in the gateway's way is removed.
+    pub(crate) force_address: bool,
+    /// Whether what leaves the network is masqueraded.
+    pub(crate) masquerade: bool,
+    /// Of a new bridge and of both ends of the veth pair, in bytes.
+    pub(crate) mtu: Option<u32>,
+    /// Whether the port sends frames back to where they came from.
+    pub(crate) hairpin: bool,
+    /// Whether the bridge is promiscuous.
+    pub(crate) promiscuous: bool,
+    /// Whether isolated ports cannot reach this one.
+    pub(crate) isolated: bool,
+    /// The port's VLANs; `None` leaves VLANs alone.
+    pub(crate) vlans: Option<Vlans>,
+    /// Whether frames with any other source address than the container's are dropped.
+    pub(crate) spoof_check: bool,
+    /// Whether duplicate address detection runs in the container.
+    pub(crate) dad: bool,
+    /// Whether the container's end stays down.
+    pub(crate) container_down: bool,
+    /// The container's hardware address.
+    pub(crate) mac: Option<Mac>,
+    /// The IPAM plugin; `None` is layer 2 alone.
+    pub(crate) ipam: Option<String>,
+    /// Replaces what IPAM says about name resolution.
+    pub(crate) dns: Option<Dns>,
+    /// Gateways that this configuration itself may put onto the bridge, with their networks' prefixes.
+    pub(crate) own_gateways: Vec<Cidr>,
+}
+
+/// The bridge's role in layer 3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Gateway {
+    /// It has no address.
+    None,
+    /// It has the gateway's address.
+    Address,
+    /// And the containers' default route goes there.
+    DefaultRoute,
+}
+
+/// The VLANs of a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Vlans {
+    /// The VLAN of untagged frames.
+    pub(crate) access: Option<u16>,
+    /// The VLANs of tagged frames, sorted.
+    pub(crate) trunk: Vec<u16>,
+    /// Whether the bridge's default VLAN stays on the port.
+    pub(crate) keep_default: bool,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Raw {
+    bridge: String,
+    is_gateway: bool,
+    is_default_gateway: bool,
+    force_address: bool,
+    ip_masq: bool,
+    ip_masq_backend: Option<String>,
+    mtu: i64,
+    hairpin_mode: bool,
+    promisc_mode: bool,
+    vlan: i64,
+    vlan_trunk: Option<Vec<RawTrunk>>,
+    preserve_default_vlan: bool,
+    macspoofchk: bool,
+    enabledad: bool,
+    disable_container_interface: bool,
+    port_isolation: bool,
+    dns: Dns,
+    args: RawArgs,
+    runtime_config: RawMac,
+    ipam: RawIpam,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawTrunk {
+    #[serde(rename = "minID")]
+    min: Option<i64>,
+    #[serde(rename = "maxID")]
+    max: Option<i64>,
+    id: Option<i64>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawArgs {
+    cni: RawMac,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawMac {
+    mac: String,
+}
+
+/// What host-local's keys say about gateways. Wrong types in there are IPAM's to complain about.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawIpam {
+    subnet: Option<cni::json::Json>,
+    gateway: Option<cni::json::Json>,
+    ranges: Option<cni::json::Json>,
+}
+
+impl Conf {
+    /// Reads the configuration, CNI_ARGS' `MAC` included.
+    ///
+    /// # Errors
+    /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
+    pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
+        let args = call.args()?;
+        args.check_known(&["MAC", "IP"])?;
+        Conf::parse(&call.conf, args.get("MAC").unwrap_or_default())
+    }
+
+    fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
+        let raw: Raw = conf.decode()?;
+        let bridge = if raw.bridge.is_empty() { "cni0".to_owned() } else { raw.bridge };
+        ident::check_interface_name(&bridge)
+            .map_err(|error| Error::config(format!("bridge {bridge:?}: {}", error.msg())))?;
+        if raw.hairpin_mode && raw.promisc_mode {
+            return Err(Error::config("cannot set hairpin mode and promiscuous mode at the same time"));
+        }
+        let vlans = vlans(raw.vlan, raw.vlan_trunk, raw.preserve_default_vlan)?;
+        let gateway = match (raw.is_gateway, raw.is_default_gateway) {
+            (_, true) => Gateway::DefaultRoute,
+            (true, false) => Gateway::Address,
+            (false, false) => Gateway::None,
+        };
+        let ipam = Some(conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty());
+        if raw.disable_container_interface && ipam.is_some() {
+            return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
+        }
+        if let Some(backend) = raw.ip_masq_backend.filter(|backend| !backend.is_empty())
+            && !["iptables", "nftables"].contains(&backend.as_str())
+        {
+            return Err(Error::config(format!("unknown ipmasq backend {backend:?}")));
+        }
+        if let (Some(vlan), false) = (vlans.as_ref().and_then(|vlans| vlans.access), gateway == Gateway::None) {
+            let name = vlan_gateway_name(&bridge, vlan);
+            if name.len() > 15 {
+                let msg =
+                    format!("the VLAN's gateway interface would be {name:?}, longer than 15 bytes: shorten \"bridge\"");
+                return Err(Error::config(msg));
+            }
+        }
+        Ok(Conf {
+            mtu: mtu(raw.mtu)?,
+            mac: mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])?,
+            own_gateways: own_gateways(&raw.ipam),
+            dns: Some(raw.dns).filter(|dns| !dns.is_empty()),
+            bridge,
+            gateway,
+            force_address: raw.force_address,
+            masquerade: raw.ip_masq,
+            hairpin: raw.hairpin_mode,
+            promiscuous: raw.promisc_mode,
+            isolated: raw.port_isolation,
+            vlans,
+            spoof_check: raw.macspoofchk,
+            dad: raw.enabledad,
+            container_down: raw.disable_container_interface,
+            ipam,
+        })
+    }
+
+    /// The configuration alone, without a call around it.
+    #[cfg(test)]
+    pub(crate) fn parse_for_test(conf: &NetConf) -> Conf {
+        Conf::parse(conf, "").unwrap()
+    }
+
+    /// The VLAN that the gateway is in, if it has one of its own.
+    pub(crate) fn gateway_vlan(&self) -> Option<u16> {
+        self.vlans.as_ref().and_then(|vlans| vlans.access)
+    }
+}
+
+/// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name looks like.
+pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
+    format!("{bridge}.{vlan}")
+}
+
+fn mtu(mtu: i64) -> Result<Option<u32>> {
+    match mtu {
+        0 => Ok(None),
+        // What the kernel takes for a veth.
+        68..=65535 => Ok(u32::try_from(mtu).ok()),
+        other => Err(Error::config(format!("invalid MTU {other} (must be between 68 and 65535, or 0)"))),
+    }
+}
+
+/// The first that is given: runtimeConfig, args.cni, CNI_ARGS.
+fn mac(sources: [&str; 3]) -> Result<Option<Mac>> {
+    let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
+    let refused = |why: String| Error::config(format!("failed to make veth pair: {why}"));
+    let mac: Mac = text.parse().map_err(|_| refused(format!("address {text}: invalid MAC address")))?;
+    if mac.is_multicast() || mac.is_zero() {
+        return Err(refused(format!("cannot assign requested address: {mac} is no unicast address")));
+    }
+    Ok(Some(mac))
+}
+
+fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<Option<Vlans>> {
+    let access = match vlan {
+        0 => None,
+        1..=4094 => u16::try_from(vlan).ok(),
+        other => return Err(Error::config(format!("invalid VLAN ID {other} (must be between 0 and 4094)"))),
+    };
+    if access.is_none() && trunk.is_none() {
+        return Ok(None);
+    }
+    let id = |id: i64, what: &str| match u16::try_from(id) {
+        Ok(id @ 1..=4094) => Ok(id),
+        _ => Err(Error::config(format!("incorrect trunk {what} parameter"))),
+    };
+    let mut ids = BTreeSet::new();
+    for item in trunk.unwrap_or_default() {
+        match (item.min, item.max) {
+            (Some(min), Some(max)) => {
+                let (min, max) = (id(min, "minID")?, id(max, "maxID")?);
+                if min > max {
+                    return Err(Error::config("minID is greater than maxID in trunk parameter"));
+                }
+                ids.extend(min..=max);
+            }
+            (Some(_), None) => {
+                return Err(Error::config("minID and maxID should be configured simultaneously, maxID is missing"));
+            }
+            (None, Some(_)) => {
+                return Err(Error::config("minID and maxID should be configured simultaneously, minID is missing"));
+            }
+            (None, None) => {}
+        }
+        if let Some(single) = item.id {
+            ids.insert(id(single, "id")?);
+        }
+    }
+    Ok(Some(Vlans { access, trunk: ids.into_iter().collect(), keep_default }))
+}
+
+/// The gateways of host-local's ranges. Two ranges of one family give a bridge two addresses, and neither of them is
+/// a stranger that `forceAddress` would have to remove.
+fn own_gateways(ipam: &RawIpam) -> Vec<Cidr> {
+    use cni::json::Json;
+    let gateway = |subnet: Option<&Json>, gateway: Option<&Json>| {
+        let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
+        match gateway.and_then(Json::as_str) {
+            Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
+            None => first_address(subnet),
+        }
+    };
+    let mut gateways: Vec<Cidr> = gateway(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
+    if let Some(Json::Array(sets)) = &ipam.ranges {
+        for set in sets {
+            let Json::Array(ranges) = set else { continue };
+            gateways.extend(ranges.iter().filter_map(|range| gateway(range.get("subnet"), range.get("gateway"))));
+        }
+    }
+    gateways
+}
+
+/// The address after the network's own: the gateway if nobody says otherwise.
+pub(crate) fn first_address(network: Cidr) -> Option<Cidr> {
+    use std::net::IpAddr;
+    let first = match network.network().address() {
+        IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),
+        IpAddr::V6(v6) => IpAddr::V6(u128::from(v6).checked_add(1)?.into()),
+    };
+    Cidr::new(first, network.prefix())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(keys: &str, mac_of_args: &str) -> Result<Conf> {
+        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#);
+        Conf::parse(&NetConf::parse(conf)?, mac_of_args)
+    }
+
+    fn refusal(keys: &str) -> String {
+        let error = parse(keys, "").unwrap_err();
+        assert_eq!(error.code(), cni::Code::INVALID_CONFIG, "{keys}");
+        error.msg().to_owned()
+    }
+
+    #[test]
+    fn nothing_but_the_name_is_needed() {
+        let conf = parse("", "").unwrap();
+        assert_eq!((conf.bridge.as_str(), conf.gateway, conf.mtu, conf.vlans), ("cni0", Gateway::None, None, None));
+        assert!(conf.ipam.is_none() && conf.dns.is_none() && conf.mac.is_none());
+        assert_eq!(parse(r#","isDefaultGateway":true"#, "").unwrap().gateway, Gateway::DefaultRoute);
+    }
+
+    #[test]
+    fn contradictions_are_refused_with_gos_texts() {
+        for (keys, text) in [
+            (
+                r#","hairpinMode":true,"promiscMode":true"#,
+                "cannot set hairpin mode and promiscuous mode at the same time",
+            ),
+            (
+                r#","disableContainerInterface":true,"ipam":{"type":"host-local"}"#,
+                "cannot use IPAM when DisableContainerInterface flag is set",
+            ),
+            (r#","vlan":4095"#, "invalid VLAN ID 4095 (must be between 0 and 4094)"),
+            (r#","vlan":-1"#, "invalid VLAN ID -1 (must be between 0 and 4094)"),
+            (r#","vlanTrunk":[{"minID":0,"maxID":5}]"#, "incorrect trunk minID parameter"),
+            (r#","vlanTrunk":[{"minID":1,"maxID":4095}]"#, "incorrect trunk maxID parameter"),
+            (r#","vlanTrunk":[{"minID":6,"maxID":5}]"#, "minID is greater than maxID in trunk parameter"),
+            (r#","vlanTrunk":[{"minID":6}]"#, "minID and maxID should be configured simultaneously, maxID is missing"),
+            (r#","vlanTrunk":[{"maxID":6}]"#, "minID and maxID should be configured simultaneously, minID is missing"),
+            (r#","vlanTrunk":[{"id":0}]"#, "incorrect trunk id parameter"),
+            (r#","ipMasqBackend":"x""#, "unknown ipmasq backend \"x\""),
+            (r#","mtu":67"#, "invalid MTU 67 (must be between 68 and 65535, or 0)"),
+            (r#","runtimeConfig":{"mac":"zz"}"#, "failed to make veth pair: address zz: invalid MAC address"),
+        ] {
+            assert_eq!(refusal(keys), text);
+        }
+        assert!(refusal(r#","bridge":"a/b""#).contains("a/b"));
+        assert!(refusal(r#","bridge":"twelve-bytes","isGateway":true,"vlan":100"#).contains("twelve-bytes.100"));
+        assert!(refusal(r#","runtimeConfig":{"mac":"01:00:00:00:00:01"}"#).contains("no unicast address"));
+    }
+
+    #[test]
+    fn a_trunk_is_a_sorted_set_and_its_presence_alone_asks_for_vlans() {
+        let trunk = |keys: &str| parse(keys, "").unwrap().vlans.unwrap();
+        let vlans = trunk(r#","vlanTrunk":[{"minID":5,"maxID":7,"id":3},{"id":6}],"vlan":9"#);
+        assert_eq!((vlans.access, vlans.trunk), (Some(9), vec![3, 5, 6, 7]));
+        assert_eq!(trunk(r#","vlanTrunk":[]"#), Vlans { access: None, trunk: vec![], keep_default: false });
+    }
+
+    #[test]
+    fn the_runtimes_mac_wins_over_the_args_and_those_over_the_variable() {
+        let all = r#","runtimeConfig":{"mac":"02:00:00:00:00:01"},"args":{"cni":{"mac":"02:00:00:00:00:02"}}"#;
+        let args = r#","args":{"cni":{"mac":"02:00:00:00:00:02","x":[]},"y":5}"#;
+        for (keys, expected) in [(all, 1), (args, 2), ("", 3)] {
+            let mac = parse(keys, "02:00:00:00:00:03").unwrap().mac.unwrap();
+            assert_eq!(mac, Mac([2, 0, 0, 0, 0, expected]));
+        }
+    }
+
+    #[test]
+    fn the_gateways_of_the_ranges_are_known() {
+        let conf = parse(
+            r#","ipam":{"type":"host-local","subnet":"10.1.0.0/24","ranges":[[{"subnet":"10.2.0.0/16","gateway":"10.2.9.9"},{"Subnet":"fd00::/64"}],5]}"#,
+            "",
+        );
+        let texts: Vec<String> = conf.unwrap().own_gateways.iter().map(Cidr::to_string).collect();
+        assert_eq!(texts, ["10.1.0.1/24", "10.2.9.9/16", "fd00::1/64"]);
+    }
+}

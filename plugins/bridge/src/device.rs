@@ -1,0 +1,142 @@
+//! The bridge itself: found or made, and fit for what the configuration asks of it.
+//!
+//! It is shared, so nothing of it is ever rolled back or deleted. A bridge that we make has its MAC from the first
+//! moment on: one that takes its ports' MACs changes with them, and loses its own with the last of them.
+
+use cni::{Code, Error, Result};
+use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, sysctl};
+
+use crate::conf::Conf;
+use crate::record;
+
+/// The alias of a bridge whose MAC we have pinned. It tells the next ADD that there is nothing to do, without a look
+/// at the ports; the kernel does not say whether an address was set or came with a port.
+const PINNED: &str = "cni-bridge: MAC pinned";
+
+/// Finds or makes the bridge.
+///
+/// # Errors
+/// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the kernel has no VLAN
+/// filtering.
+pub(crate) fn ensure(host: &Netlink, conf: &Conf) -> Result<Link> {
+    let wrapped = |error: cni_linux::Error| {
+        let unsupported = conf.vlans.is_some() && error.is_unsupported();
+        let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
+        if unsupported { no_vlan_filtering(error, conf) } else { error }
+    };
+    let link = match host.find_link(&conf.bridge).map_err(wrapped)? {
+        Some(link) => link,
+        None => {
+            let mac = made_up_mac()?;
+            let spec = BridgeSpec {
+                mtu: conf.mtu,
+                mac: Some(mac),
+                vlan_filtering: conf.vlans.is_some(),
+                up: true,
+                ..BridgeSpec::named(&conf.bridge)
+            };
+            match host.create_bridge(&spec) {
+                Ok(link) => {
+                    host.set_alias(link.index, PINNED).map_err(wrapped)?;
+                    no_router_advertisements(&link.name);
+                    Link { alias: Some(PINNED.to_owned()), mac: Some(mac), up: true, ..link }
+                }
+                // Another ADD made it between our look and our request.
+                Err(error) if error.is_exists() => host.link(&conf.bridge).map_err(wrapped)?,
+                Err(error) => return Err(wrapped(error)),
+            }
+        }
+    };
+    if !link.is_bridge() {
+        let msg = format!("failed to create bridge {0:?}: {0:?} already exists but is not a bridge", conf.bridge);
+        return Err(Error::config(msg));
+    }
+    // What is wanted but missing, in as few requests as that takes: on a bridge in use there are none.
+    let link = pin(host, link)?;
+    if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
+        switch_vlan_filtering_on(host, &link, conf)?;
+    }
+    if !link.up {
+        host.set_up(link.index).map_err(wrapped)?;
+        no_router_advertisements(&link.name);
+    }
+    if conf.promiscuous && !link.promisc {
+        host.set_promisc(link.index, Promisc::On).map_err(wrapped)?;
+    }
+    Ok(link)
+}
+
+/// As Go does: an interface of a node must not learn its routes from its containers. Kernels without IPv6 have no
+/// such file, and that is fine.
+pub(crate) fn no_router_advertisements(link: &str) {
+    let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
+}
+
+/// A random MAC of our own, given at birth so that no policy of udev's rewrites it.
+pub(crate) fn made_up_mac() -> Result<Mac> {
+    Mac::random().map_err(|error| Error::caused(Code::IO, "failed to make up a MAC", error))
+}
+
+/// Code 2 naming key and value.
+pub(crate) fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
+    let asked = match conf.vlans.as_ref() {
+        Some(vlans) => match vlans.access {
+            Some(vlan) => format!("\"vlan\": {vlan}"),
+            None => format!("\"vlanTrunk\": {:?}", vlans.trunk),
+        },
+        None => String::new(),
+    };
+    let msg = format!("{}: {asked} needs a kernel with bridge VLAN filtering", error.msg());
+    Error::new(Code::UNSUPPORTED_FIELD, msg)
+}
+
+/// Sets the MAC that the bridge has, so that it keeps it. Only where all ports are CNI's: the MAC of a bridge with an
+/// uplink is its owner's business.
+fn pin(host: &Netlink, link: Link) -> Result<Link> {
+    if link.alias.as_deref() == Some(PINNED) {
+        return Ok(link);
+    }
+    let record = record::HostVeths::default();
+    if !host.list_ports(link.index)?.iter().all(|port| is_cni_port(port, &record)) {
+        return Ok(link);
+    }
+    let mac = match link.mac {
+        Some(mac) if !mac.is_zero() => mac,
+        _ => made_up_mac()?,
+    };
+    host.set_mac(link.index, mac)?;
+    if link.alias.is_none() {
+        host.set_alias(link.index, PINNED)?;
+    }
+    Ok(Link { mac: Some(mac), ..link })
+}
+
+/// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin made.
+fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
+    let marked = port
+        .alias
+        .as_deref()
+        .is_some_and(|alias| Mark::parse(alias).is_some() || crate::chained::PortMark::parse(alias).is_some());
+    marked || (port.is_veth() && record.contains(&port.name))
+}
+
+/// VLAN filtering drops other people's tagged traffic the moment it is switched on.
+fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf) -> Result<()> {
+    let record = record::HostVeths::default();
+    let ports = host.list_ports(link.index)?;
+    let foreign: Vec<&str> =
+        ports.iter().filter(|port| !is_cni_port(port, &record)).map(|port| port.name.as_str()).collect();
+    if !foreign.is_empty() {
+        return Err(Error::config(format!(
+            "bridge {0:?} does not filter VLANs and has ports that are not CNI's ({1}), whose tagged traffic would stop: \
+             switch it on yourself with `ip link set {0} type bridge vlan_filtering 1`, or use another bridge",
+            link.name,
+            foreign.join(", ")
+        )));
+    }
+    host.set_vlan_filtering(link.index).map_err(|error| {
+        let unsupported = error.is_unsupported();
+        let error = Error::from(error);
+        if unsupported { no_vlan_filtering(error, conf) } else { error }
+    })
+}

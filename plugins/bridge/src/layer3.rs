@@ -1,0 +1,384 @@
+//! Addresses and routes: what IPAM said, completed, checked, and put into the container.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use cni::result::{AddResult, IpConfig, Route as ResultRoute};
+use cni::rollback::Notes;
+use cni::skel::{Call, MachineRef};
+use cni::{Cidr, Code, Error, Result};
+use cni_linux::{Dad, Netlink, Netns, Route, Watch, announce, sysctl};
+
+use crate::conf::{Conf, Gateway, first_address};
+
+/// How long duplicate address detection may take.
+const DAD_DEADLINE: Duration = Duration::from_secs(5);
+
+/// The scope from which on a destination is on the link itself, so that a gateway makes no sense.
+const SCOPE_LINK: u8 = 253;
+
+/// The routing table that is meant when none is named.
+const MAIN_TABLE: u32 = 254;
+
+/// What is to be configured, once nothing can be wrong with it any more.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer3 {
+    /// The container's addresses, each with its gateway.
+    pub(crate) ips: Vec<IpConfig>,
+    /// The routes as they will stand in the result.
+    pub(crate) routes: Vec<ResultRoute>,
+}
+
+impl Layer3 {
+    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's index.
+    ///
+    /// # Errors
+    /// 7 for an answer without addresses and for routes that could not work, before anything is configured.
+    pub(crate) fn new(ipam: &AddResult, conf: &Conf, interface: usize) -> Result<Layer3> {
+        if ipam.ips.is_empty() {
+            return Err(Error::config("IPAM plugin returned missing IP config"));
+        }
+        let mut layer3 = Layer3 { ips: ipam.ips.clone(), routes: ipam.routes.clone() };
+        for ip in &mut layer3.ips {
+            ip.interface = Some(interface);
+            if conf.gateway != Gateway::None && ip.gateway.is_none() {
+                ip.gateway = first_address(ip.address).map(|first| first.address());
+            }
+        }
+        if conf.gateway == Gateway::DefaultRoute {
+            layer3.add_default_routes();
+        }
+        layer3.check_routes()?;
+        Ok(layer3)
+    }
+
+    /// One default route per family. One that IPAM lists without a gateway means ours.
+    fn add_default_routes(&mut self) {
+        for is_ipv4 in [true, false] {
+            let Some(gateway) = self.family_gateway(is_ipv4) else { continue };
+            let default = Cidr::default_route(gateway);
+            let existing = self.routes.iter_mut().find(|route| {
+                route.dst.network() == default
+                    && route.table.is_none_or(|table| table == 0 || table == MAIN_TABLE)
+                    && route.priority.unwrap_or(0) == 0
+            });
+            match existing {
+                Some(route) => route.gw = route.gw.or(Some(gateway)),
+                None => self.routes.push(ResultRoute::new(default, Some(gateway))),
+            }
+        }
+    }
+
+    /// The first gateway of a family, which its routes use unless they name one.
+    fn family_gateway(&self, is_ipv4: bool) -> Option<IpAddr> {
+        self.ips.iter().filter(|ip| ip.address.is_ipv4() == is_ipv4).find_map(|ip| ip.gateway)
+    }
+
+    /// The next hop that a route will have.
+    fn next_hop(&self, route: &ResultRoute) -> Option<IpAddr> {
+        match route.gw {
+            Some(gw) => Some(gw),
+            None if route.scope.is_some_and(|scope| scope >= SCOPE_LINK) => None,
+            None => self.family_gateway(route.dst.is_ipv4()),
+        }
+    }
+
+    fn check_routes(&self) -> Result<()> {
+        let mut on_link: Vec<Cidr> = self.ips.iter().map(|ip| ip.address.network()).collect();
+        for route in &self.routes {
+            let ResultRoute { dst, .. } = route;
+            if !dst.is_network() {
+                let network = dst.network();
+                return Err(Error::config(format!("route {dst} has host bits set; the network address is {network}")));
+            }
+            let Some(gw) = self.next_hop(route) else {
+                on_link.push(*dst);
+                continue;
+            };
+            if gw.is_ipv4() != dst.is_ipv4() {
+                return Err(Error::config(format!("route {dst} via {gw}: the gateway is of the other address family")));
+            }
+            let link_local = matches!(gw, IpAddr::V6(v6) if v6.is_unicast_link_local());
+            if !link_local && !on_link.iter().any(|network| network.contains(gw)) {
+                let msg =
+                    format!("route {dst} via {gw}: no address or earlier route of the container reaches the gateway");
+                return Err(Error::config(msg));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether there is an IPv6 address.
+    fn has_ipv6(&self) -> bool {
+        self.ips.iter().any(|ip| !ip.address.is_ipv4())
+    }
+
+    /// The routes as the kernel is to have them.
+    pub(crate) fn kernel_routes(&self, interface_index: u32) -> impl Iterator<Item = Route> + '_ {
+        self.routes.iter().map(move |route| Route {
+            mtu: route.mtu,
+            advmss: route.advmss,
+            priority: route.priority,
+            table: route.table,
+            scope: route.scope,
+            ..Route::new(route.dst, self.next_hop(route), interface_index)
+        })
+    }
+}
+
+/// Settings of the container's namespace that must stand before the interface is up and has an address.
+///
+/// # Errors
+/// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
+pub(crate) fn prepare_namespace(netns: &Netns, ifname: &str, conf: &Conf, layer3: &Layer3) -> Result<()> {
+    netns
+        .run(|| {
+            let (accept, enhanced) = if conf.dad { ("1", Some("1")) } else { ("0", None) };
+            if let Some(enhanced) = enhanced {
+                let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/enhanced_dad"), enhanced);
+            }
+            let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/accept_dad"), accept);
+            let _ = announce::allow(ifname);
+            if layer3.has_ipv6() {
+                for link in ["lo", ifname] {
+                    sysctl::ensure(&format!("net/ipv6/conf/{link}/disable_ipv6"), "0")?;
+                }
+                sysctl::ensure(&format!("net/ipv6/conf/{ifname}/keep_addr_on_down"), "1")?;
+            }
+            Ok(())
+        })?
+        .map_err(|error: cni_linux::Error| Error::from(error))
+}
+
+/// Adds the addresses, then sets the interface up, then adds the routes.
+///
+/// Routes that are there already, and alike, are fine. A default route in whose way another network's stands is left
+/// out, here and in the result, as the specification asks.
+///
+/// # Errors
+/// What the kernel refuses.
+pub(crate) fn configure(
+    container: &Netlink,
+    index: u32,
+    conf: &Conf,
+    layer3: &mut Layer3,
+    notes: &Notes,
+) -> Result<()> {
+    for ip in &layer3.ips {
+        container.add_address(index, ip.address, dad(conf))?;
+    }
+    container.set_up(index)?;
+    let wanted: Vec<Route> = layer3.kernel_routes(index).collect();
+    let mut skipped = BTreeSet::new();
+    let mut done: Vec<usize> = Vec::new();
+    for (position, route) in wanted.iter().enumerate() {
+        if done.contains(&position) {
+            continue;
+        }
+        // Routes of this result to one destination with several gateways are one route over several paths.
+        let mut paths = vec![*route];
+        for (other, rival) in wanted.iter().enumerate().skip(position + 1) {
+            if rival.is_rival_of(route) {
+                done.push(other);
+                if !paths.iter().any(|path| path.is_same(rival)) {
+                    paths.push(*rival);
+                }
+            }
+        }
+        match if paths.len() == 1 { container.add_route(route) } else { container.add_multipath_route(&paths) } {
+            Ok(()) => {}
+            Err(error) if error.is_exists() => {
+                let rivals = container.find_rivals(route)?;
+                if rivals.iter().any(|rival| rival.is_same(route)) {
+                    continue;
+                }
+                let other_network = rivals.iter().any(|rival| rival.oif != index);
+                if !(route.dst.is_default_route() && other_network) {
+                    return Err(error.into());
+                }
+                notes.note(format_args!("{route} was not added: another network's default route is there already"));
+                skipped.insert(position);
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let mut position = 0;
+    layer3.routes.retain(|_| {
+        position += 1;
+        !skipped.contains(&(position - 1))
+    });
+    Ok(())
+}
+
+fn dad(conf: &Conf) -> Dad {
+    if conf.dad { Dad::Normal } else { Dad::Skip }
+}
+
+/// Waits until duplicate address detection has let every address pass.
+///
+/// # Errors
+/// 102 for an address that somebody else has, 11 if it takes too long.
+pub(crate) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: MachineRef<'_>) -> Result<()> {
+    let deadline = machine.now() + DAD_DEADLINE;
+    let failed = watch.wait("duplicate address detection", deadline, machine.0, || {
+        let addresses = container.list_addresses(index)?;
+        if let Some(address) = addresses.iter().find(|address| address.dad_failed) {
+            return Ok(Some(Some(address.cidr)));
+        }
+        Ok(if addresses.iter().any(|address| address.tentative) { None } else { Some(None) })
+    })?;
+    match failed {
+        None => Ok(()),
+        Some(cidr) => Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host of the link"))
+            .with_details("duplicate address detection failed (DADFAILED state)")),
+    }
+}
+
+/// Puts the gateways' addresses onto the bridge (or the VLAN's own interface) and lets the host forward.
+///
+/// # Errors
+/// 102 with Go's text if another address is in the way and `forceAddress` is not set.
+pub(crate) fn serve_gateways(
+    host: &Netlink,
+    call: &Call<'_>,
+    link: (u32, &str),
+    conf: &Conf,
+    layer3: &Layer3,
+) -> Result<()> {
+    let mut gateways: Vec<Cidr> = Vec::new();
+    for ip in &layer3.ips {
+        if let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix()))
+            && !gateways.contains(&gateway)
+        {
+            gateways.push(gateway);
+        }
+    }
+    let there = host.list_addresses(link.0)?;
+    for gateway in &gateways {
+        if there.iter().any(|address| address.cidr == *gateway) {
+            continue;
+        }
+        for address in &there {
+            let own = gateways.contains(&address.cidr) || conf.own_gateways.contains(&address.cidr);
+            if own || !in_the_way(address.cidr, *gateway) {
+                continue;
+            }
+            if !conf.force_address {
+                let msg = format!(
+                    "failed to set bridge addr: {:?} already has an IP address different from {gateway}",
+                    link.1
+                );
+                let details = format!("it has {}; \"forceAddress\": true replaces it", address.cidr);
+                return Err(Error::new(Code::CONFLICT, msg).with_details(details));
+            }
+            call.notes.note(format_args!("{} is removed from {} (forceAddress)", address.cidr, link.1));
+            match host.delete_address(link.0, address.cidr) {
+                Err(error) if !error.is_not_found() => return Err(error.into()),
+                _ => {}
+            }
+        }
+        match host.add_address(link.0, *gateway, dad(conf)) {
+            Err(error) if !error.is_exists() => return Err(error.into()),
+            _ => {}
+        }
+    }
+    for family in
+        layer3.ips.iter().filter(|ip| ip.gateway.is_some()).map(|ip| ip.address.is_ipv4()).collect::<BTreeSet<_>>()
+    {
+        sysctl::ensure(forwarding(family), "1")?;
+    }
+    Ok(())
+}
+
+/// The sysctl that lets the host forward a family.
+pub(crate) fn forwarding(is_ipv4: bool) -> &'static str {
+    if is_ipv4 { "net/ipv4/ip_forward" } else { "net/ipv6/conf/all/forwarding" }
+}
+
+/// As Go has it: any other IPv4 address, an IPv6 one whose network overlaps.
+fn in_the_way(there: Cidr, gateway: Cidr) -> bool {
+    if there.is_ipv4() != gateway.is_ipv4() {
+        return false;
+    }
+    gateway.is_ipv4() || there.network().contains(gateway.address()) || gateway.network().contains(there.address())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cni::config::NetConf;
+    use cni::json::Json;
+    use cni::version::Version;
+
+    fn conf(keys: &str) -> Conf {
+        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#);
+        Conf::parse_for_test(&NetConf::parse(conf).unwrap())
+    }
+
+    fn layer3(ipam: &str, keys: &str) -> Result<Layer3> {
+        let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
+        Layer3::new(&ipam, &conf(keys), 2)
+    }
+
+    #[test]
+    fn a_default_route_of_ipams_without_a_gateway_is_ours() {
+        let made = layer3(
+            r#"{"ips":[{"address":"10.1.0.5/24"},{"address":"fd00::5/64"}],"routes":[{"dst":"0.0.0.0/0"},{"dst":"::/0","table":7}]}"#,
+            r#","isDefaultGateway":true"#,
+        )
+        .unwrap();
+        let routes: Vec<_> =
+            made.routes.iter().map(|r| (r.dst.to_string(), r.gw.map(|gw| gw.to_string()), r.table)).collect();
+        assert_eq!(
+            routes,
+            [
+                ("0.0.0.0/0".into(), Some("10.1.0.1".into()), None),
+                ("::/0".into(), None, Some(7)),
+                ("::/0".into(), Some("fd00::1".into()), None)
+            ]
+        );
+        assert_eq!(made.ips[0].interface, Some(2));
+    }
+
+    #[test]
+    fn a_bridge_that_is_no_gateway_invents_none() {
+        let made = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, "").unwrap();
+        assert_eq!((made.ips[0].gateway, made.routes.len()), (None, 0));
+    }
+
+    #[test]
+    fn routes_that_cannot_work_are_refused_before_anything_is_done() {
+        for (routes, why) in [
+            (r#"{"dst":"10.9.0.1/16"}"#, "host bits"),
+            (r#"{"dst":"10.9.0.0/16","gw":"fd00::1"}"#, "other address family"),
+            (r#"{"dst":"10.9.0.0/16","gw":"10.2.0.1"}"#, "reaches the gateway"),
+        ] {
+            let ipam = format!(r#"{{"ips":[{{"address":"10.1.0.5/24"}}],"routes":[{routes}]}}"#);
+            let error = layer3(&ipam, "").unwrap_err();
+            assert_eq!(error.code(), Code::INVALID_CONFIG);
+            assert!(error.msg().contains(why), "{error}");
+        }
+        assert!(layer3(r#"{"ips":[]}"#, "").unwrap_err().msg().starts_with("IPAM plugin returned missing IP config"));
+    }
+
+    #[test]
+    fn a_route_on_the_link_may_carry_the_next_ones_gateway() {
+        let made = layer3(
+            r#"{"ips":[{"address":"10.1.0.5/32"}],"routes":[{"dst":"169.254.1.1/32","scope":253},{"dst":"0.0.0.0/0","gw":"169.254.1.1"},{"dst":"fd00:1::/64","gw":"fe80::1"}]}"#,
+            "",
+        )
+        .unwrap();
+        let hops: Vec<_> = made.kernel_routes(1).map(|route| route.gw.is_some()).collect();
+        assert_eq!(hops, [false, true, true]);
+    }
+
+    #[test]
+    fn any_other_ipv4_address_is_in_the_way_but_ipv6_only_if_it_overlaps() {
+        let cidr = |text: &str| text.parse::<Cidr>().unwrap();
+        assert!(in_the_way(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
+        assert!(!in_the_way(cidr("fd00::1/64"), cidr("fd01::1/64")));
+        assert!(in_the_way(cidr("fd00::1/48"), cidr("fd00::2/64")));
+        assert!(!in_the_way(cidr("fd00::1/64"), cidr("10.1.0.1/24")));
+    }
+}

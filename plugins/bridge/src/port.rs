@@ -1,0 +1,151 @@
+//! The port: the veth pair between the container and the bridge.
+//!
+//! Everything that decides which frames may pass is set while the container's end is still down.
+
+use std::rc::Rc;
+
+use cni::rollback::Rollback;
+use cni::skel::Call;
+use cni::{Code, Error, Result};
+use cni_linux::firewall::spoof::SpoofCheck;
+use cni_linux::veth::HOST_NAME_ATTEMPTS;
+use cni_linux::{Link, Mac, Mark, Netlink, Netns, PortFlags, Taken, Target, VethSpec, VlanFlags};
+
+use crate::conf::{Conf, Vlans};
+use crate::device::{self, made_up_mac};
+
+/// A veth pair on the bridge.
+#[derive(Debug)]
+pub(crate) struct Port {
+    /// The host's end.
+    pub(crate) index: u32,
+    /// Its name.
+    pub(crate) name: String,
+    /// Its address.
+    pub(crate) mac: Mac,
+    /// The container's end, in its namespace.
+    pub(crate) peer_index: u32,
+    /// Its address.
+    pub(crate) peer_mac: Mac,
+}
+
+/// Makes the pair, already a port of the bridge, the container's end down.
+///
+/// # Errors
+/// 102 with Go's text if the container has an interface of that name.
+pub(crate) fn create<'a>(
+    host: &Rc<Netlink>,
+    netns: &Netns,
+    bridge: &Link,
+    mark: &Mark,
+    conf: &Conf,
+    rollback: &mut Rollback<'a>,
+) -> Result<Port> {
+    let (mac, peer_mac) = (made_up_mac()?, conf.mac.map_or_else(made_up_mac, Ok)?);
+    let alias = mark.alias();
+    let mut attempt = 0;
+    let (name, veth) = loop {
+        let name = mark.host_name(attempt);
+        let spec = VethSpec {
+            mtu: conf.mtu,
+            alias: Some(&alias),
+            master: Some(bridge.index),
+            up: true,
+            peer_netns: Some(netns),
+            ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
+        };
+        attempt += 1;
+        match host.create_veth(&spec) {
+            Ok(veth) => break (name, veth),
+            Err(error) => match error.taken() {
+                Some(Taken::ContainerName) => return Err(name_taken(&mark.ifname, &name)),
+                Some(Taken::HostName) if attempt < HOST_NAME_ATTEMPTS => {}
+                _ => return Err(Error::from(error).context("failed to make veth pair")),
+            },
+        }
+    };
+    let (undo, index) = (Rc::clone(host), veth.index);
+    rollback.push(format!("delete {name}"), move || undo.purge_link(index).map(drop));
+    device::no_router_advertisements(&name);
+    Ok(Port { index: veth.index, name, mac, peer_index: veth.peer_index, peer_mac })
+}
+
+/// Go's words for an interface that is there already.
+pub(crate) fn name_taken(ifname: &str, host_name: &str) -> Error {
+    let msg = format!("container veth name ({ifname:?}) peer provided ({host_name:?}) already exists");
+    Error::new(Code::CONFLICT, msg).with_details("the interface was left untouched")
+}
+
+/// Flags, VLANs and spoof rules of a port.
+///
+/// # Errors
+/// 2 where the kernel lacks what the configuration asks for.
+pub(crate) fn protect<'a>(
+    host: &Netlink,
+    call: &Call<'_>,
+    port: &PortEnds<'_>,
+    mark: &Mark,
+    conf: &Conf,
+    rollback: &mut Rollback<'a>,
+) -> Result<()> {
+    host.set_port(port.index, &PortFlags { hairpin: conf.hairpin, isolated: conf.isolated })?;
+    if let Some(vlans) = &conf.vlans {
+        set_vlans(host, port.index, vlans)?;
+    }
+    if conf.spoof_check {
+        let (container, ifname) = (call.container_id.clone(), call.ifname.clone());
+        rollback.push("remove the spoof rules", move || SpoofCheck::open()?.purge(&container, &ifname));
+        SpoofCheck::open().and_then(|mut spoof| spoof.ensure(mark, port.name, port.peer_mac)).map_err(|error| {
+            let unsupported = error.is_unsupported();
+            let error = Error::from(error);
+            if unsupported {
+                error.with_code(Code::UNSUPPORTED_FIELD).context("\"macspoofchk\": true needs nf_tables for bridges")
+            } else {
+                error
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// What protecting a port needs to know of it, whoever made it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PortEnds<'a> {
+    /// The host's end.
+    pub(crate) index: u32,
+    /// Its name.
+    pub(crate) name: &'a str,
+    /// The container end's address.
+    pub(crate) peer_mac: Mac,
+}
+
+/// The port's VLANs as Go sets them: the default one goes unless it is to be kept; untagged frames belong to
+/// `vlan`, or with a trunk alone to VLAN 1.
+fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
+    if !vlans.keep_default {
+        for vlan in host.vlans(index)? {
+            host.del_vlan(index, vlan.vid, Target::Master)?;
+        }
+    }
+    for vid in &vlans.trunk {
+        host.add_vlan(index, *vid, VlanFlags::Tagged, Target::Master)?;
+    }
+    host.add_vlan(index, vlans.access.unwrap_or(1), VlanFlags::Access, Target::Master)?;
+    Ok(())
+}
+
+/// Whether the port's VLANs are as [`set_vlans`] leaves them; others may have come in addition.
+pub(crate) fn missing_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<Vec<String>> {
+    let there = host.vlans(index)?;
+    let access = vlans.access.unwrap_or(1);
+    let mut missing = Vec::new();
+    if !there.iter().any(|vlan| vlan.vid == access && vlan.pvid && vlan.untagged) {
+        missing.push(format!("VLAN {access} untagged"));
+    }
+    for vid in vlans.trunk.iter().filter(|vid| **vid != access) {
+        if !there.iter().any(|vlan| vlan.vid == *vid) {
+            missing.push(format!("VLAN {vid}"));
+        }
+    }
+    Ok(missing)
+}
