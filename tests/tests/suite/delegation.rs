@@ -6,7 +6,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cni_testkit::Node;
+use cni_testkit::{Invocation, Node, Outcome};
+use conformance::{attach, bridge, patched};
+use serde_json::{Value, json};
 
 /// Writes an executable `name` into a folder of the node and returns the folder, for `CNI_PATH`.
 pub(crate) fn executable(node: &Node, name: &str, script: &str) -> PathBuf {
@@ -22,4 +24,198 @@ pub(crate) fn wait_for(path: &Path) {
         assert!(Instant::now() < deadline, "{} never came", path.display());
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+const ADDRESS: &str = r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.0.9/24","gateway":"10.1.0.1"}]}"#;
+
+fn config(node: &Node, extra: Value) -> Value {
+    let base = patched(bridge(node, &[]), json!({"ipam": {"type": "odd-ipam", "ranges": null, "dataDir": null}}));
+    patched(base, extra)
+}
+
+fn call<'n>(node: &'n Node, folder: &Path, verb: &str, extra: Value) -> Invocation<'n> {
+    node.plugin("bridge").command(verb).cni_path(folder).config(&config(node, extra)).timeout(Duration::from_secs(20))
+}
+
+/// With this delegate ADD fails and leaves nothing, and a DEL with it fails but cleans bridge's own part.
+#[track_caller]
+fn misbehaves(script: &str, mode: u32, words: &[&str]) {
+    let node = Node::new();
+    let container = node.container();
+    let folder = executable(&node, "odd-ipam", script);
+    fs::set_permissions(folder.join("odd-ipam"), fs::Permissions::from_mode(mode)).unwrap();
+    let extra = json!({"delegateTimeout": 1});
+    let added = call(&node, &folder, "ADD", extra.clone()).container(&container).run();
+    speaks_of_the_file(&added, words);
+    assert!(container.link("eth0").is_none(), "{}", added.report());
+    assert_eq!(node.ports("br0"), Vec::<String>::new());
+
+    let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    let deleted = call(&node, &folder, "DEL", extra).container(&container).run();
+    speaks_of_the_file(&deleted, words);
+    assert!(container.link("eth0").is_none(), "bridge's own part\n{}", deleted.report());
+    assert_eq!(node.ports("br0"), Vec::<String>::new());
+    attachment.del_with(&result).success();
+}
+
+#[track_caller]
+fn speaks_of_the_file(outcome: &Outcome, words: &[&str]) {
+    let failure = outcome.failure();
+    assert_ne!(failure.code, Some(0), "{}", outcome.report());
+    for word in ["odd-ipam"].iter().chain(words) {
+        let all = format!("{} {}", failure.msg, failure.details);
+        assert!(all.contains(word), "the error should name `{word}`\n{}", outcome.report());
+    }
+}
+
+#[test]
+fn a_delegate_that_is_absent() {
+    let node = Node::new();
+    let container = node.container();
+    fs::create_dir(node.dir().join("plugins")).unwrap();
+    let folder = node.dir().join("plugins");
+    let failure = call(&node, &folder, "ADD", json!({})).container(&container).run().failure();
+    assert!(failure.msg.contains("failed to find plugin \"odd-ipam\" in path"), "{failure:?}");
+    assert!(failure.msg.contains(folder.to_str().unwrap()), "{failure:?}");
+    assert!(container.link("eth0").is_none());
+}
+
+#[test]
+fn a_delegate_without_an_execute_bit() {
+    misbehaves("#!/bin/sh\n", 0o644, &[]);
+}
+
+#[test]
+fn a_delegate_that_dies_by_a_signal() {
+    misbehaves("#!/bin/sh\nkill -SEGV $$\n", 0o755, &["signal"]);
+}
+
+#[test]
+fn a_delegate_that_prints_hello() {
+    misbehaves("#!/bin/sh\necho hello\nexit 1\n", 0o755, &["hello"]);
+}
+
+#[test]
+fn a_delegate_that_speaks_on_standard_error_only() {
+    misbehaves("#!/bin/sh\necho no luck today >&2\nexit 3\n", 0o755, &["no luck today"]);
+}
+
+#[test]
+fn a_delegate_that_sleeps_for_ever() {
+    misbehaves("#!/bin/sh\nexec sleep 1000\n", 0o755, &[]);
+}
+
+#[test]
+fn a_delegate_that_succeeds_with_nothing_to_say_fails_the_add() {
+    for script in ["#!/bin/sh\necho hello\n", "#!/bin/sh\n", "#!/bin/sh\necho '[]'\n"] {
+        let node = Node::new();
+        let container = node.container();
+        let folder = executable(&node, "odd-ipam", script);
+        let outcome = call(&node, &folder, "ADD", json!({})).container(&container).run();
+        speaks_of_the_file(&outcome, &[]);
+        assert!(container.link("eth0").is_none() && node.ports("br0").is_empty());
+    }
+}
+
+#[test]
+fn the_error_of_a_delegate_keeps_its_code_and_its_words() {
+    let node = Node::new();
+    let container = node.container();
+    let script = "#!/bin/sh\necho '{\"cniVersion\":\"1.0.0\",\"code\":123,\"msg\":\"no more\",\"details\":\"at all\"}'\nexit 1\n";
+    let folder = executable(&node, "odd-ipam", script);
+    let failure = call(&node, &folder, "ADD", json!({})).container(&container).run().failure();
+    assert_eq!(failure.code, Some(123));
+    assert!(failure.msg.contains("no more") && failure.details.contains("at all"), "{failure:?}");
+}
+
+#[test]
+fn what_a_delegate_says_on_standard_error_is_passed_on() {
+    let node = Node::new();
+    let container = node.container();
+    let script =
+        format!("#!/bin/sh\ncat >/dev/null\necho a warning >&2\n[ $CNI_COMMAND != ADD ] || echo '{ADDRESS}'\n");
+    let folder = executable(&node, "odd-ipam", &script);
+    let added = call(&node, &folder, "ADD", json!({})).container(&container).run();
+    added.success();
+    assert!(added.stderr.contains("a warning"), "{}", added.report());
+    call(&node, &folder, "DEL", json!({})).container(&container).run().success();
+}
+
+#[test]
+fn a_delegate_gets_the_environment_of_its_parent() {
+    let node = Node::new();
+    let container = node.container();
+    let seen = node.dir().join("seen");
+    let script = format!(
+        "#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND $CNI_CONTAINERID $CNI_NETNS $CNI_IFNAME $CNI_ARGS $CNI_PATH $OTHER >> {}\n[ $CNI_COMMAND != ADD ] || echo '{ADDRESS}'\n",
+        seen.display()
+    );
+    let folder = executable(&node, "odd-ipam", &script);
+    let of = |verb: &str| {
+        let call = call(&node, &folder, verb, json!({})).container(&container);
+        call.cni_args("IgnoreUnknown=1;A=B").env("OTHER", "kept").run().success()
+    };
+    of("ADD");
+    of("DEL");
+    let (id, netns, path) = (&container.id, container.netns().display(), folder.display());
+    let expected: Vec<String> =
+        ["ADD", "DEL"].iter().map(|verb| format!("{verb} {id} {netns} eth0 IgnoreUnknown=1;A=B {path} kept")).collect();
+    assert_eq!(fs::read_to_string(seen).unwrap().lines().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn after_a_failed_add_the_delegate_gets_a_del() {
+    let node = Node::new();
+    let container = node.container();
+    let seen = node.dir().join("seen");
+    let script = format!(
+        "#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND >> {}\n[ $CNI_COMMAND != ADD ] || {{ echo '{{\"cniVersion\":\"1.0.0\",\"code\":11,\"msg\":\"later\"}}'; exit 1; }}\n",
+        seen.display()
+    );
+    let folder = executable(&node, "odd-ipam", &script);
+    assert_eq!(call(&node, &folder, "ADD", json!({})).container(&container).run().failure().code, Some(11));
+    assert_eq!(fs::read_to_string(seen).unwrap(), "ADD\nDEL\n");
+}
+
+#[test]
+fn a_type_that_is_no_plain_file_name_is_refused() {
+    let node = Node::new();
+    let container = node.container();
+    let folder = executable(&node, "odd-ipam", "#!/bin/sh\n");
+    for name in ["../plugins/odd-ipam", "a/b", "/bin/true"] {
+        let failure =
+            call(&node, &folder, "ADD", json!({"ipam": {"type": name}})).container(&container).run().failure();
+        assert!(failure.msg.contains(name), "{failure:?}");
+    }
+}
+
+#[test]
+fn the_first_folder_of_the_path_wins() {
+    let node = Node::new();
+    let container = node.container();
+    let answer = |address: &str| {
+        format!(
+            "#!/bin/sh\ncat >/dev/null\n[ $CNI_COMMAND != ADD ] || echo '{}'\n",
+            ADDRESS.replace("10.1.0.9", address)
+        )
+    };
+    let first = executable(&node, "odd-ipam", &answer("10.1.0.7"));
+    let second = node.file("more/odd-ipam", answer("10.1.0.8"));
+    fs::set_permissions(&second, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("/nowhere:{}:{}", first.display(), second.parent().unwrap().display());
+    let run = |verb: &str| call(&node, Path::new(&path), verb, json!({})).container(&container).run().success();
+    assert_eq!(conformance::address(&run("ADD")), "10.1.0.7");
+    run("DEL");
+}
+
+#[test]
+fn a_delegate_without_a_version_speaks_the_configuration_s() {
+    let node = Node::new();
+    let container = node.container();
+    let script = "#!/bin/sh\ncat >/dev/null\n[ $CNI_COMMAND != ADD ] || echo '{\"ips\":[{\"version\":\"4\",\"address\":\"10.1.0.9/24\"}]}'\n";
+    let folder = executable(&node, "odd-ipam", script);
+    let run =
+        |verb: &str| call(&node, &folder, verb, json!({"cniVersion": "0.4.0"})).container(&container).run().success();
+    assert_eq!(conformance::address(&run("ADD")), "10.1.0.9");
+    run("DEL");
 }

@@ -5,6 +5,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
 mod bridge;
+mod cnitool;
 mod delegation;
+mod gc;
 mod host_local;
+mod loopback;
+mod mixed;
 mod protocol;
+mod status;
+mod storm;

@@ -11,4 +11,5 @@ mod mac;
 mod neighbours;
 mod routes;
 mod spoofing;
+mod versions;
 mod vlan;

@@ -1,0 +1,102 @@
+//! STATUS: would the next ADD succeed? Asked every few seconds, so it must be cheap and must not wait.
+
+use std::time::Duration;
+
+use cni_testkit::{Attachment, Invocation, Node, probe, require};
+use conformance::{attach, bridge, host_local, layer2, loopback, patched};
+use serde_json::{Value, json};
+
+fn newest(config: Value) -> Value {
+    patched(config, json!({"cniVersion": "1.1.0"}))
+}
+
+#[track_caller]
+fn status(node: &Node, config: &Value) -> cni_testkit::Outcome {
+    let plugin = config["type"].as_str().unwrap().to_owned();
+    node.plugin(&plugin).command("STATUS").config(config).timeout(Duration::from_secs(10)).run()
+}
+
+#[test]
+fn what_is_ready_says_nothing_and_makes_nothing() {
+    let node = Node::new();
+    for config in [host_local(&node, &["10.1.0.0/24"]), bridge(&node, &["10.1.0.0/24"]), layer2(), loopback()] {
+        status(&node, &newest(config)).success();
+    }
+    assert!(node.link("br0").is_none());
+    assert!(!node.data_dir().exists());
+}
+
+#[test]
+fn an_exhausted_pool_is_not_available_and_says_how_full_it_is() {
+    let node = Node::new();
+    let config = newest(host_local(&node, &["10.1.0.0/29"]));
+    let all = attach(&node, &config, 5);
+    let failure = status(&node, &config).fails_with(50, "");
+    assert!(format!("{failure:?}").contains("5/5"), "used/total: {failure:?}");
+    all[0].1.del().success();
+    status(&node, &config).success();
+    for one in &all[1..] {
+        one.1.del().success();
+    }
+}
+
+#[test]
+fn one_exhausted_set_of_two_is_enough() {
+    let node = Node::new();
+    let config = newest(host_local(&node, &["fd00:1::/64", "10.1.0.0/30"]));
+    let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
+    status(&node, &config).fails_with(50, "");
+    attachment.del().success();
+    status(&node, &config).success();
+}
+
+#[test]
+fn without_ranges_there_is_nothing_to_exhaust() {
+    let node = Node::new();
+    let config = newest(patched(host_local(&node, &[]), json!({"ipam": {"ranges": null}})));
+    status(&node, &config).success();
+}
+
+#[test]
+fn bridge_passes_on_what_its_ipam_says() {
+    let node = Node::new();
+    let config = newest(bridge(&node, &["10.1.0.0/30"]));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    status(&node, &config).fails_with(50, "");
+    attachment.del_with(&result).success();
+    status(&node, &config).success();
+}
+
+#[test]
+fn bridge_without_its_ipam_is_not_available() {
+    let node = Node::new();
+    let config = newest(patched(bridge(&node, &[]), json!({"ipam": {"type": "not-there"}})));
+    let failure = status(&node, &config).fails_with(50, "");
+    assert!(failure.msg.contains("not-there"), "{failure:?}");
+}
+
+#[test]
+fn a_name_that_is_no_bridge_is_not_available() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "veth", "peer", "name", "other"]);
+    status(&node, &newest(layer2())).fails_with(50, "");
+    node.exec(&["ip", "link", "del", "br0"]);
+}
+
+#[test]
+fn a_held_lock_is_not_waited_for() {
+    require!(probe::tool("flock"));
+    let node = Node::new();
+    let config = newest(host_local(&node, &["10.1.0.0/24"]));
+    let (container, attachment, _) = attach(&node, &config, 1).remove(0);
+    let lock = node.data_dir().join("net1/lock");
+    let holder = Invocation::new(&node, "/usr/bin/flock").arg(&lock).arg("-c").arg("read x").start();
+    while node.run(&["flock", "-n", lock.to_str().unwrap(), "true"]).ok {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let answer = std::panic::catch_unwind(|| status(&node, &config).success());
+    holder.finish();
+    assert!(answer.is_ok(), "see above");
+    Attachment::new(&node, &container, config.clone()).del().success();
+    drop(attachment);
+}
