@@ -1,0 +1,285 @@
+//! The conversation with the kernel: transactions with their answers, dumps that are consistent.
+//!
+//! The kernel works on a request inside the very `send` that brings it, so every answer is there when `send` returns,
+//! and each `recv` of a dump queues the next part. Therefore nothing here ever waits: an answer that is not there will
+//! not come, and is an error.
+
+use std::fmt;
+use std::os::fd::AsRawFd as _;
+
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage};
+use netlink_packet_netfilter::nftables::{ChainAttribute, ChainMessage, NfTablesMessage, RuleAttribute, RuleMessage};
+use netlink_packet_netfilter::none::ControlMessage;
+use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage, NetfilterProtoFamily};
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
+
+use super::batch::{Batch, Change, Meaning};
+use super::decode::{self, NLMSG_DONE, NLMSG_ERROR};
+use super::{Chain, Listed, Table};
+use crate::error::{Cause, Error, Result};
+
+/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer), an answer far less.
+const RECEIVE: usize = 64 * 1024;
+/// How often a dump that was overtaken by somebody's change is begun anew. With n processes changing rules each starts
+/// n changes at worst, so this is reached by an endless stream of changes only.
+const DUMPS: usize = 256;
+
+/// A connection to nf_tables in the network namespace it was opened in.
+pub struct Nft {
+    socket: Socket,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl fmt::Debug for Nft {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Nft").field("sequence", &self.sequence).finish_non_exhaustive()
+    }
+}
+
+/// Whether a change failed because what it was based on has been changed by somebody else: read again and repeat, with
+/// a bound.
+pub fn raced(error: &Error) -> bool {
+    error.is_not_found() || error.is_exists()
+}
+
+/// A failure that [`Error::is_unsupported`] recognises, with the kernel's vaguer words kept.
+fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
+    let ack = format!("{why} ({errno})").into();
+    Error::new(what, Cause::Kernel { source: Errno::EOPNOTSUPP.into(), ack: Some(ack) })
+}
+
+impl Nft {
+    /// Opens a socket in the calling thread's network namespace. A kernel without netfilter's netlink:
+    /// [`Error::is_unsupported`].
+    pub fn open() -> Result<Nft> {
+        let open = || -> std::io::Result<Socket> {
+            let mut socket = Socket::new(NETLINK_NETFILTER)?;
+            socket.bind_auto()?;
+            // Connected to the kernel, it hears nobody else.
+            socket.connect(&SocketAddr::new(0, 0))?;
+            // Both are comfort: kernels before 4.12 and 4.2 lack them.
+            let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
+            Ok(socket)
+        };
+        match open() {
+            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE] }),
+            Err(error) => Err(Error::new("failed to open a netfilter socket", error)),
+        }
+    }
+
+    /// Makes all changes of the batch, or none. The error names the first change that the kernel refused, with its
+    /// errno.
+    pub fn commit(&mut self, batch: Batch) -> Result<()> {
+        self.transact(batch, Ending::Commit)
+    }
+
+    /// Has the kernel judge the batch and forget it: nothing changes, nobody is notified. Forgetting takes an RCU grace
+    /// period, some 10 ms; so does a refused [`commit`](Nft::commit).
+    pub fn rehearse(&mut self, batch: Batch) -> Result<()> {
+        self.transact(batch, Ending::Abort)
+    }
+
+    fn transact(&mut self, batch: Batch, ending: Ending) -> Result<()> {
+        const WHOLE: &str = "failed to change nftables";
+        let mut changes = batch.into_changes()?;
+        let Some(last) = changes.last_mut() else { return Ok(()) };
+        // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge the end itself.
+        last.message.header.flags |= NLM_F_ACK;
+        let first = self.sequence.wrapping_add(1);
+        let mut bytes = Vec::new();
+        self.append(&mut bytes, control(ControlMessage::BatchBegin));
+        for Change { message, .. } in &mut changes {
+            self.append(&mut bytes, message);
+        }
+        match ending {
+            Ending::Commit => self.append(&mut bytes, control(ControlMessage::BatchEnd)),
+            // Without its end the kernel checks a batch, answers, and rolls it back.
+            Ending::Abort => {}
+        }
+        self.send(WHOLE, &bytes)?;
+
+        let (mut acknowledged, mut refused) = (false, None::<(usize, Errno, Option<String>)>);
+        while let Some(datagram) = self.receive(WHOLE)? {
+            for message in decode::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
+                let Some((errno, said)) = decode::answer(&message) else { continue };
+                // 0: the batch as a whole. Then come the changes, then the end.
+                let at = usize::try_from(message.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
+                match errno {
+                    // A late answer to an earlier batch, which was given up on an overrun.
+                    _ if at > changes.len() + 1 => {}
+                    None => acknowledged |= at == changes.len(),
+                    // A later refusal is often a consequence of the first.
+                    Some(errno) if refused.as_ref().is_none_or(|(before, ..)| at < *before) => {
+                        refused = Some((at, errno, said));
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        let Some((at, errno, said)) = refused else {
+            let silent = || Error::new(WHOLE, Cause::text("the kernel did not answer"));
+            return if acknowledged { Ok(()) } else { Err(silent()) };
+        };
+        let change = at.checked_sub(1).and_then(|at| changes.get(at));
+        let what = change.map_or(WHOLE, |change| change.what.as_str());
+        Err(match (errno, change.map(|change| change.meaning)) {
+            (Errno::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", errno),
+            // Kernels differ in how they refuse to change a base chain's hook; on older ones it is EEXIST.
+            (Errno::EOPNOTSUPP, Some(Meaning::BaseChain)) => {
+                let ack = Some("with another hook, type or priority".into());
+                Error::new(what, Cause::Kernel { source: Errno::EEXIST.into(), ack })
+            }
+            _ => Error::new(what, Cause::Kernel { source: errno.into(), ack: said.map(Into::into) }),
+        })
+    }
+
+    /// The chain's rules, in order; none if there is no such chain. Only this chain is read, however many others there
+    /// are.
+    pub fn rules(&mut self, table: Table<'_>, chain: &str) -> Result<Vec<Listed>> {
+        let what = format!("failed to list nft chain {table} {chain}");
+        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        // Kernels that do not filter send everything of the family.
+        self.dump(&what, table, request, |payload| {
+            decode::rule(payload).filter(|(in_table, in_chain, _)| in_table == table.name && in_chain == chain)
+        })
+        .map(|rules| rules.into_iter().map(|(.., listed)| listed).collect())
+    }
+
+    /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
+    pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
+        let what = format!("failed to list the chains of nft table {table}");
+        let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
+        self.dump(&what, table, request, |payload| {
+            decode::chain(payload).filter(|(in_table, _)| in_table == table.name).map(|(_, chain)| chain)
+        })
+    }
+
+    /// One chain by name.
+    pub fn find_chain(&mut self, table: Table<'_>, name: &str) -> Result<Option<Chain>> {
+        let what = format!("failed to read nft chain {table} {name}");
+        let attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
+        let request = NfTablesMessage::GetChain(ChainMessage { attributes });
+        let mut found = None;
+        match self.ask(&what, table, request, 0, |message| found = decode::chain(message.payload)) {
+            Ok(_) => Ok(found.map(|(_, chain)| chain)),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// All of a list, as it was at one instant.
+    fn dump<T>(
+        &mut self,
+        what: &str,
+        table: Table<'_>,
+        request: NfTablesMessage,
+        decode: impl Fn(&[u8]) -> Option<T>,
+    ) -> Result<Vec<T>> {
+        for _ in 0..DUMPS {
+            let (mut items, mut generation, mut whole) = (Vec::new(), None, true);
+            let undisturbed = self.ask(what, table, request.clone(), NLM_F_DUMP, |message| {
+                // The flag tells of changes between two parts, the generation also of one within a part.
+                let seen = decode::generation(message.payload);
+                whole &= *generation.get_or_insert(seen) == seen;
+                items.extend(decode(message.payload));
+            })?;
+            if undisturbed && whole {
+                return Ok(items);
+            }
+        }
+        Err(Error::new(what, Cause::text(format!("the rules were changed under it {DUMPS} times"))))
+    }
+
+    /// Sends one request and hands over each object of the answer. Returns whether the list was read undisturbed.
+    fn ask(
+        &mut self,
+        what: &str,
+        table: Table<'_>,
+        request: NfTablesMessage,
+        flags: u16,
+        mut object: impl FnMut(&decode::Message<'_>),
+    ) -> Result<bool> {
+        let mut request = NetlinkMessage::from(NetfilterMessage::new(table.family.header(), request));
+        request.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
+        let mut bytes = Vec::new();
+        self.append(&mut bytes, &mut request);
+        self.send(what, &bytes)?;
+        let (sequence, mut undisturbed) = (self.sequence, true);
+        while let Some(datagram) = self.receive(what)? {
+            for message in decode::messages(datagram).filter(|message| message.sequence == sequence) {
+                undisturbed &= message.flags & NLM_F_DUMP_INTR == 0;
+                match message.kind {
+                    NLMSG_DONE | NLMSG_ERROR => match decode::answer(&message) {
+                        None | Some((None, _)) => return Ok(undisturbed),
+                        // Only a kernel without nf_tables finds fault with the form of our questions.
+                        Some((Some(errno @ Errno::EINVAL), _)) => {
+                            return Err(unsupported(what, "no nf_tables", errno));
+                        }
+                        Some((Some(errno), said)) => {
+                            return Err(Error::new(
+                                what,
+                                Cause::Kernel { source: errno.into(), ack: said.map(Into::into) },
+                            ));
+                        }
+                    },
+                    _ => object(&message),
+                }
+            }
+        }
+        Err(Error::new(what, Cause::text("the kernel's answer has no end")))
+    }
+
+    /// Numbers the message and puts its bytes behind the others.
+    fn append(&mut self, bytes: &mut Vec<u8>, message: impl std::borrow::BorrowMut<NetlinkMessage<NetfilterMessage>>) {
+        let mut message = message;
+        let message = message.borrow_mut();
+        self.sequence = self.sequence.wrapping_add(1);
+        message.header.sequence_number = self.sequence;
+        message.finalize();
+        let start = bytes.len();
+        bytes.resize(start + message.buffer_len(), 0);
+        message.serialize(&mut bytes[start..]);
+    }
+
+    fn send(&mut self, what: &str, bytes: &[u8]) -> Result<()> {
+        // What an earlier, abandoned request left is nobody's any more.
+        while let Ok(Some(_)) = self.receive(what) {}
+        self.socket.send(bytes, 0).map_err(|error| Error::new(what, error))?;
+        Ok(())
+    }
+
+    /// The next datagram, if there is one.
+    fn receive(&mut self, what: &str) -> Result<Option<&[u8]>> {
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC;
+        let received = loop {
+            match recv(self.socket.as_raw_fd(), &mut self.buffer, flags) {
+                Err(Errno::EINTR) => {}
+                received => break received,
+            }
+        };
+        match received {
+            Ok(len) if len > self.buffer.len() => Err(Error::new(what, Errno::EMSGSIZE)),
+            Ok(len) => Ok(Some(&self.buffer[..len])),
+            Err(Errno::EAGAIN) => Ok(None),
+            Err(errno) => Err(Error::new(what, errno)),
+        }
+    }
+}
+
+/// How a transaction ends.
+enum Ending {
+    Commit,
+    Abort,
+}
+
+fn control(message: ControlMessage) -> NetlinkMessage<NetfilterMessage> {
+    const NFNL_SUBSYS_NFTABLES: u16 = 10;
+    let header = NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, NFNL_SUBSYS_NFTABLES);
+    let mut message = NetlinkMessage::from(NetfilterMessage::new(header, message));
+    message.header.flags = NLM_F_REQUEST;
+    message
+}
