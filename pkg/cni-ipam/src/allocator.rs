@@ -6,10 +6,11 @@
 
 use std::net::IpAddr;
 
+use cni::config::parse_requested_address;
 use cni::rollback::Notes;
-use cni::{Cidr, Code, Error, Result};
+use cni::{Code, Error, Result};
 
-use crate::ranges::{RangeSet, RangeSets, address, number, parse_ip};
+use crate::ranges::{RangeSet, RangeSets, address, number};
 
 /// What is occupied, as the allocator asks for it.
 pub(crate) trait Occupied {
@@ -83,17 +84,12 @@ impl Requested {
     pub fn add<'a>(&mut self, source: &'static str, texts: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let mut addresses: Vec<IpAddr> = Vec::new();
         for text in texts {
-            let address = match text.contains('/') {
-                true => text.parse::<Cidr>().ok().map(|cidr| cidr.address().to_canonical()),
-                false => parse_ip(text),
-            };
-            match address {
-                Some(address) if addresses.contains(&address) => {}
-                Some(address) => addresses.push(address),
-                None if text.is_empty() => {
-                    return Err(Error::config("cannot understand ip: IP <nil> not v4 nor v6").with_details(source));
-                }
-                None => return Err(Error::config(format!("invalid IP address {text}")).with_details(source)),
+            if text.is_empty() {
+                return Err(Error::config("cannot understand ip: IP <nil> not v4 nor v6").with_details(source));
+            }
+            let address = parse_requested_address(text).map_err(|error| error.with_details(source))?;
+            if !addresses.contains(&address) {
+                addresses.push(address);
             }
         }
         self.sources.push((source, addresses));

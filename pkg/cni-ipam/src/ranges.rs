@@ -70,15 +70,20 @@ fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
 }
 
 impl RangeConf {
+    fn parse(&self) -> Result<(Option<Cidr>, [Option<IpAddr>; 3])> {
+        let subnet = self.subnet.as_deref().map(str::parse::<Cidr>).transpose();
+        let subnet = subnet.map_err(|error| Error::config(error.to_string()))?;
+        let [start, end, gateway] =
+            [&self.range_start, &self.range_end, &self.gateway].map(|text| optional_ip(text.as_deref()));
+        Ok((subnet, [start?, end?, gateway?]))
+    }
+
     /// Checks one range and fills in its defaults.
     ///
     /// # Errors
     /// Code 7 and Go's text.
     pub fn check(&self) -> Result<Range> {
-        let subnet =
-            self.subnet.as_deref().map(str::parse::<Cidr>).transpose().map_err(|e| Error::config(e.to_string()))?;
-        let (start, end) = (optional_ip(self.range_start.as_deref())?, optional_ip(self.range_end.as_deref())?);
-        let gateway = optional_ip(self.gateway.as_deref())?;
+        let (subnet, [start, end, gateway]) = self.parse()?;
         let subnet = subnet.ok_or_else(|| Error::config("IP <nil> not v4 nor v6"))?;
         if subnet.prefix() > subnet.bits() - 2 {
             return Err(Error::config(format!("Network {} too small to allocate from", subnet.network())));
@@ -231,6 +236,10 @@ impl RangeSets {
         let single = single.subnet.is_some().then(|| std::slice::from_ref(single));
         let all = runtime.iter().map(Vec::as_slice).chain(single).chain(sets.iter().map(Vec::as_slice));
         let mut checked = Vec::new();
+        // Go meets what does not parse while it decodes, before it counts sets: these texts have no prefix.
+        for (position, conf) in all.clone().enumerate().flat_map(|(i, set)| set.iter().map(move |conf| (i, conf))) {
+            conf.parse().map_err(|error| error.with_details(format!("in range set {position}")))?;
+        }
         for (position, set) in all.enumerate() {
             checked.push(RangeSet::check(set).map_err(|error| error.context(format!("invalid range set {position}")))?);
         }

@@ -1,1 +1,127 @@
-//! placeholder
+//! `host-local`: hands out addresses of the configured ranges and remembers them in a folder of this host.
+//!
+//! It never touches a network: whoever called it configures the interface. CNI_NETNS is required and never opened.
+//! Easy to get wrong: DEL, GC and STATUS get by without ranges, since the runtime gives those to ADD and CHECK alone;
+//! what is to be released is found by container ID and interface name, whatever the configuration says today.
+
+mod conf;
+mod resolv;
+#[cfg(test)]
+mod tests;
+
+use std::path::Path;
+use std::time::Duration;
+
+use cni::config::ValidAttachments;
+use cni::result::{AddResult, IpConfig};
+use cni::skel::{Added, Call, Plugin};
+use cni::{Cidr, Code, Error, Result};
+use cni_ipam::{Host, Options, Owner, Store};
+
+use conf::{AddConf, Place};
+
+/// The plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct HostLocal;
+
+/// A rollback waits for the lock no longer than this: the caller's own deadline is near by then.
+const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
+
+impl Plugin for HostLocal {
+    fn name(&self) -> &'static str {
+        "host-local"
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let conf = AddConf::read(&call.conf, &call.args()?)?;
+        let dns = conf.resolv_conf.as_deref().map(resolv::read).transpose()?.unwrap_or_default();
+        let store = store(call, &conf.place);
+        let mut rollback = call.rollback();
+
+        let mut locked = store.lock(conf.place.lock_timeout, &*call.machine)?;
+        let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
+        drop(locked);
+        let (made, machine) = (lease.made(), call.machine);
+        let limit = conf.place.lock_timeout.min(ROLLBACK_LIMIT);
+        rollback.push("release the addresses just reserved", move || store.undo(&made, limit, &*machine));
+
+        let ips = lease.addresses.iter().filter_map(|(range, made)| {
+            let address = Cidr::new(made.address(), range.subnet().prefix())?;
+            Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
+        });
+        let result = AddResult { ips: ips.collect(), routes: conf.routes, dns, ..AddResult::default() };
+        Ok(Added { result, rollback })
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        let place = Place::read(&call.conf, &call.notes)?;
+        let held = match store(call, &place).lock_existing(place.lock_timeout, &*call.machine)? {
+            Some(mut locked) => locked.reserved_by(&owner(call))?,
+            None => Vec::new(),
+        };
+        if held.is_empty() {
+            let msg = format!("host-local: Failed to find address added by container {}", call.container_id);
+            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
+        }
+        // Other plugins may have added addresses of their own; those of our ranges must be ours.
+        let (Some(prev), Some(sets)) = (call.conf.prev_result()?, conf::ranges(&call.conf)?) else { return Ok(()) };
+        let ours = |address| sets.sets().iter().any(|set| set.find(address).is_some());
+        let addresses = prev.ips.iter().map(|ip| ip.address.address());
+        let missing: Vec<String> = addresses
+            .filter(|address| ours(*address) && !held.contains(address))
+            .map(|address| address.to_string())
+            .collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let held: Vec<String> = held.iter().map(ToString::to_string).collect();
+        let (missing, held) = (missing.join(", "), held.join(", "));
+        let whom = format!("{} {}", call.container_id, call.ifname);
+        let msg = format!("host-local: prevResult has {missing}, but reserved for {whom} is {held}");
+        Err(Error::new(Code::CHECK_FAILED, msg))
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        let place = Place::read(&call.conf, &call.notes)?;
+        match store(call, &place).lock_existing(place.lock_timeout, &*call.machine)? {
+            Some(mut locked) => locked.release(&owner(call)).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        let place = Place::read(&call.conf, &call.notes)?;
+        let Some(mut locked) = store(call, &place).lock_existing(place.lock_timeout, &*call.machine)? else {
+            return Ok(());
+        };
+        let valid: Vec<Owner> = valid.iter().map(|(id, ifname)| Owner::new(id, ifname)).collect();
+        let collected = locked.collect(&valid)?;
+        for reservation in &collected.removed {
+            call.notes.note(format_args!("gc: released, as its attachment is not valid any more: {reservation}"));
+        }
+        collected.error.map_or(Ok(()), Err)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        let place = Place::read(&call.conf, &call.notes)?;
+        let store = store(call, &place);
+        store.check_writable().map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
+        let Some(sets) = conf::ranges(&call.conf)? else { return Ok(()) };
+        let usage = store.usage(&sets).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
+        let full: Vec<String> = usage.iter().filter(|set| set.is_exhausted()).map(ToString::to_string).collect();
+        if full.is_empty() {
+            return Ok(());
+        }
+        let msg = format!("no IP addresses available in range set: {}", full.join("; "));
+        Err(Error::new(Code::NOT_AVAILABLE, msg))
+    }
+}
+
+fn owner(call: &Call<'_>) -> Owner {
+    Owner::new(&call.container_id, &call.ifname)
+}
+
+fn store(call: &Call<'_>, place: &Place) -> Store {
+    let options = Options { notes: call.notes.clone(), host: Host::read(Path::new("/")) };
+    Store::open(&place.data_dir, call.conf.name(), options)
+}

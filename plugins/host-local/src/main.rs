@@ -1,2 +1,7 @@
-//! placeholder
-fn main() {}
+//! The CNI plugin `host-local`: addresses from ranges of this host, kept in a folder.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cni_linux::process::run(&plugin_host_local::HostLocal)
+}

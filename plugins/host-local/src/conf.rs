@@ -1,0 +1,158 @@
+//! The plugin's keys: `ipam`, and what the runtime adds in `runtimeConfig`, `args` and CNI_ARGS.
+//!
+//! Two readings: [`AddConf`] is strict and for ADD; [`Place`] is all that the other verbs need, and forgives what has
+//! nothing to do with where the store is. Easy to get wrong: `ipam.subnet` and its neighbours are one more range set,
+//! before those of `ipam.ranges` and behind those of the runtime; a set's position names its `last_reserved_ip` file.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cni::args::CniArgs;
+use cni::config::NetConf;
+use cni::json::Json;
+use cni::result::Route;
+use cni::rollback::Notes;
+use cni::version::Version;
+use cni::{Code, Error, Result};
+use cni_ipam::lock::DEFAULT_LIMIT;
+use cni_ipam::store::DEFAULT_DATA_DIR;
+use cni_ipam::{RangeConf, RangeSets, Requested};
+use serde::Deserialize;
+
+/// Where the store is, and how long a verb waits for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) data_dir: PathBuf,
+    pub(crate) lock_timeout: Duration,
+}
+
+/// All that ADD needs.
+#[derive(Clone, Debug)]
+pub(crate) struct AddConf {
+    pub(crate) place: Place,
+    pub(crate) sets: RangeSets,
+    pub(crate) requested: Requested,
+    pub(crate) routes: Vec<Route>,
+    pub(crate) resolv_conf: Option<PathBuf>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Keys {
+    ipam: Option<Ipam>,
+    runtime_config: RuntimeConfig,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Ipam {
+    subnet: Option<String>,
+    range_start: Option<String>,
+    range_end: Option<String>,
+    gateway: Option<String>,
+    ranges: Vec<Vec<RangeConf>>,
+    routes: Vec<Route>,
+    resolv_conf: String,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct RuntimeConfig {
+    ip_ranges: Vec<Vec<RangeConf>>,
+    ips: Vec<String>,
+}
+
+impl Place {
+    /// Reads what every verb needs. A wrong `lockTimeout` is told and replaced by the default.
+    pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<Place> {
+        let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
+            notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));
+            DEFAULT_LIMIT
+        });
+        Ok(Place { data_dir: data_dir(conf)?, lock_timeout })
+    }
+}
+
+impl AddConf {
+    /// Reads and checks everything.
+    pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
+        let keys: Keys = conf.decode()?;
+        let place = Place { data_dir: data_dir(conf)?, lock_timeout: lock_timeout(conf)? };
+
+        let mut requested = Requested::none();
+        requested.add("runtimeConfig.ips", keys.runtime_config.ips.iter().map(String::as_str))?;
+        let in_args: Vec<String> = match conf.json().get("args").and_then(|args| args.get("cni")?.get("ips")) {
+            Some(ips) => ips
+                .decode()
+                .map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: args.cni.ips", error))?,
+            None => Vec::new(),
+        };
+        requested.add("args.cni.ips", in_args.iter().map(String::as_str))?;
+        args.check_known(&["IP"])?;
+        // An empty value asks for nothing, as in Go.
+        let ip = args.get("IP").filter(|ip| !ip.is_empty());
+        requested.add("CNI_ARGS IP", ip).map_err(|error| {
+            let pair = ip.unwrap_or_default();
+            let msg = format!("ARGS: error parsing value of pair \"IP={pair}\": {error}");
+            Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_ARGS")
+        })?;
+
+        let sets = check(&keys, conf.version())?;
+        let ipam = keys.ipam.unwrap_or_default();
+        let resolv_conf = Some(ipam.resolv_conf).filter(|path| !path.is_empty()).map(PathBuf::from);
+        Ok(AddConf { place, sets, requested, routes: ipam.routes, resolv_conf })
+    }
+}
+
+/// The range sets, if the request has any: STATUS and CHECK judge by them where they can.
+pub(crate) fn ranges(conf: &NetConf) -> Result<Option<RangeSets>> {
+    let keys: Keys = conf.decode()?;
+    let Some(ipam) = &keys.ipam else { return Err(no_ipam()) };
+    if ipam.subnet.is_none() && ipam.ranges.is_empty() && keys.runtime_config.ip_ranges.is_empty() {
+        return Ok(None);
+    }
+    check(&keys, conf.version()).map(Some)
+}
+
+fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
+    let ipam = keys.ipam.as_ref().ok_or_else(no_ipam)?;
+    let single = RangeConf {
+        subnet: ipam.subnet.clone(),
+        range_start: ipam.range_start.clone(),
+        range_end: ipam.range_end.clone(),
+        gateway: ipam.gateway.clone(),
+    };
+    let sets = RangeSets::check(&keys.runtime_config.ip_ranges, &single, &ipam.ranges)?;
+    if version < Version::V0_3_0 {
+        sets.require_one_per_family(version.as_str())?;
+    }
+    sets.require_disjoint()?;
+    Ok(sets)
+}
+
+fn no_ipam() -> Error {
+    Error::config("IPAM config missing 'ipam' key")
+}
+
+fn in_ipam<'a>(conf: &'a NetConf, key: &str) -> Option<&'a Json> {
+    conf.json().get("ipam")?.get(key)
+}
+
+fn data_dir(conf: &NetConf) -> Result<PathBuf> {
+    match in_ipam(conf, "dataDir") {
+        None => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
+        Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
+        Some(Json::String(path)) => Ok(PathBuf::from(path)),
+        Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: ipam.dataDir: expected a string")),
+    }
+}
+
+fn lock_timeout(conf: &NetConf) -> Result<Duration> {
+    match in_ipam(conf, "lockTimeout") {
+        None => Ok(DEFAULT_LIMIT),
+        Some(Json::Number(number)) if number.as_u64().is_some_and(|seconds| (1..=300).contains(&seconds)) => {
+            Ok(Duration::from_secs(number.as_u64().unwrap_or_default()))
+        }
+        Some(_) => Err(Error::config("ipam.lockTimeout must be a whole number of seconds, from 1 to 300")),
+    }
+}

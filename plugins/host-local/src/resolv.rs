@@ -1,0 +1,77 @@
+//! `resolvConf`: a resolver's configuration file as the result's `dns`.
+//!
+//! It follows Go's reading: what it does not know it passes over. Easy to get wrong: `search` and `options` add up
+//! over several lines, of `domain` the last one counts, and of a `nameserver` line only the first value.
+
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use cni::result::Dns;
+use cni::{Code, Error, Result};
+
+/// No resolver reads more of it; and a device file never ends.
+const LONGEST: u64 = 1 << 20;
+
+/// Reads the file.
+///
+/// # Errors
+/// Code 5 if it cannot be read or is longer than 1 MiB.
+pub(crate) fn read(path: &Path) -> Result<Dns> {
+    let failed = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
+    let mut bytes = Vec::new();
+    // Not blocking: nobody need be at the other end of a FIFO.
+    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(failed)?;
+    file.take(LONGEST + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > LONGEST {
+        return Err(failed(std::io::Error::other("it is longer than 1 MiB")));
+    }
+    Ok(parse(&String::from_utf8_lossy(&bytes)))
+}
+
+fn parse(text: &str) -> Dns {
+    let mut dns = Dns::default();
+    for line in text.lines().map(str::trim) {
+        if line.starts_with(['#', ';']) {
+            continue;
+        }
+        let mut fields = line.split_whitespace();
+        let (Some(key), Some(value)) = (fields.next(), fields.next()) else { continue };
+        match key {
+            "nameserver" => dns.nameservers.push(value.to_owned()),
+            "domain" => dns.domain = value.to_owned(),
+            "search" => dns.search.extend([value].into_iter().chain(fields).map(str::to_owned)),
+            "options" => dns.options.extend([value].into_iter().chain(fields).map(str::to_owned)),
+            _ => {}
+        }
+    }
+    dns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_add_up_or_replace_as_in_go() {
+        let dns = parse(
+            "# comment\n; comment\n\n  nameserver 192.0.2.1 ignored\nnameserver 192.0.2.2\nnameserver\n\
+             domain a.example\ndomain b.example c.example\nsearch one two\nsearch three\n\
+             options ndots:1\noptions rotate edns0\nsortlist 1.2.3.4\nNameserver 9.9.9.9\n",
+        );
+        assert_eq!(dns.nameservers, ["192.0.2.1", "192.0.2.2"]);
+        assert_eq!(dns.domain, "b.example");
+        assert_eq!(dns.search, ["one", "two", "three"]);
+        assert_eq!(dns.options, ["ndots:1", "rotate", "edns0"]);
+    }
+
+    #[test]
+    fn a_missing_file_or_an_endless_one_is_an_error_that_names_it() {
+        for path in ["/nonexistent/resolv.conf", "/dev/zero"] {
+            let error = read(Path::new(path)).unwrap_err();
+            assert_eq!(error.code(), Code::IO);
+            assert!(error.msg().starts_with(&format!("failed to read {path}: ")), "{error}");
+        }
+    }
+}
