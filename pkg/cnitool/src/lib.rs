@@ -1,0 +1,78 @@
+//! cnitool: the operator's side of CNI.
+//!
+//! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
+//!   [`cni::libcni`].
+//! - `cli`: what all verbs share: finding the verb, the options that are everybody's, the variables.
+//! - `target`: a network namespace's path and the container ID that goes with it.
+//! - `report`: results and errors, for people or as JSON. `help`: every word of `--help`.
+//!
+//! A new group of verbs is a module with a `parse` and a `run`, and a line in `cli::GROUPS`.
+//!
+//! stdout carries results only; everything else goes to stderr. The whole tool works on values ([`Call`],
+//! [`Streams`]), so its tests start no process.
+
+mod cli;
+mod help;
+mod network;
+mod report;
+mod target;
+#[cfg(test)]
+mod testing;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use cni::rollback::Notes;
+use cni::skel::MachineRef;
+
+/// A call of the tool, as values.
+#[derive(Debug)]
+pub struct Call<'m> {
+    /// The arguments, without the program's name.
+    pub args: Vec<OsString>,
+    /// The whole environment.
+    pub environment: Vec<(OsString, OsString)>,
+    /// The working directory, for relative paths.
+    pub folder: PathBuf,
+    /// Runs the plugins.
+    pub machine: MachineRef<'m>,
+}
+
+/// Where output goes, as values.
+pub struct Streams<'a> {
+    /// Results.
+    pub stdout: &'a mut dyn Write,
+    /// Everything else, by lines.
+    pub notes: Notes,
+}
+
+/// How a call ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// 0: done.
+    Done,
+    /// 1: it failed, and why was reported.
+    Failed,
+    /// 2: it was called in a way that makes no sense.
+    Usage,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> ExitCode {
+        ExitCode::from(match exit {
+            Exit::Done => 0,
+            Exit::Failed => 1,
+            Exit::Usage => 2,
+        })
+    }
+}
+
+/// Runs the tool.
+pub fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Exit {
+    match cli::run(call, streams) {
+        Ok(()) => Exit::Done,
+        Err(failure) => report::failure(&failure, streams),
+    }
+}

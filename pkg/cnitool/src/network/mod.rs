@@ -1,0 +1,180 @@
+//! The verbs of a network, run by hand: add, check, del, gc, status, version.
+//!
+//! What cnitool decides itself is little: which container a namespace stands for, which attachments gc takes for valid
+//! (`gc`), and that CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD unless they are given again: a DEL that
+//! knows less than the ADD may leave something behind.
+
+mod gc;
+mod options;
+mod versions;
+
+use cni::libcni::cache::{Entry, Key};
+use cni::libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
+use cni::{Code, Error};
+use serde_json::json;
+
+use crate::cli::{Failure, Variables, failed};
+use crate::report::{Format, write, write_json};
+use crate::target::{Presence, absolute, container_id};
+use crate::{Call, Streams};
+
+pub(crate) use options::{Command, VERBS, parse};
+
+/// A verb's surroundings: the runtime, the network's folder, where results go.
+struct Network<'a, 'm> {
+    command: &'a Command,
+    call: &'a Call<'m>,
+    runtime: Runtime<'m>,
+    conf_folder: ConfFolder,
+}
+
+/// Does what the command asks for.
+pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<(), Failure> {
+    let network = Network {
+        command: &command,
+        call,
+        runtime: command.shared.runtime(call, &streams.notes),
+        conf_folder: command.shared.conf_folder(&Variables(&call.environment)),
+    };
+    let outcome = match command.verb {
+        "add" => network.add(streams),
+        "check" => network.check(streams),
+        "del" => network.del(streams),
+        "gc" => network.gc(streams),
+        "status" => network.status(streams),
+        _ => network.version(streams),
+    };
+    outcome.map_err(|error| failed(format!("{} {}", command.verb, command.network), error, command.shared.format))
+}
+
+impl Network<'_, '_> {
+    fn add(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let list = self.list()?;
+        let mut attachment = self.attachment()?;
+        self.refuse_absent_netns(&attachment)?;
+        self.fill_in(&mut attachment, None)?;
+        let result = self.runtime.add(&list, &attachment)?;
+        write(streams, &format!("{}\n", result.get()))
+    }
+
+    fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let list = self.list()?;
+        let mut attachment = self.attachment()?;
+        // What is wrong with the memory, CHECK itself tells.
+        let remembered = self.runtime.cache.find(self.key(&attachment)).ok().flatten();
+        self.fill_in(&mut attachment, remembered.as_ref())?;
+        self.runtime.check(&list, &attachment)?;
+        self.done(streams)
+    }
+
+    fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let mut attachment = self.attachment()?;
+        let remembered = self.runtime.cache.find(self.key(&attachment)).ok().flatten();
+        self.fill_in(&mut attachment, remembered.as_ref())?;
+        let list = self.list().or_else(|error| self.remembered_list(remembered.as_ref(), error))?;
+        let on_error = if self.command.keep_going { OnError::GoOn } else { OnError::Stop };
+        self.runtime.del(&list, &attachment, on_error)?;
+        self.done(streams)
+    }
+
+    fn status(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let list = self.list()?;
+        self.runtime.status(&list)?;
+        self.done(streams)
+    }
+
+    /// Success without a result: silence for people, a document for programs.
+    fn done(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        match self.command.shared.format {
+            Format::Text => Ok(()),
+            Format::Json => {
+                let json = json!({"verb": self.command.verb, "network": self.command.network, "ok": true});
+                write_json(streams, &json)
+            }
+        }
+    }
+
+    fn list(&self) -> Result<NetworkList, Error> {
+        self.conf_folder.find(&self.command.network, &self.runtime.notes)
+    }
+
+    /// A network that has left the folder can still be detached by what the ADD remembered of it.
+    fn remembered_list(&self, entry: Option<&Entry>, error: Error) -> Result<NetworkList, Error> {
+        match entry.map(|entry| NetworkList::parse(&entry.config)) {
+            Some(Ok(list)) if list.name() == self.command.network => {
+                self.runtime.notes.note(format_args!("{error}: the configuration remembered at ADD is used"));
+                Ok(list)
+            }
+            _ => Err(error),
+        }
+    }
+
+    fn key<'k>(&'k self, attachment: &'k Attachment) -> Key<'k> {
+        Key { network: &self.command.network, container_id: &attachment.container_id, ifname: &attachment.ifname }
+    }
+
+    /// Who is meant, without CNI_ARGS and CAP_ARGS.
+    fn attachment(&self) -> Result<Attachment, Error> {
+        let netns = match &self.command.netns {
+            None => String::new(),
+            Some(path) => match absolute(path.as_ref(), &self.call.folder).into_os_string().into_string() {
+                Ok(path) => path,
+                Err(path) => {
+                    let msg = format!("the path of the namespace is not valid UTF-8: {}", path.display());
+                    return Err(Error::new(Code::INVALID_ENVIRONMENT, msg));
+                }
+            },
+        };
+        let variables = Variables(&self.call.environment);
+        let ifname = match &self.command.ifname {
+            Some(name) => name.clone(),
+            None => variables.find("CNI_IFNAME")?.unwrap_or_else(|| "eth0".to_owned()),
+        };
+        let container_id = self.command.container_id.clone().unwrap_or_else(|| container_id(&netns));
+        Ok(Attachment { container_id, netns, ifname, ..Attachment::default() })
+    }
+
+    /// Adds what the environment says, else what the ADD said.
+    fn fill_in(&self, attachment: &mut Attachment, remembered: Option<&Entry>) -> Result<(), Error> {
+        let variables = Variables(&self.call.environment);
+        let remembered = remembered.map(|entry| &entry.attachment);
+        attachment.args = match variables.find("CNI_ARGS")? {
+            Some(text) => cni_args(&text)?,
+            None => remembered.map(|attachment| attachment.args.clone()).unwrap_or_default(),
+        };
+        attachment.capability_args = match variables.find("CAP_ARGS")? {
+            Some(text) => Members::parse(&text)
+                .map_err(|error| error.with_code(Code::INVALID_ENVIRONMENT).context("failed to read CAP_ARGS"))?,
+            None => remembered.map(|attachment| attachment.capability_args.clone()).unwrap_or_default(),
+        };
+        if attachment.netns.is_empty() {
+            attachment.netns = remembered.map(|attachment| attachment.netns.clone()).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// The commonest slip, told before any plugin runs: `cnitool add net blue` for /run/netns/blue.
+    fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
+        let Presence::Gone(why) = Presence::of(&attachment.netns, self.call.machine) else { return Ok(()) };
+        let msg = format!("{} is no network namespace: {why} (CNI_NETNS)", attachment.netns);
+        let error = Error::new(Code::INVALID_ENVIRONMENT, msg);
+        let typed = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();
+        let named = format!("/run/netns/{typed}");
+        if !typed.contains('/') && Presence::of(&named, self.call.machine) == Presence::There {
+            return Err(error.with_details(format!("a path is expected; did you mean {named}?")));
+        }
+        Err(error.with_details(format!("'ip netns add NAME' makes one at {}NAME", "/run/netns/")))
+    }
+}
+
+/// `K=V;K=V`. As in Go's cnitool neither may be empty; a `;` at the end is fine.
+fn cni_args(text: &str) -> Result<Vec<(String, String)>, Error> {
+    let pair = |piece: &str| match piece.split_once('=') {
+        Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("invalid CNI_ARGS pair {piece:?}"))),
+    };
+    text.split(';').filter(|piece| !piece.is_empty()).map(pair).collect()
+}
+
+#[cfg(test)]
+mod tests;

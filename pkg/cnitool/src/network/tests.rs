@@ -1,0 +1,272 @@
+//! The tool from its arguments to its output, on values.
+
+use crate::Exit;
+use crate::target::container_id;
+use crate::testing::Node;
+
+#[test]
+fn add_prints_the_result_and_derives_the_container_from_the_path() {
+    let node = Node::new();
+    let expected = "{\"cniVersion\":\"1.1.0\",\"ips\":[{\"address\":\"10.0.0.2/24\"}]}\n";
+    assert_eq!(node.done("add net ../netns//x"), expected);
+    let asked = node.asked();
+    let env = &asked[0].1;
+    assert_eq!((env["CNI_NETNS"].as_str(), env["CNI_IFNAME"].as_str()), ("/run/netns/x", "eth0"));
+    assert_eq!(env["CNI_CONTAINERID"], container_id("/run/netns/x"));
+    assert_eq!(node.done("check net x"), "");
+    assert_eq!(node.done("del net x"), "");
+    assert_eq!(node.calls(), "a CHECK, b CHECK, b DEL, a DEL");
+}
+
+#[test]
+fn the_interfaces_name_is_the_option_then_the_variable_then_eth0() {
+    let mut node = Node::new();
+    node.variable("CNI_IFNAME", "net7");
+    node.done("add net x");
+    node.done("add -i net8 net x");
+    node.done("add net x --ifname=net9 --container-id c1");
+    let ids: Vec<_> = node
+        .asked()
+        .into_iter()
+        .map(|(_, env, _)| (env["CNI_IFNAME"].clone(), env["CNI_CONTAINERID"].clone()))
+        .collect();
+    let id = container_id("/run/netns/x");
+    let pair = |ifname: &str, id: &str| (ifname.to_owned(), id.to_owned());
+    assert_eq!([&ids[0], &ids[2], &ids[4]], [&pair("net7", &id), &pair("net8", &id), &pair("net9", "c1")]);
+}
+
+#[test]
+fn arguments_for_the_plugins_come_from_the_environment_and_later_from_the_memory() {
+    let mut node = Node::new();
+    node.variable("CNI_ARGS", "K=v;L=a=b;");
+    node.variable("CAP_ARGS", r#"{"mac":"00:11:22:33:44:55","other":1}"#);
+    node.done("add net x");
+    node.variable("CNI_ARGS", "");
+    node.variable("CAP_ARGS", "");
+    node.done("check net x");
+    node.done("del net x");
+    for (call, env, conf) in node.asked() {
+        assert_eq!(env["CNI_ARGS"], "K=v;L=a=b", "{call}");
+        let runtime_config = &conf["runtimeConfig"];
+        assert_eq!(call.starts_with('a'), runtime_config == &serde_json::json!({"mac": "00:11:22:33:44:55"}), "{call}");
+    }
+}
+
+#[test]
+fn malformed_variables_are_named() {
+    for (key, value, expected) in [
+        ("CNI_ARGS", "K=", "invalid CNI_ARGS pair \"K=\""),
+        ("CNI_ARGS", "=v", "invalid CNI_ARGS pair \"=v\""),
+        ("CNI_ARGS", "K", "invalid CNI_ARGS pair \"K\""),
+        ("CAP_ARGS", "[]", "failed to read CAP_ARGS: it is no JSON object"),
+    ] {
+        let mut node = Node::new();
+        node.variable(key, value);
+        let said = node.say("add net x --json");
+        assert_eq!(
+            (said.exit, said.json()["code"].as_u64(), said.json()["msg"].as_str()),
+            (Exit::Failed, Some(4), Some(expected))
+        );
+        assert_eq!(node.calls(), "");
+    }
+}
+
+#[test]
+fn an_error_is_told_to_people_on_stderr_and_to_programs_on_stdout() {
+    let mut node = Node::new();
+    node.fail("b ADD", 11);
+    let said = node.say("add net x");
+    assert_eq!((said.exit, said.stdout.as_str()), (Exit::Failed, ""));
+    assert_eq!(
+        said.stderr,
+        "cnitool: add net: plugin type=\"b\" failed (add): b ADD went wrong\n    d\n    CNI error code 11: try again later\n"
+    );
+    assert_eq!(node.calls(), "a ADD, b ADD, b DEL, a DEL");
+    let said = node.say("--json add net x");
+    let expected = serde_json::json!({"cniVersion": "1.1.0", "code": 11, "msg": "plugin type=\"b\" failed (add): b ADD went wrong", "details": "d"});
+    assert_eq!((said.json(), said.stderr.as_str()), (expected, ""));
+}
+
+#[test]
+fn a_name_given_for_a_path_is_recognised() {
+    let mut node = Node::new();
+    node.here = "/tmp";
+    let said = node.say("add net x");
+    let expected = "cnitool: add net: /tmp/x is no network namespace: it does not exist (CNI_NETNS)\n    a path is expected; did you mean /run/netns/x?\n";
+    assert!(said.stderr.starts_with(expected), "{}", said.stderr);
+    for elsewhere in ["add net y", "add net ./x"] {
+        let said = node.say(elsewhere);
+        assert!(said.exit == Exit::Failed && !said.stderr.contains("did you mean"), "{}", said.stderr);
+    }
+    assert_eq!(node.calls(), "");
+}
+
+#[test]
+fn del_works_without_the_namespace_and_without_the_networks_file() {
+    let mut node = Node::new();
+    node.done("add net x");
+    node.done("add net x --container-id c1");
+    node.no_namespace("/run/netns/x");
+    node.done("del net x");
+    node.asked();
+    node.configure(r#"{"name":"other","plugins":[{"type":"a"}]}"#);
+    let said = node.say("del net --container-id c1");
+    assert_eq!(said.exit, Exit::Done, "{}", said.stderr);
+    assert!(said.stderr.contains("the configuration remembered at ADD is used"), "{}", said.stderr);
+    let asked = node.asked();
+    assert_eq!((asked.len(), asked[0].1["CNI_NETNS"].as_str()), (2, "/run/netns/x"));
+    let said = node.say("del net --container-id c1");
+    assert!(said.stderr.contains("no net configuration with name \"net\" in "), "{}", said.stderr);
+}
+
+#[test]
+fn del_stops_at_the_first_error_unless_it_is_to_keep_going() {
+    let mut node = Node::new();
+    node.done("add net x");
+    node.fail("b DEL", 5);
+    node.asked();
+    assert_eq!(node.say("del net x").exit, Exit::Failed);
+    assert_eq!(node.calls(), "b DEL");
+    assert_eq!(node.say("del net x --keep-going").exit, Exit::Failed);
+    assert_eq!(node.calls(), "b DEL, a DEL");
+}
+
+#[test]
+fn gc_keeps_what_has_a_namespace_or_is_named_and_tells_what_goes() {
+    let mut node = Node::new();
+    for path in ["/run/netns/y", "/run/netns/z"] {
+        node.namespace(path);
+    }
+    for name in ["x", "y", "z"] {
+        node.done(&format!("add net {name} --container-id {name}"));
+    }
+    node.no_namespace("/run/netns/y");
+    node.no_namespace("/run/netns/z");
+    node.asked();
+    let dry = node.done("gc net --keep z/eth0 --keep far/eth1 --dry-run");
+    assert!(dry.contains("remove  y/eth0  (/run/netns/y: it does not exist)\n"), "{dry}");
+    assert!(dry.contains("keep    z/eth0  (named with --keep)\n") && dry.contains("keep    far/eth1  (named"), "{dry}");
+    assert!(dry.contains("keep    x/eth0  (/run/netns/x exists)\n") && dry.contains("Nothing was changed."), "{dry}");
+    assert_eq!(node.calls(), "");
+
+    let text = node.done("gc net --keep z/eth0 --keep far/eth1");
+    assert!(text.contains("remove  y/eth0"), "{text}");
+    let asked = node.asked();
+    let calls: Vec<_> = asked.iter().map(|(call, env, _)| format!("{call} {}", env["CNI_CONTAINERID"])).collect();
+    assert_eq!(calls, ["b DEL y", "a DEL y", "a GC ", "b GC "]);
+    let valid = asked[2].2["cni.dev/valid-attachments"].to_string();
+    assert_eq!(
+        valid,
+        r#"[{"containerID":"far","ifname":"eth1"},{"containerID":"x","ifname":"eth0"},{"containerID":"z","ifname":"eth0"}]"#
+    );
+
+    let json = node.say("gc net --dry-run --json").json();
+    assert_eq!((json["changed"].as_bool(), json["removed"][0]["containerID"].as_str()), (Some(false), Some("z")));
+}
+
+#[test]
+fn gc_never_removes_everything_unless_told_so() {
+    let mut node = Node::new();
+    let refused = |node: &Node| {
+        let said = node.say("gc net");
+        assert_eq!(said.exit, Exit::Failed);
+        assert!(said.stderr.contains("nothing of this network would stay valid"), "{}", said.stderr);
+        assert!(said.stderr.contains("--all"), "{}", said.stderr);
+        assert_eq!(node.calls(), "");
+    };
+    refused(&node); // nothing is remembered: the plugins would take everything for stale
+    node.done("add net x");
+    node.no_namespace("/run/netns/x");
+    node.asked();
+    refused(&node);
+    node.done("gc net --dry-run");
+    assert_eq!(node.calls(), "");
+    node.done("gc net --all");
+    assert_eq!(node.calls(), "b DEL, a DEL, a GC, b GC");
+}
+
+#[test]
+fn gc_keeps_what_it_cannot_judge_and_lets_disable_gc_rule() {
+    let node = Node::new();
+    node.done("add net /secret --container-id c");
+    node.asked();
+    let text = node.done("gc net");
+    assert!(text.contains("keep    c/eth0  (whether its namespace exists is unknown"), "{text}");
+    assert_eq!(node.calls(), "a GC, b GC");
+    node.configure(r#"{"cniVersion":"1.1.0","name":"net","disableGC":true,"plugins":[{"type":"a"}]}"#);
+    let said = node.say("gc net");
+    assert!(said.exit == Exit::Done && said.stderr.contains("disableGC"), "{}", said.stderr);
+    assert_eq!(node.calls(), "");
+}
+
+#[test]
+fn status_needs_no_namespace_and_keeps_the_code() {
+    let mut node = Node::new();
+    assert_eq!(node.done("status net"), "");
+    assert_eq!(node.done("status net /run/netns/ignored"), "");
+    assert_eq!(node.say("status net --json").json()["ok"], true);
+    node.fail("a STATUS", 50);
+    let said = node.say("status net --json");
+    assert_eq!((said.exit, said.json()["code"].as_u64()), (Exit::Failed, Some(50)));
+}
+
+#[test]
+fn version_lists_the_plugins_and_fails_if_one_does_not_fit() {
+    let node = Node::new();
+    let text = node.done("version net");
+    let path = node.folder.path().join("bin/a");
+    assert!(text.starts_with("network net uses CNI version 1.1.0\n"), "{text}");
+    assert!(text.contains(&format!("a  {}  1.0.0 1.1.0\n", path.display())), "{text}");
+    let json = node.say("version net --json").json();
+    assert_eq!((json["plugins"][1]["type"].as_str(), json["capabilities"][0].as_str()), (Some("b"), Some("mac")));
+    node.configure(r#"{"cniVersion":"0.4.0","name":"net","plugins":[{"type":"a"},{"type":"absent"}]}"#);
+    let said = node.say("version net");
+    assert_eq!(said.exit, Exit::Failed);
+    assert!(said.stdout.contains("absent  not found  -\n"), "{}", said.stdout);
+    let expected = "plugin a does not support config version \"0.4.0\"; failed to find plugin \"absent\"";
+    assert!(said.stderr.contains(expected), "{}", said.stderr);
+}
+
+#[test]
+fn calls_that_make_no_sense_are_refused_before_anything_runs() {
+    let node = Node::new();
+    for (args, expected) in [
+        ("", "no verb given"),
+        ("frobnicate net", "unknown verb \"frobnicate\""),
+        ("--frob add", "unknown option --frob"),
+        ("add", "the name of a network is expected"),
+        ("add net", "the path of a network namespace is expected"),
+        ("check net --container-id c", "the path of a network namespace is expected"),
+        ("del net", "--container-id is expected"),
+        ("add net x y", "unexpected argument \"y\""),
+        ("add net x --keep-going", "unknown option --keep-going"),
+        ("status net --all", "unknown option --all"),
+        ("gc net --keep c", "CONTAINER-ID/IFNAME is expected"),
+        ("add net x --timeout 0", "a number of seconds"),
+        ("add net x --ifname", "missing argument"),
+    ] {
+        let said = node.say(args);
+        assert_eq!((said.exit, said.stdout.as_str()), (Exit::Usage, ""), "{args}");
+        assert!(said.stderr.contains(expected) && said.stderr.contains("--help'."), "{args}: {}", said.stderr);
+    }
+    assert_eq!(node.calls(), "");
+}
+
+#[test]
+fn help_is_a_result_and_names_every_verb_and_option() {
+    let node = Node::new();
+    let overview = node.done("--help");
+    assert_eq!(node.done("help"), overview);
+    for verb in super::VERBS {
+        assert!(overview.contains(&format!("\n  {verb} ")), "{verb}");
+        let text = node.done(&format!("{verb} --help"));
+        assert!(text.starts_with(&format!("cnitool {verb} - ")) && text.contains("Exit codes: 0"), "{text}");
+        assert!(text.contains("Example") && text.contains("Environment: "), "{text}");
+        assert_eq!(node.done(&format!("help {verb}")), text);
+        assert!(text.lines().chain(overview.lines()).all(|line| line.len() <= 90), "{text}");
+    }
+    for option in ["--conf-dir", "--cache-dir", "--timeout", "--json", "CNI_PATH", "NETCONFPATH", "CAP_ARGS"] {
+        assert!(overview.contains(option), "{option}");
+    }
+    assert_eq!(node.done("--version"), format!("cnitool {}\n", env!("CARGO_PKG_VERSION")));
+}

@@ -1,0 +1,54 @@
+//! version: each plugin of a network, where it is and what it speaks.
+
+use cni::delegate::find_plugin;
+use cni::{Code, Error};
+use serde_json::json;
+
+use super::Network;
+use crate::Streams;
+use crate::report::{Format, write, write_json};
+
+impl Network<'_, '_> {
+    /// Fails after everything has been listed, if a plugin is missing or does not speak the network's version.
+    pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let list = self.list()?;
+        let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
+        let mut problems = Vec::new();
+        let mut rows = Vec::new();
+        for plugin in list.plugins() {
+            let kind = plugin.kind();
+            let path = find_plugin(kind, &self.runtime.plugin_folders).ok();
+            let versions = self.runtime.supported_versions(kind).unwrap_or_else(|error| {
+                problems.push(error);
+                Vec::new()
+            });
+            if !versions.is_empty() && !versions.iter().any(|version| version == wanted) {
+                let msg = format!("plugin {kind} does not support config version {wanted:?}");
+                problems.push(Error::new(Code::INCOMPATIBLE_VERSION, msg));
+            }
+            rows.push((kind, path.map(|path| path.display().to_string()).unwrap_or_default(), versions));
+        }
+        match self.command.shared.format {
+            Format::Text => {
+                let mut text = format!("network {} uses CNI version {wanted}\n", list.name());
+                for (kind, path, versions) in rows {
+                    let path = if path.is_empty() { "not found" } else { &path };
+                    let versions = if versions.is_empty() { "-".to_owned() } else { versions.join(" ") };
+                    text += &format!("{kind}  {path}  {versions}\n");
+                }
+                write(streams, &text)?;
+                Error::join(problems).map_or(Ok(()), Err)
+            }
+            Format::Json => match Error::join(problems) {
+                Some(error) => Err(error),
+                None => {
+                    let plugin = |(kind, path, versions)| json!({"type": kind, "path": path, "versions": versions});
+                    let plugins: Vec<_> = rows.into_iter().map(plugin).collect();
+                    let capabilities = list.capabilities();
+                    let network = json!({"network": list.name(), "cniVersion": wanted, "capabilities": capabilities, "plugins": plugins});
+                    write_json(streams, &network)
+                }
+            },
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Results and errors on their way out: for people, or as JSON.
+//!
+//! As JSON every outcome of a network verb is one document on stdout, an error in the shape the plugins give it. For
+//! people results go to stdout and errors to stderr: a line that says what failed and why, then what helps.
+
+use cni::version::Version;
+use cni::{Code, Error};
+use serde_json::{Value, json};
+
+use crate::cli::Failure;
+use crate::{Exit, Streams, help};
+
+/// How results and errors are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// Writes a text to stdout, in one piece.
+pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
+    streams
+        .stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| streams.stdout.flush())
+        .map_err(|error| Error::caused(Code::IO, "failed to write to stdout", error))
+}
+
+/// Writes a document to stdout.
+pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(), Error> {
+    write(streams, &format!("{value:#}\n"))
+}
+
+/// Reports why a call did not succeed.
+pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
+    match failure {
+        Failure::Usage { verb, msg } => {
+            let verb = verb.map(|verb| format!(" {verb}")).unwrap_or_default();
+            streams.notes.note(format_args!("cnitool{verb}: {msg}"));
+            if verb.is_empty() {
+                streams.notes.note(help::SHORT);
+            }
+            streams.notes.note(format_args!("Try 'cnitool{verb} --help'."));
+            Exit::Usage
+        }
+        Failure::Failed { error, format: Format::Json, .. } => {
+            if let Err(unwritten) = write_json(streams, &error_json(error)) {
+                streams.notes.note(format_args!("cnitool: {error} ({unwritten})"));
+            }
+            Exit::Failed
+        }
+        Failure::Failed { doing, error, format: Format::Text } => {
+            streams.notes.note(format_args!("cnitool: {doing}: {error}"));
+            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {line}")));
+            streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
+            Exit::Failed
+        }
+    }
+}
+
+/// An error as plugins write it.
+fn error_json(error: &Error) -> Value {
+    let mut json = json!({"cniVersion": Version::NEWEST.as_str(), "code": error.code().0, "msg": error.msg()});
+    if !error.details().is_empty() {
+        json["details"] = error.details().into();
+    }
+    json
+}
+
+/// The specification's words for a code.
+fn meaning(code: Code) -> &'static str {
+    match code {
+        Code::INCOMPATIBLE_VERSION => "incompatible CNI version",
+        Code::UNSUPPORTED_FIELD => "unsupported field in the network configuration",
+        Code::UNKNOWN_CONTAINER => "the container is unknown or does not exist",
+        Code::INVALID_ENVIRONMENT => "invalid environment variables",
+        Code::IO => "I/O failure",
+        Code::DECODE => "failed to decode content",
+        Code::INVALID_CONFIG => "invalid network configuration",
+        Code::INVALID_NETNS => "the namespace is the plugin's own",
+        Code::TRY_AGAIN => "try again later",
+        Code::NOT_AVAILABLE => "the plugin cannot serve an ADD",
+        Code::LIMITED_CONNECTIVITY => "the plugin cannot serve an ADD, and containers may have limited connectivity",
+        Code::INTERNAL => "internal error",
+        Code(100..) => "the plugin's own",
+        _ => "unknown to the specification",
+    }
+}

@@ -1,0 +1,83 @@
+//! Whom a verb is about: the path of a network namespace, and the container ID that goes with it.
+//!
+//! cnitool has no containers. Like Go's it takes the namespace's path for one, and derives the ID from it; so the
+//! path must come out the same to the letter, or a DEL would not find what an ADD made.
+
+use std::io::ErrorKind;
+use std::path::{Component, Path, PathBuf};
+
+use cni::skel::MachineRef;
+use sha2::{Digest as _, Sha512};
+
+/// Whether there is a namespace at a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Presence {
+    /// There is.
+    There,
+    /// There is nothing, or something else: why.
+    Gone(String),
+    /// It could not be found out: why.
+    Unknown(String),
+}
+
+impl Presence {
+    pub(crate) fn of(netns: &str, machine: MachineRef<'_>) -> Presence {
+        if netns.is_empty() {
+            return Presence::Unknown("no path was recorded".to_owned());
+        }
+        match machine.is_own_netns(Path::new(netns)) {
+            Ok(_) => Presence::There,
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound => Presence::Gone("it does not exist".to_owned()),
+                ErrorKind::NotADirectory | ErrorKind::InvalidInput => Presence::Gone(error.to_string()),
+                _ => Presence::Unknown(error.to_string()),
+            },
+        }
+    }
+}
+
+/// A path made absolute as Go does it: by its letters alone, without asking the file system about links.
+pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
+    let mut clean = PathBuf::from("/");
+    for component in folder.join(path).components() {
+        match component {
+            Component::Normal(name) => clean.push(name),
+            Component::ParentDir => {
+                clean.pop();
+            }
+            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+        }
+    }
+    clean
+}
+
+/// The ID of the "container" behind a namespace: `cnitool-` and the first 20 digits of the SHA-512 of its path.
+pub(crate) fn container_id(netns: &str) -> String {
+    let digest = Sha512::digest(netns.as_bytes());
+    let digits: String = digest.iter().take(10).map(|byte| format!("{byte:02x}")).collect();
+    format!("cnitool-{digits}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_become_absolute_by_their_letters() {
+        for (path, expected) in [
+            ("/var/run/netns/x", "/var/run/netns/x"),
+            ("x", "/work/x"),
+            ("./../a//b/./c/", "/a/b/c"),
+            ("/../../a", "/a"),
+            ("/", "/"),
+        ] {
+            assert_eq!(absolute(Path::new(path), Path::new("/work")), Path::new(expected), "{path}");
+        }
+    }
+
+    #[test]
+    fn the_container_id_is_the_one_go_derives() {
+        // printf %s /var/run/netns/testing | sha512sum
+        assert_eq!(container_id("/var/run/netns/testing"), "cnitool-77383ca0a0715733ca6f");
+    }
+}
