@@ -171,6 +171,17 @@ impl Nft {
         }
     }
 
+    /// How many transactions there have been, modulo 2^16.
+    #[cfg(test)]
+    pub(crate) fn generation(&mut self) -> u16 {
+        use netlink_packet_netfilter::nftables::GenMessage;
+        let any = Table { family: super::Family::Inet, name: "" };
+        let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
+        let mut generation = None;
+        self.ask("", any, request, 0, |message| generation = decode::generation(message.payload)).unwrap();
+        generation.unwrap()
+    }
+
     /// All of a list, as it was at one instant.
     fn dump<T>(
         &mut self,

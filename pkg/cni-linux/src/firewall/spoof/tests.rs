@@ -2,6 +2,7 @@
 
 use std::io::Read as _;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use super::*;
@@ -90,6 +91,7 @@ fn ensuring_again_replaces_and_never_doubles() {
     on_a_host(|| {
         ensure("c1");
         let once = ruleset();
+        assert_eq!((once.matches("iifname").count(), once.matches("comment").count()), (1, 4), "{once}");
         ensure("c1");
         assert_eq!(ruleset(), once);
         // Another container's interface and address come in place of the old.
@@ -105,6 +107,49 @@ fn ensuring_again_replaces_and_never_doubles() {
         ensure("c2");
         purge("c1");
         assert_eq!(ruleset(), once.replace("c1", "c2"));
+    });
+}
+
+#[test]
+fn every_verb_is_one_transaction_or_none() {
+    on_a_host(|| {
+        let mut spoof = SpoofCheck::open().unwrap();
+        let mut transactions = |work: &dyn Fn(&mut SpoofCheck)| {
+            let before = spoof.nft.generation();
+            work(&mut spoof);
+            spoof.nft.generation().wrapping_sub(before)
+        };
+        let ensure = |spoof: &mut SpoofCheck| spoof.ensure(&mark("c1"), "veth0", MAC).unwrap();
+        let purge = |spoof: &mut SpoofCheck| spoof.purge("c1", "eth0").unwrap();
+        assert_eq!(transactions(&purge), 0, "nothing to remove, no table");
+        assert_eq!(transactions(&|spoof| spoof.probe().unwrap()), 0);
+        assert_eq!(transactions(&ensure), 1, "on a clean host");
+        assert_eq!(transactions(&ensure), 1, "again");
+        assert_eq!(transactions(&purge), 1);
+        assert_eq!(transactions(&purge), 0, "again");
+        assert_eq!(transactions(&ensure), 1, "on a host that had some");
+        assert_eq!(transactions(&|spoof| drop(spoof.list().unwrap())), 0);
+    });
+}
+
+#[test]
+fn while_the_rules_are_replaced_the_old_ones_hold() {
+    on_a_host(|| {
+        ensure("c1");
+        let stop = AtomicBool::new(false);
+        let gaps = thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut spoof = SpoofCheck::open().unwrap();
+                while !stop.load(Ordering::Relaxed) {
+                    spoof.ensure(&mark("c1"), "veth0", MAC).unwrap();
+                }
+            });
+            let mut nft = Nft::open().unwrap();
+            let gaps = (0..2_000).filter(|_| nft.rules(TABLE, PREROUTING).unwrap().len() != 1).count();
+            stop.store(true, Ordering::Relaxed);
+            gaps
+        });
+        assert_eq!(gaps, 0);
     });
 }
 
@@ -313,9 +358,11 @@ fn worker() {
     let Ok(container) = std::env::var("CNI_TEST_SPOOF_WORKER") else { return };
     ensure(&container);
     std::fs::write("/proc/self/fd/2", "ready").unwrap();
+    // One socket throughout: the kernel makes its closing wait, and there is nothing to be seen in dying there.
+    let mut spoof = SpoofCheck::open().unwrap();
     loop {
-        purge(&container);
-        ensure(&container);
+        spoof.purge(&container, "eth0").unwrap();
+        spoof.ensure(&mark(&container), "veth0", MAC).unwrap();
     }
 }
 
