@@ -7,7 +7,7 @@
 //!   [`veth`], [`vlan`], [`addr`], [`route`] and [`neigh`] put their verbs.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
-//! - [`machine`], [`child`]: signals, and running another program so that it can never outlive this one.
+//! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
 //! - `firewall`: iptables and nf_tables.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
@@ -18,7 +18,7 @@
 pub mod addr;
 pub mod announce;
 pub mod bridge;
-pub mod child;
+mod child;
 pub mod error;
 pub mod firewall;
 pub mod link;

@@ -68,13 +68,7 @@ impl Netlink {
 
     /// Asks for a whole table, or what of it matches `message`.
     pub(crate) fn dump(&self, message: RouteNetlinkMessage) -> Result<Vec<RouteNetlinkMessage>, Cause> {
-        for _ in 0..DUMP_ATTEMPTS {
-            let answer = self.exchange(message.clone(), NLM_F_DUMP)?;
-            if !answer.interrupted {
-                return Ok(answer.messages);
-            }
-        }
-        Err(Cause::text(format!("the tables changed during each of {DUMP_ATTEMPTS} attempts to read them")))
+        until_consistent(|| self.exchange(message.clone(), NLM_F_DUMP))
     }
 
     fn exchange(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Answer, Cause> {
@@ -106,6 +100,17 @@ fn connect(runtime: &Runtime) -> io::Result<rtnetlink::Handle> {
 struct Answer {
     messages: Vec<RouteNetlinkMessage>,
     interrupted: bool,
+}
+
+/// Reads again what was interrupted, with a bound.
+fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<RouteNetlinkMessage>, Cause> {
+    for _ in 0..DUMP_ATTEMPTS {
+        let answer = read()?;
+        if !answer.interrupted {
+            return Ok(answer.messages);
+        }
+    }
+    Err(Cause::text(format!("the tables changed during each of {DUMP_ATTEMPTS} attempts to read them")))
 }
 
 async fn exchange(
@@ -173,7 +178,32 @@ mod tests {
         assert!(refusal(&ErrorMessage::default()).is_none());
         let mut error = ErrorMessage::default();
         error.code = std::num::NonZeroI32::new(-17);
-        assert_eq!(refusal(&error).unwrap().errno(), Some(17));
+        // The refused request's header, then an attribute: four bytes of its own and "why\0".
+        error.header = [40, 0, 0, 0, 16, 0, 5, 6, 1, 0, 0, 0, 0, 0, 0, 0].to_vec();
+        error.header.extend([8, 0, 1, 0, b'w', b'h', b'y', 0]);
+        let refusal = Error::new("failed", refusal(&error).unwrap());
+        assert_eq!((refusal.errno(), refusal.explanation()), (Some(17), Some("why")));
+    }
+
+    #[test]
+    fn an_interrupted_dump_is_read_again_but_not_for_ever() {
+        let link = || RouteNetlinkMessage::NewLink(Default::default());
+        for (interruptions, reads) in [(0, Some(1)), (1, Some(2)), (DUMP_ATTEMPTS - 1, Some(DUMP_ATTEMPTS)), (99, None)]
+        {
+            let mut count = 0;
+            let answer = until_consistent(|| {
+                count += 1;
+                Ok(Answer { messages: vec![link(); count], interrupted: count <= interruptions })
+            });
+            assert_eq!(answer.ok().map(|messages| messages.len()), reads, "{interruptions} interruptions");
+            assert!(count <= DUMP_ATTEMPTS);
+        }
+        let mut count = 0;
+        let failed = until_consistent(|| {
+            count += 1;
+            Err(Cause::text("no"))
+        });
+        assert!(failed.is_err() && count == 1);
     }
 
     #[test]

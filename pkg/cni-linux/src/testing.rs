@@ -4,8 +4,9 @@
 
 use std::panic::resume_unwind;
 use std::process::Command;
-use std::thread;
+use std::thread::{self, Builder};
 
+use cni_testkit::skipped;
 use nix::sched::{CloneFlags, unshare};
 
 use crate::netns::Netns;
@@ -15,20 +16,14 @@ use crate::netns::Netns;
 #[track_caller]
 pub(crate) fn in_new_netns(body: impl FnOnce() + Send) {
     thread::scope(|scope| {
-        let test = scope.spawn(|| match unshare(CloneFlags::CLONE_NEWNET) {
+        // The test's name, for the line that tells of a skip.
+        let builder = Builder::new().name(thread::current().name().unwrap_or("?").to_owned());
+        let test = builder.spawn_scoped(scope, || match unshare(CloneFlags::CLONE_NEWNET) {
             Ok(()) => body(),
-            Err(errno) => skip(&format!("cannot make a network namespace: {errno}")),
+            Err(errno) => skipped(&format!("cannot make a network namespace: {errno}")),
         });
-        test.join().unwrap_or_else(|panic| resume_unwind(panic));
+        test.unwrap().join().unwrap_or_else(|panic| resume_unwind(panic));
     });
-}
-
-/// Says why a test cannot run here.
-#[allow(clippy::print_stderr, reason = "a skip must be seen")]
-#[track_caller]
-pub(crate) fn skip(reason: &str) {
-    assert!(std::env::var("CNI_TEST_REQUIRE").as_deref() != Ok("all"), "may not be skipped: {reason}");
-    eprintln!("SKIP: {reason}");
 }
 
 /// Another fresh namespace. The calling thread stays where it is.

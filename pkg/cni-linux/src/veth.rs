@@ -104,11 +104,10 @@ impl Netlink {
     /// A veth of such a name without any alias is it too: its maker was killed before it could be marked.
     pub fn find_host_end(&self, mark: &Mark) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
-            let found = self.find_link(&mark.host_name(attempt))?;
-            if let Some(link) = found.filter(|link| link.is_veth()) {
-                if link.alias.is_none() || mark.is_on(link.alias.as_deref()) {
-                    return Ok(Some(link));
-                }
+            let is_ours = |link: &Link| link.is_veth() && (link.alias.is_none() || mark.is_on(link.alias.as_deref()));
+            let found = self.find_link(&mark.host_name(attempt))?.filter(is_ours);
+            if found.is_some() {
+                return Ok(found);
             }
         }
         Ok(None)

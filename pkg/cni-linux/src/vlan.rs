@@ -125,7 +125,7 @@ fn unfold(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{in_new_netns, skip};
+    use crate::testing::in_new_netns;
     use crate::{BridgeSpec, Mac, VethSpec};
     use netlink_packet_core::Emitable as _;
 
@@ -166,7 +166,7 @@ mod tests {
                     let error = netlink.add_vlan(bridge.index, 5, VlanFlags::Tagged, Target::Itself).unwrap_err();
                     assert!(error.is_unsupported(), "{error}");
                     assert_eq!(netlink.vlans(bridge.index).unwrap(), []);
-                    return skip("this kernel has no VLAN filtering");
+                    return cni_testkit::skipped("this kernel has no VLAN filtering");
                 }
                 Err(error) => panic!("{error}"),
             };
