@@ -6,7 +6,7 @@ use std::panic::resume_unwind;
 use std::process::Command;
 use std::thread::{self, Builder};
 
-use cni_testkit::skipped;
+pub(crate) use cni_testkit::skipped as skip;
 use nix::sched::{CloneFlags, unshare};
 
 use crate::netns::Netns;
@@ -20,7 +20,7 @@ pub(crate) fn in_new_netns(body: impl FnOnce() + Send) {
         let builder = Builder::new().name(thread::current().name().unwrap_or("?").to_owned());
         let test = builder.spawn_scoped(scope, || match unshare(CloneFlags::CLONE_NEWNET) {
             Ok(()) => body(),
-            Err(errno) => skipped(&format!("cannot make a network namespace: {errno}")),
+            Err(errno) => skip(&format!("cannot make a network namespace: {errno}")),
         });
         test.unwrap().join().unwrap_or_else(|panic| resume_unwind(panic));
     });

@@ -166,7 +166,7 @@ mod tests {
                     let error = netlink.add_vlan(bridge.index, 5, VlanFlags::Tagged, Target::Itself).unwrap_err();
                     assert!(error.is_unsupported(), "{error}");
                     assert_eq!(netlink.vlans(bridge.index).unwrap(), []);
-                    return cni_testkit::skipped("this kernel has no VLAN filtering");
+                    return crate::testing::skip("this kernel has no VLAN filtering");
                 }
                 Err(error) => panic!("{error}"),
             };
