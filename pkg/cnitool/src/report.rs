@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 use crate::cli::Failure;
 use crate::{Exit, Streams, help};
 
+/// What would have been done needs a clearer word from the operator; cnitool's own code.
+pub(crate) const REFUSED: Code = Code(103);
+
 /// How results and errors are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -85,7 +88,8 @@ fn meaning(code: Code) -> &'static str {
         Code::NOT_AVAILABLE => "the plugin cannot serve an ADD",
         Code::LIMITED_CONNECTIVITY => "the plugin cannot serve an ADD, and containers may have limited connectivity",
         Code::INTERNAL => "internal error",
-        Code(100..) => "the plugin's own",
+        REFUSED => "refused by cnitool",
+        Code(100..) => "not one of the specification's",
         _ => "unknown to the specification",
     }
 }

@@ -108,10 +108,8 @@ impl NetworkList {
     /// # Errors
     /// Code 1 for one that we do not speak.
     pub fn version(&self) -> Result<Version> {
-        Version::find(&self.cni_version).ok_or_else(|| {
-            config::incompatible("incompatible CNI versions", &self.cni_version)
-                .context(format_args!("network {:?}", self.name))
-        })
+        Version::find(&self.cni_version)
+            .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
     }
 
     /// Whether CHECK is switched off, by `disableCheck` or by `args.cni.disable-check` of the list or of a plugin.

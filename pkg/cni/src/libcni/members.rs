@@ -1,7 +1,7 @@
 //! A JSON object whose values stay as they were written.
 //!
 //! A runtime hands on configurations it does not understand: a number must not change its spelling, an unknown key
-//! must not get lost. [`Json`](crate::json::Json) is for reading, this is for passing on.
+//! must not get lost. [`Json`] is for reading, this is for passing on.
 //!
 //! Easy to get wrong: plugins match keys in any case, so a key that is injected must first be removed in every case.
 

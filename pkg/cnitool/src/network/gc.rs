@@ -6,13 +6,26 @@
 
 use cni::Error;
 use cni::config::ValidAttachments;
-use cni::libcni::cache::Entry;
+use cni::libcni::NetworkList;
+use cni::libcni::cache::{Entry, Key};
+use cni::version::Version;
 use serde_json::{Value, json};
 
 use super::Network;
 use crate::Streams;
-use crate::report::{Format, write, write_json};
+use crate::report::{Format, REFUSED, write, write_json};
 use crate::target::Presence;
+
+/// What a gc would do.
+struct Plan<'a> {
+    network: &'a str,
+    judged: Vec<Judged>,
+    valid: ValidAttachments,
+    /// From 1.1.0 on the plugins remove what else they find.
+    asks_plugins: bool,
+    /// Neither a dry run nor switched off.
+    acts: bool,
+}
 
 /// A remembered attachment and what becomes of it.
 struct Judged {
@@ -24,34 +37,37 @@ struct Judged {
 impl Network<'_, '_> {
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
-        let remembered = self.runtime.stale(&list, &ValidAttachments::default())?;
-        let judged: Vec<Judged> = remembered.into_iter().map(|entry| self.judge(entry)).collect();
-        let kept = judged.iter().filter(|judged| judged.keeps).map(|Judged { entry, .. }| {
-            let attachment = &entry.attachment;
-            (attachment.container_id.clone(), attachment.ifname.clone())
-        });
-        // What is named need not be remembered: it may be another runtime's.
-        let valid: ValidAttachments = kept.chain(self.command.keep.iter().cloned()).collect();
-        let acts = !self.command.dry_run && !list.disable_gc();
-
-        if acts && valid.iter().next().is_none() && !self.command.all {
+        let plan = self.plan(&list)?;
+        if plan.acts && plan.removes_everything() && !self.command.all {
             let msg = "nothing of this network would stay valid, so everything of it would be removed";
             let details = "name what is in use with --keep CONTAINER-ID/IFNAME, see what would go with --dry-run, or confirm with --all";
-            return Err(Error::config(msg).with_details(details));
+            return Err(Error::new(REFUSED, msg).with_details(details));
         }
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
         if self.command.shared.format == Format::Text {
-            write(streams, &self.plan(&judged, &valid, acts))?;
+            write(streams, &plan.text())?;
         }
-        if acts {
-            self.runtime.gc(&list, &valid)?;
+        if plan.acts {
+            self.runtime.gc(&list, &plan.valid)?;
         }
         match self.command.shared.format {
             Format::Text => Ok(()),
-            Format::Json => write_json(streams, &self.plan_json(&judged, &valid, acts)),
+            Format::Json => write_json(streams, &plan.json()),
         }
+    }
+
+    fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
+        let asks_plugins = list.version()? >= Version::V1_1_0;
+        let remembered = self.runtime.stale(list, &ValidAttachments::default())?;
+        let judged: Vec<Judged> = remembered.into_iter().map(|entry| self.judge(entry)).collect();
+        let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.key());
+        let kept = kept.map(|Key { container_id, ifname, .. }| (container_id.to_owned(), ifname.to_owned()));
+        // What is named need not be remembered: it may be another runtime's.
+        let valid = kept.chain(self.command.keep.iter().cloned()).collect();
+        let acts = !self.command.dry_run && !list.disable_gc();
+        Ok(Plan { network: &self.command.network, judged, valid, asks_plugins, acts })
     }
 
     fn judge(&self, entry: Entry) -> Judged {
@@ -69,44 +85,50 @@ impl Network<'_, '_> {
         };
         Judged { entry, keeps, why }
     }
+}
 
-    fn plan(&self, judged: &[Judged], valid: &ValidAttachments, acts: bool) -> String {
+impl Plan<'_> {
+    fn removes_everything(&self) -> bool {
+        self.valid.iter().next().is_none() && (self.asks_plugins || !self.judged.is_empty())
+    }
+
+    fn text(&self) -> String {
         let mut text = String::new();
-        for Judged { entry, keeps, why } in judged {
-            let attachment = &entry.attachment;
+        for Judged { entry, keeps, why } in &self.judged {
+            let Key { container_id, ifname, .. } = entry.key();
             let verb = if *keeps { "keep" } else { "remove" };
-            text += &format!("{verb:<6}  {}/{}  ({why})\n", attachment.container_id, attachment.ifname);
+            text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
         }
-        for (id, ifname) in valid.iter() {
-            let remembered =
-                |judged: &Judged| judged.entry.key().container_id == id && judged.entry.key().ifname == ifname;
-            if !judged.iter().any(remembered) {
+        for (id, ifname) in self.valid.iter() {
+            let is_it = |key: Key<'_>| key.container_id == id && key.ifname == ifname;
+            if !self.judged.iter().any(|judged| is_it(judged.entry.key())) {
                 text += &format!("keep    {id}/{ifname}  (named with --keep; not one of cnitool's)\n");
             }
         }
-        let count = valid.iter().count();
-        let network = &self.command.network;
-        text += &match acts {
-            true => format!(
-                "The plugins of {network} remove whatever does not belong to these {count} valid attachments.\n"
-            ),
-            false => {
-                format!("Nothing was changed. The plugins of {network} would be told of {count} valid attachments.\n")
-            }
-        };
+        if self.asks_plugins {
+            let valid = match self.valid.iter().count() {
+                1 => "1 attachment".to_owned(),
+                count => format!("{count} attachments"),
+            };
+            text += &format!("The plugins of {} keep what belongs to {valid} and remove the rest.\n", self.network);
+        } else {
+            text += &format!("The plugins of {} know no GC in its CNI version.\n", self.network);
+        }
+        if !self.acts {
+            text += "Nothing was changed.\n";
+        }
         text
     }
 
-    fn plan_json(&self, judged: &[Judged], valid: &ValidAttachments, acts: bool) -> Value {
-        let removed = judged.iter().filter(|judged| !judged.keeps).map(|Judged { entry, why, .. }| {
-            let attachment = &entry.attachment;
-            json!({"containerID": attachment.container_id, "ifname": attachment.ifname,
-                   "netns": attachment.netns, "reason": why})
+    fn json(&self) -> Value {
+        let removed = self.judged.iter().filter(|judged| !judged.keeps).map(|Judged { entry, why, .. }| {
+            let Key { container_id, ifname, .. } = entry.key();
+            json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
         });
-        let valid = valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
+        let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
         json!({
-            "network": self.command.network,
-            "changed": acts,
+            "network": self.network,
+            "changed": self.acts,
             "removed": removed.collect::<Vec<_>>(),
             "valid": valid.collect::<Vec<_>>(),
         })

@@ -55,6 +55,7 @@ impl Network<'_, '_> {
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
         write(streams, &format!("{}\n", result.get()))
+            .map_err(|error| error.with_details("the namespace is attached all the same; 'cnitool del' detaches it"))
     }
 
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
@@ -163,7 +164,7 @@ impl Network<'_, '_> {
         if !typed.contains('/') && Presence::of(&named, self.call.machine) == Presence::There {
             return Err(error.with_details(format!("a path is expected; did you mean {named}?")));
         }
-        Err(error.with_details(format!("'ip netns add NAME' makes one at {}NAME", "/run/netns/")))
+        Err(error.with_details("'ip netns add NAME' makes one at /run/netns/NAME"))
     }
 }
 

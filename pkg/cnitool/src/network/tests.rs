@@ -171,10 +171,13 @@ fn gc_never_removes_everything_unless_told_so() {
         let said = node.say("gc net");
         assert_eq!(said.exit, Exit::Failed);
         assert!(said.stderr.contains("nothing of this network would stay valid"), "{}", said.stderr);
-        assert!(said.stderr.contains("--all"), "{}", said.stderr);
+        assert!(said.stderr.contains("--all") && said.stderr.contains("103: refused by cnitool"), "{}", said.stderr);
         assert_eq!(node.calls(), "");
     };
     refused(&node); // nothing is remembered: the plugins would take everything for stale
+    node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"},{"type":"b"}]}"#);
+    assert!(node.done("gc net").contains("know no GC"));
+    node.configure(r#"{"cniVersion":"1.1.0","name":"net","plugins":[{"type":"a"},{"type":"b"}]}"#);
     node.done("add net x");
     node.no_namespace("/run/netns/x");
     node.asked();
