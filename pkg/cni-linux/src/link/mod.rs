@@ -159,7 +159,8 @@ impl Netlink {
 
     /// The interface of that index.
     pub fn find_link_by_index(&self, index: u32) -> Result<Option<Link>> {
-        self.get_link(index, None).map_err(|cause| Error::new(format_args!("failed to look up interface {index}"), cause))
+        self.get_link(index, None)
+            .map_err(|cause| Error::new(format_args!("failed to look up interface {index}"), cause))
     }
 
     /// The interface of that name, which must exist.
@@ -311,4 +312,3 @@ fn decode_info(link: &mut Link, infos: Vec<LinkInfo>) {
         }
     }
 }
-
