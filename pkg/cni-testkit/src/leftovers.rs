@@ -50,6 +50,7 @@ fn stored(node: &Node) -> Vec<String> {
             found.extend(held.into_iter().map(|r| format!("in {}/{network}: {r:?}", networks.display())));
         }
         let results = fs::read_dir("/var/lib/cni/results").into_iter().flatten().flatten();
+        let results = results.filter(|entry| entry.file_name() != ".cni");
         found.extend(results.map(|entry| format!("cached result {}", entry.path().display())));
         found
     });
