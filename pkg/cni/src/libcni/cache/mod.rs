@@ -27,6 +27,9 @@ use wire::Content;
 /// Where Go's libcni and cnitool keep theirs; the results are in a folder in it.
 pub const DEFAULT_DIR: &str = "/var/lib/cni";
 
+/// How many may write at once: far more than there are, and an end to the search for a free name.
+const MAX_WRITERS: u32 = 4096;
+
 /// The folder of remembered attachments.
 #[derive(Clone, Debug)]
 pub struct Cache {
@@ -278,14 +281,15 @@ fn make_folder(folder: &Path) -> Result<()> {
 
 /// A temporary file nobody else writes to. The names are few and fixed, so what a crash leaves is used again.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
-    let mut slot = 0u32;
-    loop {
+    for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
-        match lock(&path, OpenOptions::new().write(true).create(true).truncate(false).mode(0o600))? {
-            Some(file) => return Ok((file, path)),
-            None => slot += 1,
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(false).mode(0o600);
+        if let Some(file) = lock(&path, &options)? {
+            return Ok((file, path));
         }
     }
+    Err(io::Error::other(format!("{MAX_WRITERS} others are writing at this moment")))
 }
 
 /// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place.
