@@ -10,7 +10,7 @@
 //! stopped; it gives the lock back as soon as it gets it, since nobody takes the file from it.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions, TryLockError};
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -198,14 +198,26 @@ impl Drop for Blocked {
 
 /// Who holds the lock of this file, in words.
 fn holder(identity: &Metadata) -> String {
-    let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let device = (nix::sys::stat::major(identity.dev()), nix::sys::stat::minor(identity.dev()));
-    match holder_in(&locks, device, identity.ino()) {
+    // Locks come and go between two reads of the file, and lines are lost by that: large reads, and a second look.
+    let look = || holder_in(&proc_locks().unwrap_or_default(), device, identity.ino());
+    match look().or_else(look) {
         Some(pid) => match std::fs::read_to_string(PathBuf::from(format!("/proc/{pid}/comm"))) {
             Ok(name) => format!("it is held by process {pid} ({})", name.trim()),
             Err(_) => format!("it is held by process {pid}"),
         },
         None => "who holds it is not visible from here".to_owned(),
+    }
+}
+
+fn proc_locks() -> io::Result<String> {
+    let mut file = File::open("/proc/locks")?;
+    let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(String::from_utf8_lossy(&text).into_owned()),
+            length => text.extend_from_slice(&buffer[..length]),
+        }
     }
 }
 

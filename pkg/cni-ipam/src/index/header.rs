@@ -47,6 +47,12 @@ pub(crate) struct Counter {
     pub(crate) asked: u64,
 }
 
+impl Counter {
+    pub(crate) fn has(&self, family: Family, number: u128) -> bool {
+        self.family == family && (self.first..=self.last).contains(&number)
+    }
+}
+
 /// The decoded page.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {

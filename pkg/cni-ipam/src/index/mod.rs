@@ -30,107 +30,28 @@
 pub(crate) mod bits;
 pub(crate) mod header;
 mod rebuild;
+mod record;
 pub(crate) mod table;
 
+use std::collections::HashMap;
 use std::fs::{File, FileTimes, OpenOptions};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::Host;
 use crate::ranges::{Range, number};
-use bits::Family;
 use header::{Counter, Header, STATE, Stamp};
-use table::{HEADER, Key, PAYLOAD, Payload, SLOT, Storage, Table, TableError};
+use record::{RECORD, family, to_address};
+use table::{HEADER, Key, PAYLOAD, SLOT, Storage, Table, TableError};
 
 pub(crate) use rebuild::{Content, names_in, read, read_name, scan};
+pub(crate) use record::{Holder, Record};
 pub(crate) use table::hash;
 
-const RECORD: u8 = 1;
 const HOLDER: u8 = 2;
-
-/// Who holds an address, as far as a record tells.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Holder {
-    /// The file is blank: the address is free.
-    Nobody,
-    /// The name is taken by something that is no reservation: a directory, a link, a huge file.
-    Unknown,
-    /// The hash of the file's trimmed content.
-    Content(u64),
-}
-
-/// What is known of one name in the folder that is an address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Record {
-    pub(crate) address: IpAddr,
-    pub(crate) inode: u64,
-    /// All zero if the file changed so recently that its times prove nothing.
-    pub(crate) ctime: (i64, u32),
-    pub(crate) mtime_nanos: u32,
-    pub(crate) holder: Holder,
-    /// The boot in which we made the reservation; 0 if it is not known to be ours.
-    pub(crate) boot: u64,
-}
-
-pub(crate) fn family(address: IpAddr) -> Family {
-    if address.is_ipv4() { Family::V4 } else { Family::V6 }
-}
-
-fn to_address(family: u8, number: u128) -> IpAddr {
-    match family {
-        4 => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
-        _ => IpAddr::V6(Ipv6Addr::from_bits(number)),
-    }
-}
-
-impl Record {
-    fn key(address: IpAddr) -> Key {
-        Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
-    }
-
-    fn encode(&self) -> Payload {
-        let mut payload = [0; PAYLOAD];
-        payload[..8].copy_from_slice(&self.inode.to_le_bytes());
-        payload[8..16].copy_from_slice(&self.ctime.0.to_le_bytes());
-        payload[16..20].copy_from_slice(&self.ctime.1.to_le_bytes());
-        payload[20..24].copy_from_slice(&self.mtime_nanos.to_le_bytes());
-        let holder = match self.holder {
-            Holder::Nobody => 0,
-            Holder::Unknown => 1,
-            Holder::Content(hash) => hash,
-        };
-        payload[24..32].copy_from_slice(&holder.to_le_bytes());
-        payload[32..].copy_from_slice(&self.boot.to_le_bytes());
-        payload
-    }
-
-    fn decode(key: &Key, payload: &Payload) -> Record {
-        let word = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&payload[at..at + 8]);
-            u64::from_le_bytes(bytes)
-        };
-        Record {
-            address: to_address(key.family, key.number),
-            inode: word(0),
-            ctime: (word(8) as i64, word(16) as u32),
-            mtime_nanos: (word(16) >> 32) as u32,
-            holder: match word(24) {
-                0 => Holder::Nobody,
-                1 => Holder::Unknown,
-                hash => Holder::Content(hash),
-            },
-            boot: word(32),
-        }
-    }
-
-    fn is_occupied(&self) -> bool {
-        self.holder != Holder::Nobody
-    }
-}
 
 /// The index of one folder, while its lock is held.
 #[derive(Debug)]
@@ -185,42 +106,61 @@ pub(crate) fn peek<T>(
 }
 
 /// The records an index holds, whatever state it is in: each is true for the file whose inode and times it names.
-pub(crate) fn old_records(path: &Path, host: &Host) -> (Vec<Record>, Vec<Counter>) {
-    let read = || -> Option<(Vec<Record>, Vec<Counter>)> {
+pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Vec<Counter>) {
+    let read = || -> Option<(HashMap<IpAddr, Record>, Vec<Counter>)> {
         let file = File::open(path).ok()?;
         let header = read_header(&file)?;
         if file.metadata().ok()?.len() != HEADER + header.slots * SLOT as u64 {
             return None;
         }
-        let entries = Table::over(Storage::File(file), header.slots, header.used).entries().ok()?;
-        let mut records: Vec<Record> = entries
-            .iter()
-            .filter(|(key, _)| key.tag == RECORD)
-            .map(|(key, payload)| Record::decode(key, payload))
-            .collect();
-        if header.machine != host.machine() {
-            // A copied disk: the files may be what they were, but who made them when is not known.
-            records.iter_mut().for_each(|record| record.boot = 0);
-        }
+        let mut records = HashMap::with_capacity(header.used as usize / 2);
+        let read = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
+            if key.tag == RECORD {
+                let mut record = Record::decode(key, payload);
+                if header.machine != host.machine() {
+                    // A copied disk: the files may be what they were, but who made them when is not known.
+                    record.boot = 0;
+                }
+                records.insert(record.address, record);
+            }
+        });
+        read.ok()?;
         Some((records, header.counters))
     };
     read().unwrap_or_default()
 }
 
 impl Index {
-    /// An index of these records, in memory, with these ranges counted. Of an address that comes twice the last
-    /// record counts.
+    /// An index of these records, each of another address, in memory, with these ranges counted.
     pub(crate) fn of(records: &[Record], counters: &[Counter], host: &Host) -> Result<Index, TableError> {
         let header = Header { machine: host.machine(), boot: host.boot(), exact: true, ..Header::default() };
-        let mut index = Index { table: Table::in_memory(records.len() as u64 * 2), header, path: None, marked: false };
+        // Two entries per record, and the words of the tree: few, unless the addresses lie far apart.
+        let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
+        let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };
         index.header.counters = counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
+        // As `put` does, but without asking what was there before.
+        let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
         for record in records {
-            index.put(record)?;
+            let (family, number) = (family(record.address), number(record.address));
+            index.table.put(&Record::key(record.address), &record.encode())?;
+            if let Holder::Content(hash) = record.holder {
+                let rank = ranks.entry(hash).or_default();
+                index.put_held(hash, *rank, record.address)?;
+                *rank += 1;
+            }
+            if record.is_occupied() {
+                bits::occupy(&mut index.table, family, number)?;
+                index
+                    .header
+                    .counters
+                    .iter_mut()
+                    .filter(|counter| counter.has(family, number))
+                    .for_each(|c| c.used += 1);
+            }
             if index.table.is_crowded() {
                 index.grow()?;
             }
         }
-        index.header.exact = true;
         Ok(index)
     }
 
@@ -287,11 +227,14 @@ impl Index {
 
     /// Moves to a table of twice the room. The file it comes from is replaced, not changed.
     fn grow(&mut self) -> Result<(), TableError> {
-        let entries = self.table.entries()?;
         let mut table = Table::in_memory(self.table.slots());
-        for (key, payload) in &entries {
-            table.put(key, payload)?;
-        }
+        let mut outcome = Ok(());
+        self.table.for_each(|key, payload| {
+            if outcome.is_ok() {
+                outcome = table.put(key, payload);
+            }
+        })?;
+        outcome?;
         self.table = table;
         if let Some(path) = self.path.clone() {
             // Not clean yet: `finish` says so when everything is in.
@@ -348,7 +291,7 @@ impl Index {
             _ => return Ok(()),
         }
         for counter in self.header.counters.iter_mut() {
-            if counter.family == family && (counter.first..=counter.last).contains(&number) {
+            if counter.has(family, number) {
                 counter.used = if occupied(after) { counter.used + 1 } else { counter.used.saturating_sub(1) };
             }
         }
@@ -363,8 +306,13 @@ impl Index {
 
     /// Everything that is known.
     pub(crate) fn records(&self) -> io::Result<Vec<Record>> {
-        let entries = self.table.entries()?;
-        Ok(entries.iter().filter(|(key, _)| key.tag == RECORD).map(|(key, bytes)| Record::decode(key, bytes)).collect())
+        let mut records = Vec::new();
+        self.table.for_each(|key, payload| {
+            if key.tag == RECORD {
+                records.push(Record::decode(key, payload));
+            }
+        })?;
+        Ok(records)
     }
 
     /// The addresses whose files have a content of this hash, in no order.

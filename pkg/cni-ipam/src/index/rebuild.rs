@@ -4,17 +4,17 @@
 //! address in the one spelling that Go and we write; whatever else lies in the folder is none of our business.
 
 use std::collections::HashMap;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::{self, Read};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use nix::fcntl::{OFlag, openat};
-use nix::sys::stat::Mode;
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::sys::stat::{FileStat, Mode, fstatat};
 
 use super::{Holder, Record, hash};
 
@@ -52,45 +52,44 @@ pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
 ///
 /// # Errors
 /// The folder cannot be read. A single file that cannot be read is taken and held by nobody we know.
-pub(crate) fn scan(path: &Path, folder: &File, known: Vec<Record>) -> io::Result<Vec<Record>> {
-    let known: HashMap<IpAddr, Record> = known.into_iter().map(|record| (record.address, record)).collect();
+pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) -> io::Result<Vec<Record>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
     let mut records = Vec::with_capacity(known.len());
     for entry in std::fs::read_dir(path)? {
-        let entry = entry?;
-        let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
-        let metadata = match entry.metadata() {
-            Ok(metadata) => metadata,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
+        let name = entry?.file_name();
+        let Some(address) = canonical(name.as_bytes()) else { continue };
+        // By descriptor: walking the path again for each name would double the time.
+        let stat = match fstatat(folder.as_fd(), name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW) {
+            Ok(stat) => stat,
+            Err(Errno::ENOENT) => continue,
+            Err(error) => return Err(error.into()),
         };
         let record = match known.get(&address) {
-            Some(known) if is_same(known, &metadata) => *known,
-            _ => fresh(address, &metadata, read(folder, address), now),
+            Some(known) if is_same(known, &stat) => *known,
+            _ => fresh(address, &stat, read(folder, address), now),
         };
         records.push(record);
     }
     Ok(records)
 }
 
-fn is_same(known: &Record, metadata: &Metadata) -> bool {
+fn is_same(known: &Record, stat: &FileStat) -> bool {
     known.ctime != (0, 0)
-        && known.inode == metadata.ino()
-        && known.ctime == (metadata.ctime(), metadata.ctime_nsec() as u32)
-        && known.mtime_nanos == metadata.mtime_nsec() as u32
+        && known.inode == stat.st_ino
+        && known.ctime == (stat.st_ctime, stat.st_ctime_nsec as u32)
+        && known.mtime_nanos == stat.st_mtime_nsec as u32
 }
 
 /// A record of a file whose making we did not see.
-fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
-    let settled = (0..=now - SETTLED).contains(&metadata.ctime());
+fn fresh(address: IpAddr, stat: &FileStat, content: io::Result<Content>, now: i64) -> Record {
+    let settled = (0..=now - SETTLED).contains(&stat.st_ctime);
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
-        Ok(Content::Blank) => Holder::Nobody,
+        Ok(Content::Blank | Content::Absent) => Holder::Nobody,
         Ok(Content::Foreign) | Err(_) => Holder::Unknown,
-        Ok(Content::Absent) => Holder::Nobody,
     };
-    let ctime = if settled { (metadata.ctime(), metadata.ctime_nsec() as u32) } else { (0, 0) };
-    Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
+    let ctime = if settled { (stat.st_ctime, stat.st_ctime_nsec as u32) } else { (0, 0) };
+    Record { address, inode: stat.st_ino, ctime, mtime_nanos: stat.st_mtime_nsec as u32, holder, boot: 0 }
 }
 
 /// What a name in the folder turned out to be.
@@ -116,8 +115,8 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
     let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC | OFlag::O_NOCTTY;
     let file: OwnedFd = match openat(folder.as_fd(), name, flags, Mode::empty()) {
         Ok(file) => file,
-        Err(nix::Error::ENOENT) => return Ok(Content::Absent),
-        Err(nix::Error::ELOOP | nix::Error::ENXIO) => return Ok(Content::Foreign),
+        Err(Errno::ENOENT) => return Ok(Content::Absent),
+        Err(Errno::ELOOP | Errno::ENXIO) => return Ok(Content::Foreign),
         Err(error) => return Err(error.into()),
     };
     let file = File::from(file);

@@ -173,9 +173,9 @@ pub(crate) fn decode(slot: &[u8]) -> Result<Option<(Key, Payload)>, TableError> 
 }
 
 impl Table {
-    /// An empty table in memory, with room for `entries` at less than half load.
+    /// An empty table in memory, with room for `entries` before it is crowded.
     pub(crate) fn in_memory(entries: u64) -> Table {
-        let slots = (entries.saturating_mul(2) + 1).next_power_of_two().max(MIN_SLOTS);
+        let slots = (entries.saturating_mul(7) / 4 + 1).next_power_of_two().max(MIN_SLOTS);
         let bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
         Table::over(Storage::Memory(bytes), slots, 0)
     }
@@ -233,9 +233,20 @@ impl Table {
         let mut left = self.slots;
         while left > 0 {
             let slots = CHUNK.min(self.slots - at).min(left);
-            let bytes = &mut chunk[..slots as usize * SLOT];
+            let offset = self.offset(at);
             self.count();
-            self.storage.read(bytes, self.offset(at))?;
+            let bytes = match &self.storage {
+                // A rebuild walks hundreds of thousands of times: no copy.
+                Storage::Memory(bytes) => {
+                    let from = offset as usize;
+                    bytes.get(from..from + slots as usize * SLOT).ok_or(TableError::Corrupt)?
+                }
+                Storage::File(file) => {
+                    let bytes = &mut chunk[..slots as usize * SLOT];
+                    file.read_exact_at(bytes, offset)?;
+                    bytes
+                }
+            };
             for (position, bytes) in bytes.chunks_exact(SLOT).enumerate() {
                 if let Some(found) = visit(at + position as u64, decode(bytes)?) {
                     return Ok(found);
@@ -293,12 +304,21 @@ impl Table {
         self.write_slot(hole, &[0; SLOT])
     }
 
-    /// Every readable entry, in one read. Damaged slots are passed over.
-    pub(crate) fn entries(&self) -> io::Result<Vec<(Key, Payload)>> {
-        self.count();
-        let mut bytes = vec![0; self.slots as usize * SLOT];
-        self.storage.read(&mut bytes, HEADER)?;
-        Ok(bytes.chunks_exact(SLOT).filter_map(|slot| decode(slot).ok().flatten()).collect())
+    /// Every readable entry. Damaged slots are passed over.
+    pub(crate) fn for_each(&self, mut visit: impl FnMut(&Key, &Payload)) -> io::Result<()> {
+        let mut bytes = vec![0; SLOT << 12];
+        let end = HEADER + self.slots * SLOT as u64;
+        let mut at = HEADER;
+        while at < end {
+            let part = bytes.len().min((end - at) as usize);
+            self.count();
+            self.storage.read(&mut bytes[..part], at)?;
+            for (key, payload) in bytes[..part].chunks_exact(SLOT).filter_map(|slot| decode(slot).ok().flatten()) {
+                visit(&key, &payload);
+            }
+            at += part as u64;
+        }
+        Ok(())
     }
 }
 
@@ -331,7 +351,9 @@ mod tests {
                 prop_assert_eq!(found, model.get(&number).copied());
             }
             prop_assert_eq!(table.used(), model.len() as u64);
-            prop_assert_eq!(table.entries().unwrap().len(), model.len());
+            let mut entries = 0;
+            table.for_each(|_, _| entries += 1).unwrap();
+            prop_assert_eq!(entries, model.len());
         }
     }
 
@@ -359,7 +381,7 @@ mod tests {
         let offset = table.offset(slot) + 30;
         table.storage.write(&[8], offset).unwrap();
         assert!(matches!(table.get(&key(1)), Err(TableError::Corrupt)));
-        assert!(table.entries().unwrap().is_empty());
+        table.for_each(|key, _| panic!("{key:?} was believed")).unwrap();
     }
 
     #[test]

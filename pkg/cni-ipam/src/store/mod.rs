@@ -329,7 +329,7 @@ impl Locked {
             Trust::None | Trust::Place => Default::default(),
             Trust::Records | Trust::Index => index::old_records(&path, host),
         };
-        let scanned = index::scan(&self.folder.path, &self.folder.file, known);
+        let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io("read", error))?;
         let mut index = Index::of(&records, &counters, host)?;
         if let Some(stamp) = mark {

@@ -1,0 +1,94 @@
+//! What the index knows of one address.
+//!
+//! A record is a value; it proves nothing by itself. What a newcomer gets wrong: it is true only for the very file whose
+//! inode and times it names, and a hash stands in for what the file says.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use super::bits::Family;
+use super::table::{Key, PAYLOAD, Payload};
+use crate::ranges::number;
+
+/// The tag of a record in the table.
+pub(super) const RECORD: u8 = 1;
+
+/// Who holds an address, as far as a record tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// The file is blank: the address is free.
+    Nobody,
+    /// The name is taken by something that is no reservation: a directory, a link, a huge file.
+    Unknown,
+    /// The hash of the file's trimmed content.
+    Content(u64),
+}
+
+/// What is known of one name in the folder that is an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) address: IpAddr,
+    pub(crate) inode: u64,
+    /// All zero if the file changed so recently that its times prove nothing.
+    pub(crate) ctime: (i64, u32),
+    pub(crate) mtime_nanos: u32,
+    pub(crate) holder: Holder,
+    /// The boot in which we made the reservation; 0 if it is not known to be ours.
+    pub(crate) boot: u64,
+}
+
+pub(super) fn family(address: IpAddr) -> Family {
+    if address.is_ipv4() { Family::V4 } else { Family::V6 }
+}
+
+pub(super) fn to_address(family: u8, number: u128) -> IpAddr {
+    match family {
+        4 => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
+        _ => IpAddr::V6(Ipv6Addr::from_bits(number)),
+    }
+}
+
+impl Record {
+    pub(super) fn key(address: IpAddr) -> Key {
+        Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
+    }
+
+    pub(super) fn encode(&self) -> Payload {
+        let mut payload = [0; PAYLOAD];
+        payload[..8].copy_from_slice(&self.inode.to_le_bytes());
+        payload[8..16].copy_from_slice(&self.ctime.0.to_le_bytes());
+        payload[16..20].copy_from_slice(&self.ctime.1.to_le_bytes());
+        payload[20..24].copy_from_slice(&self.mtime_nanos.to_le_bytes());
+        let holder = match self.holder {
+            Holder::Nobody => 0,
+            Holder::Unknown => 1,
+            Holder::Content(hash) => hash,
+        };
+        payload[24..32].copy_from_slice(&holder.to_le_bytes());
+        payload[32..].copy_from_slice(&self.boot.to_le_bytes());
+        payload
+    }
+
+    pub(super) fn decode(key: &Key, payload: &Payload) -> Record {
+        let word = |at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&payload[at..at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        Record {
+            address: to_address(key.family, key.number),
+            inode: word(0),
+            ctime: (word(8) as i64, word(16) as u32),
+            mtime_nanos: (word(16) >> 32) as u32,
+            holder: match word(24) {
+                0 => Holder::Nobody,
+                1 => Holder::Unknown,
+                hash => Holder::Content(hash),
+            },
+            boot: word(32),
+        }
+    }
+
+    pub(super) fn is_occupied(&self) -> bool {
+        self.holder != Holder::Nobody
+    }
+}
