@@ -12,7 +12,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{self, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::Instant;
 
-use cni::machine::{Child, Exit, Machine as _, Output, RunError};
+use cni::machine::{Child, Exit, Machine as _, OnSigterm, Output, RunError};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
 
@@ -28,7 +28,7 @@ const STDERR_MAX: usize = 1 << 20;
 /// Runs `child` to its end.
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
     // It may have come since the last look; then there is nothing to start.
-    if machine.terminated() {
+    if ended_by_sigterm(machine, child) {
         return Err(RunError::Terminated);
     }
     let deadline = machine.now().checked_add(child.timeout);
@@ -40,6 +40,11 @@ pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, R
             Err(error)
         }
     }
+}
+
+/// Asked each time around, also where the answer does not matter: the asking empties the descriptor that is polled.
+fn ended_by_sigterm(machine: &LinuxMachine, child: &Child<'_>) -> bool {
+    machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
 
 /// A child not yet reaped. Dropping it kills and reaps it.
@@ -87,7 +92,7 @@ impl Running {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         let mut input = child.stdin;
         loop {
-            if machine.terminated() {
+            if ended_by_sigterm(machine, child) {
                 return Err(RunError::Terminated);
             }
             self.exit = self.process.try_wait().map_err(RunError::Io)?;
@@ -192,7 +197,7 @@ mod tests {
 
     fn shell_here(script: &str, stdin: &[u8], timeout: Duration) -> Result<Output, RunError> {
         let args = vec!["-c".into(), script.into()];
-        let child = Child { program: "/bin/sh".into(), args, env: None, stdin, timeout };
+        let child = Child { program: "/bin/sh".into(), args, env: None, stdin, timeout, on_sigterm: OnSigterm::Kill };
         LinuxMachine::install().unwrap().run(&child)
     }
 
@@ -225,7 +230,14 @@ mod tests {
     #[test]
     fn a_program_that_cannot_be_started_is_told() {
         for program in ["/nonexistent/program", "/etc/passwd"] {
-            let child = Child { program: program.into(), args: vec![], env: None, stdin: b"", timeout: LONG };
+            let child = Child {
+                program: program.into(),
+                args: vec![],
+                env: None,
+                stdin: b"",
+                timeout: LONG,
+                on_sigterm: OnSigterm::Kill,
+            };
             let error = thread::scope(|scope| {
                 scope.spawn(|| LinuxMachine::install().unwrap().run(&child)).join().unwrap().unwrap_err()
             });
@@ -237,7 +249,14 @@ mod tests {
     fn the_environment_is_inherited_or_complete() {
         let run = |env| {
             thread::scope(|scope| {
-                let child = Child { program: "/usr/bin/env".into(), args: vec![], env, stdin: b"", timeout: LONG };
+                let child = Child {
+                    program: "/usr/bin/env".into(),
+                    args: vec![],
+                    env,
+                    stdin: b"",
+                    timeout: LONG,
+                    on_sigterm: OnSigterm::Kill,
+                };
                 scope.spawn(move || LinuxMachine::install().unwrap().run(&child)).join().unwrap().unwrap().stdout
             })
         };
@@ -254,7 +273,14 @@ mod tests {
                     let machine = LinuxMachine::install().unwrap();
                     let args = vec!["-c".into(), script.into()];
                     let timeout = Duration::from_millis(200);
-                    let child = Child { program: "/bin/sh".into(), args, env: None, stdin: b"", timeout };
+                    let child = Child {
+                        program: "/bin/sh".into(),
+                        args,
+                        env: None,
+                        stdin: b"",
+                        timeout,
+                        on_sigterm: OnSigterm::Kill,
+                    };
                     let mut running = Running::start(&child).unwrap();
                     let pid = running.process.id().to_string();
                     let deadline = Instant::now().checked_add(timeout);
@@ -289,14 +315,24 @@ mod tests {
                 let machine = LinuxMachine::install().unwrap();
                 told.send(pthread_self()).unwrap();
                 let args = vec!["1000".into()];
-                let child = Child { program: "/bin/sleep".into(), args, env: None, stdin: b"", timeout: LONG };
+                let child = Child {
+                    program: "/bin/sleep".into(),
+                    args,
+                    env: None,
+                    stdin: b"",
+                    timeout: LONG,
+                    on_sigterm: OnSigterm::Kill,
+                };
                 let first = machine.run(&child).unwrap_err();
-                // And from now on nothing is started any more.
-                (first, machine.run(&child).unwrap_err())
+                // And from now on nothing is started any more, but what cleans up.
+                let second = machine.run(&child).unwrap_err();
+                let cleaning = Child { program: "/bin/true".into(), on_sigterm: OnSigterm::Finish, ..child };
+                (first, second, machine.run(&cleaning).unwrap().status)
             });
             pthread_kill(waiting.recv().unwrap(), Signal::SIGTERM).unwrap();
-            let (first, second) = run.join().unwrap();
+            let (first, second, cleaning) = run.join().unwrap();
             assert!(matches!((first, second), (RunError::Terminated, RunError::Terminated)));
+            assert_eq!(cleaning, Exit::Status(0));
         });
         assert!(begin.elapsed() < LONG / 2);
     }
@@ -318,7 +354,14 @@ mod tests {
     fn the_child_dies_with_the_thread_that_started_it() {
         let pid = thread::spawn(|| {
             let args = vec!["1000".into()];
-            let child = Child { program: "/bin/sleep".into(), args, env: None, stdin: b"", timeout: LONG };
+            let child = Child {
+                program: "/bin/sleep".into(),
+                args,
+                env: None,
+                stdin: b"",
+                timeout: LONG,
+                on_sigterm: OnSigterm::Kill,
+            };
             let running = Running::start(&child).unwrap();
             let process = running.process.id();
             // Neither killed nor reaped by us: the thread's end must do it.

@@ -16,7 +16,7 @@ use serde::Deserialize;
 
 use crate::config::NetConf;
 use crate::json::Json;
-use crate::machine::{Child, Exit, Output, RunError};
+use crate::machine::{Child, Exit, OnSigterm, Output, RunError};
 use crate::result::AddResult;
 use crate::rollback::Notes;
 use crate::rollback::Rollback;
@@ -143,6 +143,8 @@ impl<'a> Delegate<'a> {
             env: Some(self.environment.for_delegate(verb)),
             stdin: self.conf.raw(),
             timeout: self.timeout,
+            // A lease must be given back also, and above all, after the SIGTERM that ended the ADD.
+            on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
         if let Ok(Output { stderr, .. }) = &output

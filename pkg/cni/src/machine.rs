@@ -38,6 +38,17 @@ pub struct Child<'a> {
     pub stdin: &'a [u8],
     /// How long it may run before it is killed and reaped.
     pub timeout: Duration,
+    /// What SIGTERM, received by this process before or while it runs, means for it.
+    pub on_sigterm: OnSigterm,
+}
+
+/// What becomes of a child when this process receives SIGTERM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnSigterm {
+    /// It is not started, or killed: what it does is not wanted any more.
+    Kill,
+    /// It runs to its end, and is started all the same: it takes back what an interrupted call did.
+    Finish,
 }
 
 /// How a program ended, and what it wrote.

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use super::list::PluginConf;
 use super::{Attachment, Runtime};
 use crate::delegate::{find_plugin, interpret};
-use crate::machine::{Child, Output};
+use crate::machine::{Child, OnSigterm, Output};
 use crate::skel::Verb;
 use crate::{Error, Result};
 
@@ -46,6 +46,8 @@ impl Runtime<'_> {
             env: Some(self.environment(verb, variables)),
             stdin: request,
             timeout: self.timeout,
+            // After the SIGTERM that ends an ADD its plugins are still to be detached.
+            on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
         if let Ok(Output { stderr, .. }) = &output
