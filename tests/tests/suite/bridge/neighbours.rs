@@ -21,7 +21,9 @@ fn first_packet_is_answered(address: &str) {
     node.exec(&["ip", "neigh", "replace", address, "lladdr", &mac, "dev", "br0", "nud", "reachable"]);
 
     let (_new, second, result) = attach(&node, &config, 1).remove(0);
-    node.exec(&["ping", "-c1", "-W1", address]);
+    let ping = node.run(&["ping", "-c1", "-W1", address]);
+    let known = node.exec(&["ip", "neigh", "show"]);
+    assert!(ping.ok, "{result:#}\n{}{known}", ping.stdout);
     second.del_with(&result).success();
 }
 
@@ -48,7 +50,9 @@ fn first_packet_of_a_neighbour_is_answered(address: &str) {
     neighbour.exec(&["ip", "neigh", "replace", address, "lladdr", &mac, "dev", "eth0", "nud", "reachable"]);
 
     let (_new, second, result) = attach(&node, &config, 1).remove(0);
-    neighbour.exec(&["ping", "-c1", "-W1", address]);
+    let ping = neighbour.run(&["ping", "-c1", "-W1", address]);
+    let known = neighbour.exec(&["ip", "neigh", "show"]);
+    assert!(ping.ok, "{result:#}\n{}{known}", ping.stdout);
     second.del_with(&result).success();
     other.del_with(&other_result).success();
 }
