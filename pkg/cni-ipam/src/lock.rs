@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_removed_while_waiting_is_made_again() {
+    fn a_folder_replaced_while_waiting_is_locked_anew() {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("net");
         let held = acquire(&path, Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &TestMachine::default()).unwrap();
@@ -346,10 +346,19 @@ mod tests {
                 acquire(&path, Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &TestMachine::default()).unwrap().unwrap()
             })
         };
-        std::fs::remove_dir_all(&path).unwrap();
+        // No event tells that it has come to the kernel's queue.
+        let inode = format!(":{} ", held.as_ref().unwrap().lock.metadata().unwrap().ino());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !proc_locks().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
+            assert!(Instant::now() < deadline, "it never waited");
+            thread::yield_now();
+        }
+        std::fs::rename(&path, base.path().join("away")).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("lock"), "").unwrap();
         drop(held);
         let guard = waiter.join().unwrap();
-        let identity = guard.folder.metadata().unwrap();
-        assert_eq!(identity.ino(), std::fs::metadata(&path).unwrap().ino(), "the lock of the folder that is there now");
+        let now = std::fs::metadata(path.join("lock")).unwrap();
+        assert_eq!(guard.lock.metadata().unwrap().ino(), now.ino(), "the lock of the folder that is there now");
     }
 }

@@ -181,4 +181,17 @@ mod tests {
         assert_eq!(classify(b"\xff \n"), Content::Text(b"\xff".to_vec()));
         assert_eq!(classify(&vec![b'x'; LONGEST as usize + 1]), Content::Foreign);
     }
+
+    #[test]
+    fn times_of_a_file_that_has_just_changed_prove_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("10.0.0.2"), "a").unwrap();
+        let open = File::open(folder.path()).unwrap();
+        let stat = fstatat(open.as_fd(), "10.0.0.2", AtFlags::empty()).unwrap();
+        let address = canonical(b"10.0.0.2").unwrap();
+        let at = |now: i64| fresh(address, &stat, read(&open, address), now);
+        assert!(!is_same(&at(stat.st_ctime), &stat));
+        assert!(!is_same(&at(stat.st_ctime - 100), &stat), "a clock that was set back");
+        assert!(is_same(&at(stat.st_ctime + SETTLED), &stat));
+    }
 }

@@ -261,6 +261,61 @@ fn undoing_an_add_frees_what_it_made_and_nothing_else() {
 }
 
 #[test]
+fn undoing_an_add_does_not_take_a_later_reservation_of_the_same_owner() {
+    let net = Net::new();
+    let made = net.lock().reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap().made();
+    // The inode stays in use, so that the new file cannot get it.
+    fs::hard_link(net.path("10.0.0.2"), net.data.path().join("old")).unwrap();
+    replace(&net, "10.0.0.2", "a\r\neth0");
+    net.lock().undo(&made).unwrap();
+    assert!(net.path("10.0.0.2").exists());
+}
+
+#[test]
+fn what_changes_between_reading_the_index_and_changing_the_folder_is_seen() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/24"]);
+    net.add("a", &pool).unwrap();
+    let mut locked = net.lock();
+    locked.reserved_by(&owner("a")).unwrap();
+    net.write("10.0.0.9", "y\r\neth0");
+    locked.reserve(&owner("b"), &pool, &Requested::none()).unwrap();
+    drop(locked);
+    assert_eq!(net.del("y"), ["10.0.0.9"]);
+}
+
+#[test]
+fn a_removal_that_nobody_could_see_is_found_before_a_range_is_called_exhausted() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/29"]);
+    for id in ["a", "b", "c", "d"] {
+        net.add(id, &pool).unwrap();
+    }
+    let mut locked = net.lock();
+    assert!(locked.begin().is_ok_and(|fresh| fresh));
+    // Without the lock, in the few microseconds between the comparison and the mark.
+    fs::remove_file(net.path("10.0.0.3")).unwrap();
+    let folder::Linked::Made(record) = locked.folder.create("10.0.0.6".parse().unwrap(), "e\r\neth0", 0).unwrap()
+    else {
+        panic!("10.0.0.6 was free");
+    };
+    locked.settle(|index| index.put(&record));
+    drop(locked);
+    assert_eq!(net.store.usage(&pool).unwrap()[0].used, 5, "so the index was deceived");
+    assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.3"]);
+}
+
+#[test]
+fn gc_judges_by_what_the_file_says() {
+    let net = Net::new();
+    net.write("10.0.0.2", "gone\r\neth0");
+    net.lock().reserved_by(&owner("gone")).unwrap();
+    net.write("10.0.0.2", "here\r\neth0"); // in place: the folder is as it was
+    assert_eq!(net.lock().collect(&[owner("here")]).unwrap().removed, []);
+    assert!(net.path("10.0.0.2").exists());
+}
+
+#[test]
 fn gc_keeps_the_valid_the_old_form_of_a_valid_id_and_what_is_foreign() {
     let net = Net::new();
     for (name, content) in [
