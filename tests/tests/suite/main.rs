@@ -14,3 +14,4 @@ mod mixed;
 mod protocol;
 mod status;
 mod storm;
+mod tuning;

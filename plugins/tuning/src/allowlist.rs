@@ -1,0 +1,176 @@
+//! The node's allow-list: which sysctls a configuration may set.
+//!
+//! One regular expression per line, found anywhere in the key, as in Go: who means the whole key writes `^` and `$`.
+//! Empty lines and those that begin with `#` say nothing. A list without a pattern permits nothing.
+//!
+//! Easy to get wrong: a list that cannot be used must never be as good as none.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cni::{Code, Error, Result};
+use regex_lite::Regex;
+
+use crate::conf::Sysctl;
+
+/// The patterns.
+#[derive(Debug)]
+pub(crate) struct AllowList {
+    path: PathBuf,
+    patterns: Vec<Regex>,
+}
+
+impl AllowList {
+    /// Reads the list. `None` if there is no such file.
+    ///
+    /// # Errors
+    /// Code 5 if it cannot be read, code 7 naming the line that is no regular expression.
+    pub(crate) fn read(path: &Path) -> Result<Option<AllowList>> {
+        match std::fs::read(path) {
+            Ok(bytes) => AllowList::parse(path, &bytes).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => {
+                Err(Error::caused(Code::IO, format_args!("failed to read the allow-list {}", path.display()), error))
+            }
+        }
+    }
+
+    fn parse(path: &Path, bytes: &[u8]) -> Result<AllowList> {
+        let mut patterns = Vec::new();
+        for (index, line) in bytes.split(|byte| *byte == b'\n').enumerate() {
+            let place = || format!("line {} of {}", index + 1, path.display());
+            let Ok(line) = std::str::from_utf8(line) else {
+                return Err(Error::config(format!("error parsing regexp: invalid UTF-8 in {}", place())));
+            };
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let pattern = Regex::new(line)
+                .map_err(|why| Error::config(format!("error parsing regexp: {why}: `{line}` in {}", place())))?;
+            patterns.push(pattern);
+        }
+        Ok(AllowList { path: path.to_owned(), patterns })
+    }
+
+    /// Leaves each key only the readings that are permitted.
+    ///
+    /// # Errors
+    /// Code 7 with Go's text for the first key that has none left.
+    pub(crate) fn filter(&self, sysctls: &mut [Sysctl]) -> Result<()> {
+        let matches = |text: &str| self.patterns.iter().any(|pattern| pattern.is_match(text));
+        for Sysctl { key, value } in sysctls {
+            key.readings.retain(|reading| reading.is_permitted(&key.written, matches));
+            if key.readings.is_empty() {
+                let patterns: Vec<&str> = self.patterns.iter().map(Regex::as_str).collect();
+                let (written, allowed) = (crate::key::cut(&key.written), patterns.join(" "));
+                let msg =
+                    format!("Sysctl {written} is not allowed. Only the following sysctls are allowed: [{allowed}]");
+                let details = format!("value {}; by {}", crate::key::shown(value), self.path.display());
+                return Err(Error::config(msg).with_details(details));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::Key;
+
+    fn list(text: &str) -> Result<AllowList> {
+        AllowList::parse(Path::new("/the/list"), text.as_bytes())
+    }
+
+    /// What is left of a key for the interface.
+    fn left(text: &str, written: &str, ifname: &str) -> Vec<String> {
+        let mut sysctls = [Sysctl { key: Key::new(written, "1", ifname).unwrap(), value: "1".into() }];
+        match list(text).unwrap().filter(&mut sysctls) {
+            Ok(()) => sysctls[0].key.readings.iter().map(|reading| reading.path.clone()).collect(),
+            Err(_) => Vec::new(),
+        }
+    }
+
+    #[test]
+    fn keys_by_table() {
+        let anchored = r"^net\.ipv4\.conf\.IFNAME\.[a-z_]+$";
+        for (text, written, ifname, permitted) in [
+            // A match anywhere is enough, as in Go.
+            ("ipv4", "net.ipv4.ip_forward", "eth0", true),
+            ("ipv6", "net.ipv4.ip_forward", "eth0", false),
+            ("^ipv4", "net.ipv4.ip_forward", "eth0", false),
+            (r"^net\.ipv4\.ip_forward$", "net.ipv4.ip_forward", "eth0", true),
+            (r"^net\.ipv4\.ip_forward$", "net.ipv4.ip_forward_x", "eth0", false),
+            // Either spelling of the key, whichever the pattern is written for.
+            (anchored, "net.ipv4.conf.IFNAME.arp_filter", "eth0", true),
+            (anchored, "net/ipv4/conf/IFNAME/arp_filter", "eth0", true),
+            (anchored, "net.ipv4/conf.IFNAME/arp_filter", "eth0", true),
+            ("^net/ipv4/conf/IFNAME/arp_filter$", "net.ipv4.conf.IFNAME.arp_filter", "eth0", true),
+            // IFNAME is a word of the list; the name it stands for is another one.
+            (anchored, "net.ipv4.conf.eth0.arp_filter", "eth0", false),
+            (r"^net\.ipv4\.conf\.eth0\.", "net.ipv4.conf.IFNAME.arp_filter", "eth0", false),
+            (anchored, "net.ipv4.conf.IFNAME.arp_filter", "eth0.100", true),
+            // No interface's name makes another value of a key.
+            (r"^net\.[A-Z]+\.ip_forward$", "net.IFNAME.ip_forward", "ipv4", false),
+            (r"^net\.(ipv4|[A-Z]+)\.ip_forward$", "net.IFNAME.ip_forward", "ipv4", true),
+            (r"\.[A-Z]+$", "net.ipv4.IFNAME", "ip_forward", false),
+            (r"^net\.ipv4\.conf\.a[A-Z]+\.", "net.ipv4.conf.aIFNAME.rp_filter", "ll", false),
+            // A VLAN's name in the key: permitted by what it is, not by what it looks like.
+            (r"^net\.ipv4\.conf\.eth0/100\.", "net.ipv4.conf.eth0/100.arp_filter", "eth0", true),
+            (r"^net/ipv4/conf/eth0\.100/", "net.ipv4.conf.eth0/100.arp_filter", "eth0", true),
+            // Comments and blank lines, and a list of nothing else.
+            ("# ipv4\n\n  ipv6  \r\n", "net.ipv4.ip_forward", "eth0", false),
+            ("# ipv4\n\n  ipv6  \r\n", "net.ipv6.conf.all.forwarding", "eth0", true),
+            ("", "net.ipv4.ip_forward", "eth0", false),
+            ("# all\n", "net.ipv4.ip_forward", "eth0", false),
+        ] {
+            assert_eq!(!left(text, written, ifname).is_empty(), permitted, "{written} ({ifname}) by {text:?}");
+        }
+    }
+
+    #[test]
+    fn a_pattern_for_one_reading_permits_no_other() {
+        // As dots this reads like a value of eth0, but the file is one of eth0.100.
+        let only_eth0 = r"^net\.ipv4\.conf\.eth0\.[^/]*$";
+        assert_eq!(left(only_eth0, "net/ipv4/conf/eth0.100/arp_filter", "eth0"), ["net/ipv4/conf/eth0/100/arp_filter"]);
+        let only_vlan = r"^net/ipv4/conf/eth0\.100/";
+        assert!(
+            left(only_vlan, "net/ipv4/conf/eth0.100/arp_filter", "eth0")
+                .contains(&"net/ipv4/conf/eth0.100/arp_filter".to_owned())
+        );
+    }
+
+    #[test]
+    fn the_refusal_has_gos_text() {
+        let mut sysctls = [Sysctl { key: Key::new("net.ipv4.ip_forward", "1", "eth0").unwrap(), value: "1".into() }];
+        let error = list("^a\n# no\nb").unwrap().filter(&mut sysctls).unwrap_err();
+        assert_eq!(
+            error.msg(),
+            "Sysctl net.ipv4.ip_forward is not allowed. Only the following sysctls are allowed: [^a b]"
+        );
+        assert_eq!(error.code(), Code::INVALID_CONFIG);
+    }
+
+    #[test]
+    fn a_bad_list_names_its_line() {
+        for (text, line) in [("(", "line 1 "), ("ok\n\n# (\n*x\n", "line 4 "), ("ok\n[", "line 2 ")] {
+            let error = list(text).unwrap_err();
+            assert!(error.msg().starts_with("error parsing regexp") && error.msg().contains(line), "{}", error.msg());
+            assert!(error.msg().contains("/the/list"));
+        }
+        let error = AllowList::parse(Path::new("/x"), b"ok\n\xff\n").unwrap_err();
+        assert!(error.msg().contains("line 2 "), "{}", error.msg());
+        // A bomb is refused, not built.
+        assert!(list("(((a{100}){100}){100}){100}").is_err());
+    }
+
+    #[test]
+    fn a_list_that_cannot_be_read_is_not_the_same_as_none() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(AllowList::read(&folder.path().join("absent")).unwrap().is_none());
+        let error = AllowList::read(folder.path()).unwrap_err();
+        assert_eq!(error.code(), Code::IO);
+        assert!(error.msg().contains(folder.path().to_str().unwrap()), "{}", error.msg());
+    }
+}

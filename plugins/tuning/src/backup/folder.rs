@@ -1,0 +1,312 @@
+//! Where backups lie, and how they are read, replaced and removed.
+//!
+//! The folder is root's alone (0700; one that exists keeps its mode), each file 0600. A file is replaced by a rename,
+//! so that no reader and no crash ever meets half of one. Nothing here follows a symbolic link in the folder.
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use cni::{Code, Error, Result};
+
+use super::Record;
+
+/// No record is longer.
+const MAX: u64 = 1 << 20;
+
+/// A folder of backups.
+#[derive(Clone, Debug)]
+pub(crate) struct Folder(PathBuf);
+
+/// The backup of one attachment, whether it exists or not.
+#[derive(Clone, Debug)]
+pub(crate) struct Backup {
+    folder: Folder,
+    path: PathBuf,
+}
+
+/// What a file turned out to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// A record, and the bytes it was read from.
+    Record(Box<Record>, Vec<u8>),
+    /// Something that says nothing to us, and why.
+    Garbage(String),
+}
+
+impl Folder {
+    pub(crate) fn new(path: PathBuf) -> Folder {
+        Folder(path)
+    }
+
+    /// The backup of an attachment. Both names have been checked by the skeleton: neither contains a slash, and an ID
+    /// does not begin with a dot, so this is a file in the folder.
+    pub(crate) fn backup(&self, container_id: &str, ifname: &str) -> Backup {
+        Backup { folder: self.clone(), path: self.0.join(format!("{container_id}_{ifname}.json")) }
+    }
+
+    /// Every file that may be a backup, or was to become one when its writer was killed.
+    pub(crate) fn list(&self) -> Result<Vec<Backup>> {
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.0.display()), error);
+        let entries = match fs::read_dir(&self.0) {
+            Err(error) if is_absent(&error) => return Ok(Vec::new()),
+            entries => entries.map_err(failed)?,
+        };
+        let mut all = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(failed)?.path();
+            if path.extension().is_some_and(|end| end == "json" || end == "tmp") {
+                all.push(Backup { folder: self.clone(), path });
+            }
+        }
+        all.sort_by(|one, other| one.path.cmp(&other.path));
+        Ok(all)
+    }
+
+    /// Whether a backup could be written, asked without making anything.
+    ///
+    /// # Errors
+    /// Code 5.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        let failed = |path: &Path, why: io::Error| {
+            Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
+        };
+        // The nearest folder that exists is where the missing ones would be made.
+        let mut path = self.0.as_path();
+        loop {
+            match fs::metadata(path) {
+                Ok(metadata) if !metadata.is_dir() => {
+                    return failed(path, io::Error::from_raw_os_error(libc::ENOTDIR));
+                }
+                // Asks the file system itself: root's permissions say nothing about one that is mounted read-only.
+                Ok(_) => match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
+                    Ok(_) => return Ok(()),
+                    // Not every file system has files without a name.
+                    Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => return Ok(()),
+                    Err(error) => return failed(path, error),
+                },
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return failed(path, error),
+            }
+            path = match path.parent() {
+                Some(parent) if !parent.as_os_str().is_empty() => parent,
+                _ => return Ok(()),
+            };
+        }
+    }
+
+    /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in there.
+    fn ensure(&self) -> io::Result<()> {
+        if let Some(parent) = self.0.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        match DirBuilder::new().mode(0o700).create(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            made => made,
+        }
+    }
+}
+
+impl Backup {
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is in it. `None` if there is none.
+    ///
+    /// # Errors
+    /// Code 5 if it is there and cannot be read.
+    pub(crate) fn read(&self) -> Result<Option<Content>> {
+        let garbage = |why: &str| Ok(Some(Content::Garbage(why.to_owned())));
+        let read = || -> io::Result<Option<Vec<u8>>> {
+            // Not to be held up by a pipe that somebody put there.
+            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+            let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
+            let metadata = file.metadata()?;
+            if !metadata.is_file() || metadata.len() > MAX {
+                return Ok(None);
+            }
+            let mut bytes = Vec::with_capacity(1024);
+            file.take(MAX).read_to_end(&mut bytes)?;
+            Ok(Some(bytes))
+        };
+        match read() {
+            Ok(Some(bytes)) => Ok(Some(match Record::parse(&bytes) {
+                Ok(record) => Content::Record(Box::new(record), bytes),
+                Err(why) => Content::Garbage(why),
+            })),
+            Ok(None) => garbage("it is no file, or too long for one of ours"),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => garbage("it is a symbolic link"),
+            Err(error) => Err(self.failed("read", error)),
+        }
+    }
+
+    /// Writes or replaces it, in one step.
+    ///
+    /// # Errors
+    /// Code 5; then what was there before still is.
+    pub(crate) fn write(&self, record: &Record) -> Result<()> {
+        self.write_bytes(&record.encode())
+    }
+
+    /// The same with what was read before.
+    ///
+    /// # Errors
+    /// As [`write`](Backup::write).
+    pub(crate) fn write_bytes(&self, bytes: &[u8]) -> Result<()> {
+        // No other process that lives has this name; one that was killed may have left it.
+        let temporary = self.folder.0.join(format!(".{}.tmp", std::process::id()));
+        let create = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
+        let write = || -> io::Result<()> {
+            let mut file = match create() {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    self.folder.ensure()?;
+                    create()?
+                }
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    fs::remove_file(&temporary)?;
+                    create()?
+                }
+                file => file?,
+            };
+            file.write_all(bytes)?;
+            fs::rename(&temporary, &self.path)
+        };
+        write().map_err(|error| {
+            let _ = fs::remove_file(&temporary);
+            self.failed("write", error)
+        })
+    }
+
+    /// Removes it. Returns whether it was there.
+    ///
+    /// # Errors
+    /// Code 5.
+    pub(crate) fn purge(&self) -> Result<bool> {
+        match fs::remove_file(&self.path) {
+            Ok(()) => Ok(true),
+            Err(error) if is_absent(&error) => Ok(false),
+            Err(error) => Err(self.failed("remove", error)),
+        }
+    }
+
+    fn failed(&self, doing: &str, error: io::Error) -> Error {
+        let path = self.path.display().to_string();
+        Error::caused(Code::IO, format_args!("failed to {doing} the backup {}", crate::key::cut(&path)), error)
+    }
+}
+
+/// Whether there can be no such file. A name that is too long is one that no file has.
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::InvalidFilename)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    fn record(mtu: u32) -> Record {
+        Record { mtu: Some(mtu), ..Record::default() }
+    }
+
+    fn read(backup: &Backup) -> Option<Record> {
+        match backup.read().unwrap()? {
+            Content::Record(record, _) => Some(*record),
+            Content::Garbage(why) => panic!("{why}"),
+        }
+    }
+
+    #[test]
+    fn a_backup_is_made_replaced_read_and_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path().join("a/b"));
+        let backup = folder.backup("c1", "eth0");
+        assert!(backup.read().unwrap().is_none() && !backup.purge().unwrap() && folder.list().unwrap().is_empty());
+        for mtu in [1, 2] {
+            backup.write(&record(mtu)).unwrap();
+            assert_eq!(read(&backup), Some(record(mtu)));
+        }
+        assert_eq!((mode(&dir.path().join("a/b")), mode(backup.path())), (0o700, 0o600));
+        assert_eq!(mode(&dir.path().join("a")) & 0o500, 0o500);
+        let names: Vec<_> = fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["c1_eth0.json"]);
+        assert!(backup.purge().unwrap() && !backup.purge().unwrap());
+    }
+
+    #[test]
+    fn an_existing_folder_keeps_its_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o600)).unwrap();
+        let folder = Folder::new(dir.path().to_owned());
+        folder.backup("c1", "eth0").write(&record(1)).unwrap();
+        assert_eq!(mode(dir.path()), 0o600);
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_is_no_obstacle() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path().to_owned());
+        fs::write(dir.path().join(format!(".{}.tmp", std::process::id())), "half").unwrap();
+        let backup = folder.backup("c1", "eth0");
+        backup.write(&record(1)).unwrap();
+        assert_eq!(read(&backup), Some(record(1)));
+        assert_eq!(folder.list().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_link_is_never_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path().join("folder"));
+        fs::create_dir(&folder.0).unwrap();
+        let outside = dir.path().join("outside");
+        fs::write(&outside, "{}").unwrap();
+        let backup = folder.backup("c1", "eth0");
+        symlink(&outside, backup.path()).unwrap();
+        assert!(matches!(backup.read().unwrap(), Some(Content::Garbage(_))));
+        backup.write(&record(1)).unwrap();
+        assert_eq!(fs::read(&outside).unwrap(), b"{}");
+        assert!(fs::symlink_metadata(backup.path()).unwrap().is_file());
+        fs::remove_file(backup.path()).unwrap();
+        symlink(&outside, backup.path()).unwrap();
+        assert!(backup.purge().unwrap() && outside.exists());
+    }
+
+    #[test]
+    fn what_is_no_plain_file_is_garbage() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path().to_owned());
+        fs::create_dir(folder.backup("c1", "eth0").path()).unwrap();
+        fs::write(folder.backup("c2", "eth0").path(), vec![b' '; 2 << 20]).unwrap();
+        fs::write(folder.backup("c3", "eth0").path(), "nonsense").unwrap();
+        for id in ["c1", "c2", "c3"] {
+            assert!(matches!(folder.backup(id, "eth0").read().unwrap(), Some(Content::Garbage(_))), "{id}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_is_an_error_to_write_and_absent_to_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let backup = Folder::new(dir.path().to_owned()).backup(&"c".repeat(300), "eth0");
+        assert_eq!(backup.write(&record(1)).unwrap_err().code(), Code::IO);
+        assert!(backup.read().unwrap().is_none() && !backup.purge().unwrap());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn asking_whether_it_can_be_written_makes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        Folder::new(dir.path().join("a/b")).check_writable().unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        fs::write(dir.path().join("file"), "").unwrap();
+        assert_eq!(Folder::new(dir.path().join("file")).check_writable().unwrap_err().code(), Code::IO);
+        assert!(Folder::new(dir.path().join("file/a")).check_writable().is_err());
+    }
+}

@@ -1,0 +1,259 @@
+//! The backup: one file per container and interface with what was there before the first change.
+//!
+//! `<dataDir>/<containerID>_<ifname>.json`, in the Go plugin's format; either plugin restores what the other saved. Keys
+//! of ours stand beside Go's, which ignores them: whose file it is, in which namespace, sysctls, and what was written.
+//! This room is what is in it; `folder` is where it lies.
+//!
+//! Easy to get wrong: the file's name does not tell where the container's ID ends, since both halves may contain `_`.
+//! Only what is inside says whose it is; Go's files say nothing.
+
+mod folder;
+
+use cni::json::Json;
+use cni::skel::Call;
+use cni::{Code, Error, Result};
+use cni_linux::{Link, Netns};
+use serde::{Deserialize, Serialize};
+
+pub(crate) use folder::{Backup, Content, Folder};
+
+use crate::value::is_same;
+
+/// What is in the file. Absent is what was not changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub(crate) struct Record {
+    /// The original MAC.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub(crate) mac: String,
+    /// Whether the interface was promiscuous.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) promisc: Option<bool>,
+    /// The original MTU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) mtu: Option<u32>,
+    /// Whether the interface took all multicast frames.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) allmulti: Option<bool>,
+    /// The original length of the transmit queue.
+    #[serde(rename = "txQLen", skip_serializing_if = "Option::is_none")]
+    pub(crate) txqlen: Option<u32>,
+    /// Sysctls in the order in which they were first written.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) sysctls: Vec<Saved>,
+    /// What was asked of the interface.
+    #[serde(skip_serializing_if = "Written::is_empty")]
+    pub(crate) written: Written,
+    /// Whose it is; absent in Go's files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) attachment: Option<Attachment>,
+}
+
+/// A sysctl's original.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Saved {
+    /// Its file below /proc/sys, with slashes.
+    pub(crate) path: String,
+    /// The value before the first change.
+    pub(crate) original: String,
+    /// The values written by the entries of the list; the last one is in force.
+    pub(crate) written: Vec<String>,
+    /// What the last one reads as, if the kernel writes it differently.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reads: Option<String>,
+}
+
+/// What the entries of the list asked of the interface; of each the last one is in force.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Written {
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) mac: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) mtu: Vec<u32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) allmulti: Vec<bool>,
+    #[serde(rename = "txQLen", skip_serializing_if = "Vec::is_empty")]
+    pub(crate) txqlen: Vec<u32>,
+}
+
+/// Whose record it is, and of which namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Attachment {
+    pub(crate) network: String,
+    #[serde(rename = "containerID")]
+    pub(crate) container_id: String,
+    pub(crate) ifname: String,
+    pub(crate) namespace: Namespace,
+    /// Which interface had the name; absent if none did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) interface: Option<Interface>,
+}
+
+/// A network namespace. The number of one that has died is soon given to another, so an interface's numbers, which
+/// are not, help to tell them apart.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Namespace {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+    #[serde(rename = "bootID")]
+    pub(crate) boot_id: String,
+}
+
+/// An interface, by numbers that a boot practically never gives twice.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Interface {
+    pub(crate) index: u32,
+    /// Of a veth's other end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) peer: Option<u32>,
+}
+
+impl Written {
+    fn is_empty(&self) -> bool {
+        *self == Written::default()
+    }
+}
+
+/// Makes `value` the last one of a history in which every value stands once.
+pub(crate) fn append<T: PartialEq>(history: &mut Vec<T>, value: T) {
+    history.retain(|old| *old != value);
+    history.push(value);
+}
+
+impl Namespace {
+    pub(crate) fn of(netns: &Netns) -> Result<Namespace> {
+        let (device, inode) = netns.id();
+        Ok(Namespace { device, inode, boot_id: boot_id()? })
+    }
+}
+
+impl From<&Link> for Interface {
+    fn from(link: &Link) -> Interface {
+        Interface { index: link.index, peer: link.peer_index }
+    }
+}
+
+/// This boot of the machine.
+pub(crate) fn boot_id() -> Result<String> {
+    cni_linux::sysctl::read("kernel/random/boot_id").map_err(|error| Error::from(error).with_code(Code::IO))
+}
+
+impl Attachment {
+    /// Whether it names another attachment than the call's: container, interface and network.
+    pub(crate) fn is_foreign_to(&self, call: &Call<'_>) -> bool {
+        (self.container_id.as_str(), self.ifname.as_str(), self.network.as_str())
+            != (call.container_id.as_str(), call.ifname.as_str(), call.conf.name())
+    }
+}
+
+impl Record {
+    /// The sysctl's entry, if it has one.
+    pub(crate) fn find_sysctl(&self, path: &str) -> Option<&Saved> {
+        self.sysctls.iter().find(|saved| saved.path == path)
+    }
+
+    /// Whether anything is saved of the interface itself.
+    pub(crate) fn has_link(&self) -> bool {
+        !self.mac.is_empty()
+            || self.mtu.is_some()
+            || self.promisc.is_some()
+            || self.allmulti.is_some()
+            || self.txqlen.is_some()
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Record, String> {
+        match Json::parse(bytes) {
+            Ok(json @ Json::Object(_)) => json.decode().map_err(|why| why.to_string()),
+            Ok(_) => Err("it is no JSON object".to_owned()),
+            Err(why) => Err(why.to_string()),
+        }
+    }
+
+    /// Indented by one space, as Go writes it.
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(512);
+        let formatter = serde_json::ser::PrettyFormatter::with_indent(b" ");
+        let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
+        // Our own types have string keys and a Vec never fails to grow: there is nothing that could fail here.
+        let written = self.serialize(&mut serializer);
+        debug_assert!(written.is_ok());
+        bytes
+    }
+}
+
+impl Saved {
+    /// Whether `now` is what was written last.
+    pub(crate) fn is_in_force(&self, now: &str) -> bool {
+        self.reads.iter().chain(self.written.last()).any(|ours| is_same(ours, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        Record {
+            mac: "02:00:00:00:00:01".into(),
+            promisc: Some(false),
+            mtu: Some(1500),
+            allmulti: Some(true),
+            txqlen: Some(0),
+            sysctls: vec![Saved {
+                path: "net/ipv4/x".into(),
+                original: "0".into(),
+                written: vec!["1".into()],
+                reads: None,
+            }],
+            written: Written { mtu: vec![1400], ..Written::default() },
+            attachment: Some(Attachment { network: "net".into(), ..Attachment::default() }),
+        }
+    }
+
+    #[test]
+    fn a_record_is_read_back() {
+        assert_eq!(Record::parse(&record().encode()).unwrap(), record());
+    }
+
+    #[test]
+    fn gos_keys_look_as_go_writes_them() {
+        let text = String::from_utf8(record().encode()).unwrap();
+        let go = "{\n \"mac\": \"02:00:00:00:00:01\",\n \"promisc\": false,\n \"mtu\": 1500,\n \"allmulti\": true,\n \"txQLen\": 0,\n";
+        assert!(text.starts_with(go), "{text}");
+        let small = Record { mtu: Some(1500), ..Record::default() };
+        assert_eq!(small.encode(), b"{\n \"mtu\": 1500\n}");
+    }
+
+    #[test]
+    fn gos_files_are_read() {
+        let go = Record::parse(b"{\n \"mac\": \"02:00:00:00:00:01\",\n \"txQLen\": 1000\n}").unwrap();
+        assert_eq!((go.mac.as_str(), go.txqlen, go.mtu), ("02:00:00:00:00:01", Some(1000), None));
+        assert!(go.attachment.is_none() && go.has_link() && go.sysctls.is_empty());
+    }
+
+    #[test]
+    fn garbage_is_no_record() {
+        for garbage in ["", "x", "[]", "{\"mtu\":\"5\"}", "{} {}", "{\"mtu\":-1}"] {
+            assert!(Record::parse(garbage.as_bytes()).is_err(), "{garbage}");
+        }
+    }
+
+    #[test]
+    fn a_history_has_every_value_once_and_the_last_one_is_in_force() {
+        let mut history = Vec::new();
+        for value in [1, 2, 1, 1, 3] {
+            append(&mut history, value);
+        }
+        assert_eq!(history, [2, 1, 3]);
+        let saved = Saved { written: vec!["1".into(), "0x10".into()], ..Saved::default() };
+        assert!(saved.is_in_force("16") && !saved.is_in_force("1"));
+        let saved = Saved { written: vec!["1,2,3".into()], reads: Some("1-3".into()), ..Saved::default() };
+        assert!(saved.is_in_force("1-3"));
+        assert!(!Saved::default().is_in_force(""));
+    }
+}

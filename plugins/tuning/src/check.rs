@@ -1,0 +1,108 @@
+//! CHECK: is everything as this entry of the list set it, or as a later one did?
+//!
+//! What a later entry of the same list has set counts too: the backup knows what all of them wrote. Promiscuous mode
+//! may be on without having been asked for; a capture does that. All differences are told, with Go's texts.
+
+use std::fmt::Display;
+
+use cni::result::AddResult;
+use cni::skel::Call;
+use cni::{Code, Error, Result};
+use cni_linux::{Link, Mac, Netlink, Netns};
+
+use crate::backup::{Content, Folder, Namespace, Record, Saved};
+use crate::conf::{Conf, LinkConf, Sysctl, data_dir};
+use crate::key::cut;
+use crate::sysctl;
+use crate::value::is_same;
+
+pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
+    let netns = Netns::open(call.netns()?)?;
+    let record = record(call, &netns)?;
+    let (netlink, values) = netns.run(|| (Netlink::open(), conf.sysctls.iter().map(value).collect::<Vec<_>>()))?;
+    let mut errors: Vec<Error> = Vec::new();
+    for (sysctl, value) in conf.sysctls.iter().zip(values) {
+        errors.extend(check_sysctl(sysctl, value, &record).err());
+    }
+    let expected = prev
+        .interfaces
+        .iter()
+        .any(|interface| interface.name == call.ifname && interface.sandbox == call.environment.netns);
+    match netlink?.find_link(&call.ifname)? {
+        Some(link) => errors.extend(check_link(&link, &conf.link, &record)),
+        None if expected || !conf.link.is_empty() => {
+            let msg = format!("Cannot find container link {}", call.ifname);
+            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
+        }
+        None => {}
+    }
+    Error::join(errors).map_or(Ok(()), Err)
+}
+
+/// What the entries of the list wrote, if that is known for this namespace.
+fn record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
+    let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
+    let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };
+    let Some(attachment) = &record.attachment else { return Ok(Record::default()) };
+    let ours = !attachment.is_foreign_to(call) && attachment.namespace == Namespace::of(netns)?;
+    Ok(if ours { *record } else { Record::default() })
+}
+
+/// Inside the namespace: the path and what is there; `None` where that cannot be read.
+fn value(sysctl: &Sysctl) -> Result<(String, Option<String>)> {
+    sysctl::find(sysctl).map(|found| (found.path, found.current))
+}
+
+fn check_sysctl(sysctl: &Sysctl, value: Result<(String, Option<String>)>, record: &Record) -> Result<()> {
+    let (path, current) = value.map_err(|error| error.with_code(Code::CHECK_FAILED))?;
+    let Some(current) = current else { return Ok(()) };
+    let expected = &sysctl.value;
+    let is_later = |saved: &Saved| saved.written.contains(expected) && saved.is_in_force(&current);
+    if expected.is_empty() || is_same(expected, &current) || record.find_sysctl(&path).is_some_and(is_later) {
+        return Ok(());
+    }
+    Err(differs(format_args!("value of /proc/sys/{path}"), cut(expected), &current))
+}
+
+fn differs(what: impl Display, expected: impl Display, found: impl Display) -> Error {
+    let msg = format!("Error: Tuning configured {what} is {expected}, current value is {found}");
+    Error::new(Code::CHECK_FAILED, msg)
+}
+
+fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
+    let (name, written) = (&link.name, &record.written);
+    let mut errors = Vec::new();
+    let mut judge = |is_same: bool, error: &dyn Fn() -> Error| {
+        if !is_same {
+            errors.push(error());
+        }
+    };
+    if let Some(mac) = conf.mac {
+        let macs: Vec<Mac> = written.mac.iter().filter_map(|text| text.parse().ok()).collect();
+        let found = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+        let error = || differs(format_args!("Ethernet of {name}"), mac, &found);
+        judge(link.mac.is_some_and(|found| is_in_force(mac, found, &macs)), &error);
+    }
+    if conf.promisc {
+        let msg =
+            format!("Error: Tuning link {name} configured promisc is true, current value is {}", link.promiscuity);
+        judge(link.promisc, &|| Error::new(Code::CHECK_FAILED, msg.clone()));
+    }
+    if let Some(mtu) = conf.mtu {
+        judge(is_in_force(mtu, link.mtu, &written.mtu), &|| differs(format_args!("MTU of {name}"), mtu, link.mtu));
+    }
+    if let Some(allmulti) = conf.allmulti {
+        let error = || differs(format_args!("all-multicast mode of {name}"), allmulti, link.allmulti);
+        judge(is_in_force(allmulti, link.allmulti, &written.allmulti), &error);
+    }
+    if let Some(length) = conf.txqlen {
+        let error = || differs(format_args!("transmit queue length of {name}"), length, link.txqlen);
+        judge(is_in_force(length, link.txqlen, &written.txqlen), &error);
+    }
+    errors
+}
+
+/// Whether it is what was asked for, or what a later entry asked for after this one had.
+fn is_in_force<T: PartialEq + Copy>(expected: T, found: T, history: &[T]) -> bool {
+    found == expected || (history.contains(&expected) && history.last() == Some(&found))
+}

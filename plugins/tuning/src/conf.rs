@@ -1,0 +1,321 @@
+//! The configuration of `tuning`: JSON in, impossible states out.
+//!
+//! Three sources lie on top of each other: the plugin's own keys, `runtimeConfig` with CNI_ARGS, and `args.cni`, which
+//! wins. Easy to get wrong: the MAC's order is not bridge's (here `args.cni` beats `runtimeConfig`); and what `args.cni`
+//! says counts even if it says "no" (`false`, 0, an empty MAC), as in Go.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use cni::config::NetConf;
+use cni::json::Json;
+use cni::skel::Call;
+use cni::{Code, Error, Result};
+use cni_linux::Mac;
+use serde::Deserialize;
+
+use crate::key::{Key, cut};
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub(crate) struct Conf {
+    /// In the order in which they are to be written.
+    pub(crate) sysctls: Vec<Sysctl>,
+    /// What is asked of the interface.
+    pub(crate) link: LinkConf,
+}
+
+/// One value to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Sysctl {
+    pub(crate) key: Key,
+    pub(crate) value: String,
+}
+
+/// What is asked of the interface; `None` and `false` leave it as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LinkConf {
+    pub(crate) mac: Option<Mac>,
+    /// Only ever turned on.
+    pub(crate) promisc: bool,
+    /// In bytes.
+    pub(crate) mtu: Option<u32>,
+    pub(crate) allmulti: Option<bool>,
+    /// In packets.
+    pub(crate) txqlen: Option<u32>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Raw {
+    sysctl: Option<Json>,
+    mac: String,
+    promisc: bool,
+    mtu: i64,
+    allmulti: Option<bool>,
+    #[serde(rename = "txQLen")]
+    txqlen: Option<i64>,
+    runtime_config: RuntimeConfig,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RuntimeConfig {
+    mac: String,
+}
+
+/// `args.cni`: here absent and "no" are not the same.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Args {
+    sysctl: Option<Json>,
+    mac: Option<String>,
+    promisc: Option<bool>,
+    mtu: Option<i64>,
+    allmulti: Option<bool>,
+    #[serde(rename = "txQLen")]
+    txqlen: Option<i64>,
+}
+
+impl LinkConf {
+    /// Whether nothing is asked.
+    pub(crate) fn is_empty(&self) -> bool {
+        *self == LinkConf::default()
+    }
+}
+
+impl Conf {
+    /// Reads the configuration, CNI_ARGS' `MAC` included.
+    ///
+    /// # Errors
+    /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
+    pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
+        let args = call.args()?;
+        args.check_known(&["MAC"])?;
+        Conf::parse(&call.conf, args.get("MAC").unwrap_or_default(), &call.ifname)
+    }
+
+    /// Reads the configuration where no attachment is spoken of.
+    pub(crate) fn of_network(conf: &NetConf) -> Result<Conf> {
+        Conf::parse(conf, "", "")
+    }
+
+    fn parse(conf: &NetConf, mac_of_args: &str, ifname: &str) -> Result<Conf> {
+        let raw: Raw = conf.decode()?;
+        data_dir(conf)?;
+        let args = match conf.json().get("args").and_then(|args| args.get("cni")) {
+            Some(cni @ Json::Object(_)) => cni
+                .decode::<Args>()
+                .map_err(|why| Error::caused(Code::DECODE, "failed to load netconf: args.cni", why))?,
+            // Other people's things may stand there.
+            _ => Args::default(),
+        };
+        let mut sysctls = Sysctls::new("sysctl", raw.sysctl, ifname)?;
+        sysctls.overlay(Sysctls::new("args.cni.sysctl", args.sysctl, ifname)?);
+        let mac_text = args.mac.unwrap_or_else(|| {
+            let all = [raw.runtime_config.mac, mac_of_args.to_owned(), raw.mac];
+            all.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
+        });
+        let link = LinkConf {
+            mac: mac(&mac_text)?,
+            promisc: args.promisc.unwrap_or(raw.promisc),
+            mtu: number("mtu", args.mtu.unwrap_or(raw.mtu))?.filter(|mtu| *mtu != 0),
+            allmulti: args.allmulti.or(raw.allmulti),
+            txqlen: args.txqlen.or(raw.txqlen).map_or(Ok(None), |length| number("txQLen", length))?,
+        };
+        Ok(Conf { sysctls: sysctls.all, link })
+    }
+}
+
+/// Where the backups are. All that DEL and GC need.
+///
+/// # Errors
+/// Code 6 if it is no string.
+pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
+    match conf.json().get("dataDir") {
+        None => Ok(PathBuf::from("/run/cni/tuning")),
+        Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from("/run/cni/tuning")),
+        Some(Json::String(path)) => Ok(PathBuf::from(path)),
+        Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: dataDir: expected a string")),
+    }
+}
+
+/// The members of a map, in their order, and where in it each file is spoken of.
+struct Sysctls {
+    all: Vec<Sysctl>,
+    by_path: BTreeMap<String, usize>,
+}
+
+impl Sysctls {
+    /// Duplicates are an error: which one was meant?
+    fn new(place: &str, map: Option<Json>, ifname: &str) -> Result<Sysctls> {
+        let wrong = |what: &str| Err(Error::new(Code::DECODE, format!("failed to load netconf: {place}{what}")));
+        let members = match map {
+            None => Vec::new(),
+            Some(Json::Object(members)) => members,
+            Some(_) => return wrong(": expected a map of names to values"),
+        };
+        let mut sysctls = Sysctls { all: Vec::with_capacity(members.len()), by_path: BTreeMap::new() };
+        for (written, value) in members {
+            let value = match value {
+                Json::String(text) => text,
+                Json::Null => String::new(),
+                _ => return wrong(&format!(".{}: expected a string", cut(&written))),
+            };
+            let sysctl = Sysctl { key: Key::new(&written, &value, ifname)?, value };
+            if let Some(first) = sysctls.find(&sysctl.key) {
+                let first = cut(&sysctls.all[first].key.written);
+                let details = format!("{place}: {first} and {}", cut(&written));
+                return Err(Error::config("duplicated sysctl keys are not allowed").with_details(details));
+            }
+            sysctls.push(sysctl);
+        }
+        Ok(sysctls)
+    }
+
+    /// Lays `over` on top: what both have takes its value, in the place where it was; the rest follows.
+    fn overlay(&mut self, over: Sysctls) {
+        for sysctl in over.all {
+            match self.find(&sysctl.key) {
+                Some(index) => self.all[index] = sysctl,
+                None => self.push(sysctl),
+            }
+        }
+    }
+
+    fn find(&self, key: &Key) -> Option<usize> {
+        key.readings.iter().find_map(|reading| self.by_path.get(&reading.path)).copied()
+    }
+
+    fn push(&mut self, sysctl: Sysctl) {
+        let paths = sysctl.key.readings.iter().map(|reading| (reading.path.clone(), self.all.len()));
+        self.by_path.extend(paths);
+        self.all.push(sysctl);
+    }
+}
+
+fn mac(text: &str) -> Result<Option<Mac>> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let refused = |why: String| Error::config(format!("invalid args {} for MAC addr: {why}", cut(text)));
+    let mac: Mac = text.parse().map_err(|_| refused(format!("address {}: invalid MAC address", cut(text))))?;
+    if mac.is_multicast() || mac.is_zero() {
+        return Err(refused(format!("cannot assign requested address: {mac} is no unicast address")));
+    }
+    Ok(Some(mac))
+}
+
+/// What fits into the kernel's message; what else a device wants of it is the device's to say.
+fn number(key: &str, value: i64) -> Result<Option<u32>> {
+    match u32::try_from(value) {
+        Ok(value) if i32::try_from(value).is_ok() => Ok(Some(value)),
+        _ => Err(Error::config(format!("invalid {key} {value} (must be between 0 and {})", i32::MAX))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(keys: &str, mac_of_args: &str) -> Result<Conf> {
+        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"tuning"{keys}}}"#);
+        Conf::parse(&NetConf::parse(conf)?, mac_of_args, "eth0")
+    }
+
+    fn pairs(keys: &str) -> Vec<(String, String)> {
+        let all = parse(keys, "").unwrap().sysctls;
+        all.into_iter().map(|sysctl| (sysctl.key.readings[0].path.clone(), sysctl.value)).collect()
+    }
+
+    fn refusal(keys: &str) -> (u32, String) {
+        let error = parse(keys, "").unwrap_err();
+        (error.code().0, error.msg().to_owned())
+    }
+
+    #[test]
+    fn nothing_asked_is_nothing() {
+        for keys in ["", r#","args":5"#, r#","args":{"cni":[1]}"#, r#","sysctl":null,"mac":null,"mtu":0,"txQLen":null"#]
+        {
+            let conf = parse(keys, "").unwrap();
+            assert!(conf.sysctls.is_empty() && conf.link.is_empty(), "{keys}");
+        }
+    }
+
+    #[test]
+    fn the_mac_comes_from_args_then_runtime_then_variable_then_configuration() {
+        let own = r#","mac":"02:00:00:00:00:01""#;
+        let runtime = r#","runtimeConfig":{"mac":"02:00:00:00:00:02"}"#;
+        let args = r#","args":{"cni":{"mac":"02:00:00:00:00:03"}}"#;
+        let variable = "02:00:00:00:00:04";
+        for (keys, variable, expected) in [
+            (format!("{own}{runtime}{args}"), variable, 3),
+            (format!("{own}{runtime}"), variable, 2),
+            (own.to_owned(), variable, 4),
+            (own.to_owned(), "", 1),
+        ] {
+            assert_eq!(parse(&keys, variable).unwrap().link.mac, Some(Mac([2, 0, 0, 0, 0, expected])), "{keys}");
+        }
+        let none = format!(r#"{own}{runtime},"args":{{"cni":{{"mac":""}}}}"#);
+        assert_eq!(parse(&none, variable).unwrap().link.mac, None);
+    }
+
+    #[test]
+    fn args_win_even_with_a_no() {
+        let own = r#","promisc":true,"mtu":1400,"allmulti":true,"txQLen":77"#;
+        let link = |keys: &str| parse(&format!("{own}{keys}"), "").unwrap().link;
+        let all = LinkConf { mac: None, promisc: true, mtu: Some(1400), allmulti: Some(true), txqlen: Some(77) };
+        assert_eq!(link(""), all);
+        assert_eq!(link(r#","args":{"cni":{"x":1,"mtu":null}}"#), all);
+        let no = r#","args":{"cni":{"promisc":false,"mtu":0,"allmulti":false,"txQLen":0}}"#;
+        assert_eq!(link(no), LinkConf { allmulti: Some(false), txqlen: Some(0), ..LinkConf::default() });
+    }
+
+    #[test]
+    fn sysctls_keep_their_order_and_args_replace_or_follow() {
+        let own = r#","sysctl":{"net.z":"1","net.a":"2","net.ipv4.conf.IFNAME.m":null}"#;
+        let args = r#","args":{"cni":{"sysctl":{"net.n":"4","net/a":"5"}}}"#;
+        let expected = [("net/z", "1"), ("net/a", "5"), ("net/ipv4/conf/eth0/m", ""), ("net/n", "4")];
+        let expected = expected.map(|(path, value)| (path.to_owned(), value.to_owned()));
+        assert_eq!(pairs(&format!("{own}{args}")), expected);
+        assert_eq!(pairs(args), [("net/n".to_owned(), "4".to_owned()), ("net/a".to_owned(), "5".to_owned())]);
+    }
+
+    #[test]
+    fn duplicates_are_refused_in_every_spelling_and_place() {
+        for map in [
+            r#"{"net.a":"1","net.a":"1"}"#,
+            r#"{"net.a":"1","net/a":"2"}"#,
+            r#"{"net.ipv4.conf.IFNAME.a":"1","net.b":"3","net.ipv4.conf.eth0.a":"2"}"#,
+        ] {
+            for keys in [format!(r#","sysctl":{map}"#), format!(r#","args":{{"cni":{{"sysctl":{map}}}}}"#)] {
+                assert_eq!(refusal(&keys), (7, "duplicated sysctl keys are not allowed".into()), "{keys}");
+            }
+        }
+        // Keys of maps are case-sensitive.
+        assert_eq!(pairs(r#","sysctl":{"net.a":"1","net.A":"2"}"#).len(), 2);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (keys, code, begin) in [
+            (r#","mac":"zz""#, 7, "invalid args zz for MAC addr: address zz: invalid MAC address"),
+            (r#","mac":"01:00:00:00:00:01""#, 7, "invalid args 01:00:00:00:00:01 for MAC addr: cannot assign"),
+            (r#","mac":"00:00:00:00:00:00""#, 7, "invalid args 00:00:00:00:00:00 for MAC addr: cannot assign"),
+            (r#","mtu":-1"#, 7, "invalid mtu -1 "),
+            (r#","mtu":4294967296"#, 7, "invalid mtu 4294967296 "),
+            (r#","txQLen":-1"#, 7, "invalid txQLen -1 "),
+            (r#","args":{"cni":{"txQLen":-5}}"#, 7, "invalid txQLen -5 "),
+            (r#","sysctl":{"kernel.hostname":"x"}"#, 7, "invalid net sysctl key: \"kernel.hostname\""),
+            (r#","sysctl":{"net.a":1}"#, 6, "failed to load netconf: sysctl.net.a: expected a string"),
+            (r#","sysctl":["net.a"]"#, 6, "failed to load netconf: sysctl: expected a map"),
+            (r#","args":{"cni":{"sysctl":5}}"#, 6, "failed to load netconf: args.cni.sysctl: expected a map"),
+            (r#","args":{"cni":{"mtu":"5"}}"#, 6, "failed to load netconf: args.cni: mtu"),
+            (r#","mtu":1.5"#, 6, "failed to load netconf: mtu"),
+            (r#","dataDir":5"#, 6, "failed to load netconf: dataDir"),
+        ] {
+            let (found, msg) = refusal(keys);
+            assert!(found == code && msg.starts_with(begin), "{keys}: {found} {msg}");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! The container's values: which file a key means there, what is in it, and writing it.
+//!
+//! Everything here is for the inside of a namespace, that is for [`Netns::run`](cni_linux::Netns::run): /proc/sys/net
+//! belongs to the thread that opens it. Easy to get wrong: some values can only be written (`route.flush`), and some
+//! that can be read refuse to be (`stable_secret` before it is set); neither has an original.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+use cni::{Code, Error, Result};
+use cni_linux::sysctl::{read, write};
+
+use crate::conf::Sysctl;
+use crate::key::shown;
+use crate::value::is_same;
+
+/// A value to be written, and its file.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) sysctl: Sysctl,
+    /// Below /proc/sys, with slashes.
+    pub(crate) path: String,
+    /// What is there now; `None` if that cannot be told.
+    pub(crate) current: Option<String>,
+}
+
+/// Finds the file of each, before any is written.
+///
+/// # Errors
+/// Code 7 with key and value for the first that does not exist here.
+pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
+    sysctls.iter().map(find).collect()
+}
+
+/// Finds the file of one.
+///
+/// # Errors
+/// As [`find_all`].
+pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
+    let mut why = None;
+    for reading in &sysctl.key.readings {
+        let path = &reading.path;
+        match std::fs::metadata(Path::new("/proc/sys").join(path)) {
+            Ok(metadata) if metadata.is_file() => {
+                let current = if metadata.mode() & 0o444 == 0 { None } else { read(path).ok() };
+                return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current });
+            }
+            Ok(_) => why = why.or_else(|| Some("it is no value but a group of them".to_owned())),
+            Err(error) => why = why.or_else(|| Some(error.to_string())),
+        }
+    }
+    let msg = format!("sysctl {} cannot be set to {}", shown(&sysctl.key.written), shown(&sysctl.value));
+    let path = sysctl.key.readings.first().map(|reading| shown(&reading.path)).unwrap_or_default();
+    let why = why.unwrap_or_default();
+    Err(Error::config(format!("{msg}: {path} below /proc/sys: {why}")))
+}
+
+/// Puts an original back. An empty one must be written as a line: writing nothing is no writing at all.
+pub(crate) fn put_back(path: &str, original: &str) -> cni_linux::Result<()> {
+    write(path, if original.is_empty() { "\n" } else { original })
+}
+
+impl Found {
+    /// Writes the value. Returns what the kernel made of it, if that reads otherwise.
+    ///
+    /// # Errors
+    /// Key, value and errno.
+    pub(crate) fn write(&self) -> Result<Option<String>> {
+        let Sysctl { key, value } = &self.sysctl;
+        write(&self.path, value).map_err(|error| {
+            let errno = std::io::Error::from_raw_os_error(error.errno().unwrap_or_default());
+            let doing = format!("failed to set sysctl {} to {}", shown(&key.written), shown(value));
+            Error::caused(Code::KERNEL, doing, errno)
+        })?;
+        if self.current.is_none() {
+            return Ok(None);
+        }
+        Ok(read(&self.path).ok().filter(|now| !is_same(now, value)))
+    }
+}

@@ -1,0 +1,78 @@
+//! When two texts of a sysctl are the same value.
+//!
+//! The kernel gives back `4096\t131072\t6291456\n` for `4096 131072 6291456`, and 16 for `0x10`. Easy to get wrong: a
+//! leading 0 is octal there.
+
+/// Whether the kernel would make the same of both, as far as can be told without it.
+pub(crate) fn is_same(one: &str, other: &str) -> bool {
+    let (mut one, mut other) = (one.split_whitespace(), other.split_whitespace());
+    loop {
+        match (one.next(), other.next()) {
+            (None, None) => return true,
+            (Some(one), Some(other)) if one == other => {}
+            (Some(one), Some(other)) if number(one).is_some_and(|value| number(other) == Some(value)) => {}
+            _ => return false,
+        }
+    }
+}
+
+/// A whole number as the kernel reads it.
+fn number(word: &str) -> Option<i128> {
+    let (sign, digits) = match word.strip_prefix('-') {
+        Some(digits) => (-1, digits),
+        None => (1, word),
+    };
+    let value = match digits.strip_prefix('0') {
+        Some("") => 0,
+        Some(rest) => match rest.strip_prefix(['x', 'X']) {
+            Some(hex) => unsigned(hex, 16)?,
+            None => unsigned(rest, 8)?,
+        },
+        None => unsigned(digits, 10)?,
+    };
+    Some(sign * i128::from(value))
+}
+
+fn unsigned(digits: &str, radix: u32) -> Option<u64> {
+    // from_str_radix would take a sign here.
+    if digits.starts_with(['+', '-']) { None } else { u64::from_str_radix(digits, radix).ok() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn white_space_and_spelling_of_numbers_do_not_matter() {
+        for (one, other) in [
+            ("1", "1\n"),
+            ("4096 131072  6291456", "4096\t131072\t6291456"),
+            ("0x10", "16"),
+            ("010", "8"),
+            ("-0x1", "-1"),
+            ("0", "-0"),
+            ("cubic", " cubic"),
+            ("", "\n"),
+        ] {
+            assert!(is_same(one, other) && is_same(other, one), "{one:?} and {other:?}");
+        }
+    }
+
+    #[test]
+    fn what_differs_differs() {
+        for (one, other) in [
+            ("1", "0"),
+            ("1", "1 1"),
+            ("", "0"),
+            ("010", "10"),
+            ("cubic", "Cubic"),
+            ("1", "+1"),
+            ("0x", "0"),
+            ("--1", "1"),
+            ("08", "8"),
+            ("1-3", "1,2,3"),
+        ] {
+            assert!(!is_same(one, other) && !is_same(other, one), "{one:?} and {other:?}");
+        }
+    }
+}

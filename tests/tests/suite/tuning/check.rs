@@ -1,0 +1,142 @@
+//! CHECK: what this list set is still so, whoever of the list set it last; what others do beside it is their business.
+
+use cni_testkit::Node;
+use serde_json::{Value, json};
+
+use super::{ARP_FILTER, pod, prev, set_sysctl, state, tuned};
+
+/// ADD, a sabotage by `ip link set eth0 …`, and CHECK says what was expected and what it found.
+#[track_caller]
+fn sees(keys: Value, sabotage: &[&str], words: &[&str]) {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, keys);
+    let result = attachment.add_after(&prev(&container)).success();
+    attachment.check(&result).success();
+    container.exec(&[&["ip", "link", "set", "eth0"], sabotage].concat());
+    attachment.check(&result).fails_naming(101, words);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn another_mac_is_seen() {
+    let words = ["Error: Tuning configured Ethernet of eth0 is 02:00:00:00:00:aa, current value is 02:00:00:00:00:bb"];
+    sees(json!({"mac": "02:00:00:00:00:aa"}), &["address", "02:00:00:00:00:bb"], &words);
+}
+
+#[test]
+fn another_mtu_is_seen() {
+    let words = ["Error: Tuning configured MTU of eth0 is 1400, current value is 1300"];
+    sees(json!({"mtu": 1400}), &["mtu", "1300"], &words);
+}
+
+#[test]
+fn promiscuous_mode_turned_off_is_seen() {
+    let words = ["Error: Tuning link eth0 configured promisc is true, current value is 0"];
+    sees(json!({"promisc": true}), &["promisc", "off"], &words);
+}
+
+#[test]
+fn all_multicast_mode_turned_off_is_seen() {
+    let words = ["Error: Tuning configured all-multicast mode of eth0 is true, current value is false"];
+    sees(json!({"allmulti": true}), &["allmulticast", "off"], &words);
+}
+
+#[test]
+fn another_transmit_queue_is_seen() {
+    sees(json!({"txQLen": 77}), &["txqueuelen", "78"], &["eth0 is 77, current value is 78"]);
+}
+
+#[test]
+fn another_sysctl_is_seen_with_everything_else_that_differs() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400, "sysctl": {"net.ipv4.conf.eth0.arp_filter": "1"}}));
+    let result = attachment.add_after(&prev(&container)).success();
+    set_sysctl(&container, ARP_FILTER, "0");
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1300"]);
+    let words = [
+        "Error: Tuning configured value of /proc/sys/net/ipv4/conf/eth0/arp_filter is 1, current value is 0",
+        "is 1400, current value is 1300",
+    ];
+    attachment.check(&result).fails_naming(101, &words);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn promiscuity_that_somebody_else_added_is_fine() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    let result = attachment.add_after(&prev(&container)).success();
+    container.exec(&["ip", "link", "set", "eth0", "promisc", "on"]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert!(state(&container).2, "and it is left to them");
+}
+
+#[test]
+fn an_interface_that_is_gone_is_named() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    let result = attachment.add_after(&prev(&container)).success();
+    container.exec(&["ip", "link", "del", "eth0"]);
+    attachment.check(&result).fails_with(3, "Cannot find container link eth0");
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn it_needs_the_earlier_result_as_add_does() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    attachment.add().fails_with(7, "Required prevResult missing");
+    attachment.invocation("CHECK", None).run().fails_with(7, "Required prevResult missing");
+    assert_eq!(state(&container).1, 1500);
+}
+
+#[test]
+fn of_two_entries_in_one_list_each_is_content_and_the_first_del_puts_all_back() {
+    let node = Node::new();
+    let container = pod(&node);
+    let before = state(&container);
+    let first = tuned(
+        &node,
+        &container,
+        json!({"mac": "02:00:00:00:00:aa", "mtu": 1400, "allmulti": true, "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}}),
+    );
+    let second = tuned(
+        &node,
+        &container,
+        json!({"mtu": 1300, "promisc": true, "allmulti": false,
+               "sysctl": {"net/ipv4/conf/eth0/arp_filter": "0", "net.ipv4.conf.IFNAME.arp_announce": "2"}}),
+    );
+    let result = first.add_after(&prev(&container)).success();
+    let result = second.add_after(&result).success();
+    assert_eq!(state(&container), ("02:00:00:00:00:aa".to_owned(), 1300, true, false, before.4));
+    first.check(&result).success();
+    second.check(&result).success();
+    // Only the last word of the list is as good as one's own.
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1200"]);
+    first.check(&result).fails_naming(101, &["1400", "1200"]);
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);
+    second.check(&result).fails_naming(101, &["1300", "1400"]);
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1300"]);
+    second.del_with(&result).success();
+    assert_eq!(state(&container), before);
+    assert_eq!(super::sysctl(&container, "net/ipv4/conf/eth0/arp_announce"), "0");
+    first.del_with(&result).success();
+    assert_eq!(state(&container), before);
+}
+
+#[test]
+fn a_value_that_nobody_of_the_list_wrote_is_not_excused_by_the_record() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    let result = attachment.add_after(&prev(&container)).success();
+    let changed = tuned(&node, &container, json!({"mtu": 1300}));
+    changed.check(&result).fails_naming(101, &["1300", "1400"]);
+    attachment.del_with(&result).success();
+}

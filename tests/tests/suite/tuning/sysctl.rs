@@ -1,0 +1,276 @@
+//! Sysctls: which file a key means, in which order they are written, what is refused before anything is.
+
+use cni_testkit::{Container, Node, skip};
+use serde_json::{Map, Value, json};
+
+use super::{ARP_FILTER, backups, call, pod, prev, set_sysctl, sysctl, tuned};
+
+fn one(key: &str, value: &str) -> Value {
+    json!({"sysctl": Map::from_iter([(key.to_owned(), json!(value))])})
+}
+
+#[test]
+fn both_spellings_and_the_placeholder_name_the_file() {
+    for key in [
+        "net.ipv4.conf.IFNAME.arp_filter",
+        "net/ipv4/conf/IFNAME/arp_filter",
+        "net.ipv4.conf.eth0.arp_filter",
+        "net/ipv4/conf/eth0/arp_filter",
+        "net.ipv4/conf.eth0/arp_filter",
+    ] {
+        let node = Node::new();
+        let container = pod(&node);
+        let attachment = tuned(&node, &container, one(key, "1"));
+        let result = attachment.add_after(&prev(&container)).success();
+        assert_eq!(sysctl(&container, ARP_FILTER), "1", "{key}");
+        assert_eq!(result, prev(&container));
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+        assert_eq!(sysctl(&container, ARP_FILTER), "0", "{key}");
+        assert_eq!(backups(&node), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn an_interface_with_a_dot_in_its_name_is_found() {
+    for key in [
+        "net.ipv4.conf.IFNAME.arp_filter",
+        "net/ipv4/conf/IFNAME/arp_filter",
+        "net/ipv4/conf/eth0.100/arp_filter",
+        "net.ipv4.conf.eth0/100.arp_filter",
+    ] {
+        let node = Node::new();
+        let container = pod(&node);
+        container.exec(&["ip", "link", "set", "eth0", "name", "eth0.100"]);
+        let attachment = tuned(&node, &container, one(key, "1")).ifname("eth0.100");
+        attachment.add_after(&prev(&container)).success();
+        assert_eq!(sysctl(&container, "net/ipv4/conf/eth0.100/arp_filter"), "1", "{key}");
+        attachment.del().success();
+        assert_eq!(sysctl(&container, "net/ipv4/conf/eth0.100/arp_filter"), "0", "{key}");
+    }
+}
+
+#[test]
+fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
+    let (all, own) = ("net/ipv4/conf/all/forwarding", "net/ipv4/conf/eth0/forwarding");
+    let all_first = r#""sysctl":{"net.ipv4.conf.all.forwarding":"1","net.ipv4.conf.IFNAME.forwarding":"0"}"#;
+    let own_first = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
+    let node = Node::new();
+    let container = pod(&node);
+    // "all" reaches every interface, so the last word is heard. An order by chance does not come right every time.
+    for _ in 0..6 {
+        for (keys, expected) in [(all_first, "0"), (own_first, "1")] {
+            set_sysctl(&container, all, "0");
+            call(&node, &container, "ADD", keys).run().success();
+            assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("1", expected));
+            call(&node, &container, "DEL", keys).run().success();
+            assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("0", "0"));
+        }
+    }
+}
+
+#[test]
+fn args_replace_and_add() {
+    let node = Node::new();
+    let container = pod(&node);
+    let keys = json!({
+        "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "0", "net.ipv4.conf.IFNAME.arp_notify": "1"},
+        "args": {"cni": {"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1", "net.ipv4.conf.IFNAME.arp_announce": "2"}}},
+    });
+    let attachment = tuned(&node, &container, keys);
+    let result = attachment.add_after(&prev(&container)).success();
+    let values = || {
+        ["arp_filter", "arp_notify", "arp_announce"]
+            .map(|name| sysctl(&container, &format!("net/ipv4/conf/eth0/{name}")))
+    };
+    assert_eq!(values(), ["1", "1", "2"]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert_eq!(values(), ["0", "0", "0"]);
+}
+
+#[test]
+fn sysctls_of_args_alone_crash_nobody() {
+    let node = Node::new();
+    let container = pod(&node);
+    let keys = json!({"args": {"cni": {"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}}}});
+    let attachment = tuned(&node, &container, keys);
+    let result = attachment.add_after(&prev(&container)).success();
+    assert_eq!(sysctl(&container, ARP_FILTER), "1");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+}
+
+#[track_caller]
+fn is_refused_as_a_duplicate(container: &Container, node: &Node, keys: &str) {
+    let outcome = call(node, container, "ADD", keys).run();
+    outcome.fails_with(7, "duplicated sysctl keys are not allowed");
+    call(node, container, "CHECK", keys).run().fails_with(7, "duplicated sysctl keys are not allowed");
+    assert_eq!(sysctl(container, ARP_FILTER), "0");
+    // What a configuration says today keeps no DEL from cleaning.
+    call(node, container, "DEL", keys).run().success();
+}
+
+#[test]
+fn a_key_twice_is_an_error() {
+    let node = Node::new();
+    let container = pod(&node);
+    let twice = r#"{"net.ipv4.conf.IFNAME.arp_filter":"1","net.ipv4.conf.IFNAME.arp_filter":"1"}"#;
+    is_refused_as_a_duplicate(&container, &node, &format!(r#""sysctl":{twice}"#));
+    is_refused_as_a_duplicate(&container, &node, &format!(r#""args":{{"cni":{{"sysctl":{twice}}}}}"#));
+}
+
+#[test]
+fn a_file_twice_is_an_error_too() {
+    let node = Node::new();
+    let container = pod(&node);
+    for other in ["net/ipv4/conf/IFNAME/arp_filter", "net.ipv4.conf.eth0.arp_filter"] {
+        let twice = format!(r#""sysctl":{{"net.ipv4.conf.IFNAME.arp_filter":"1","{other}":"0"}}"#);
+        is_refused_as_a_duplicate(&container, &node, &twice);
+    }
+}
+
+#[test]
+fn what_is_not_below_net_is_refused_before_any_change() {
+    let node = Node::new();
+    let container = pod(&node);
+    let long = format!("net.{}", "x".repeat(64 << 10));
+    for key in [
+        "kernel.hostname",
+        "kernel/hostname",
+        "net.ipv4/../../kernel.hostname",
+        "net/ipv4/../../kernel/hostname",
+        "net/../kernel/hostname",
+        "/proc/sys/net/ipv4/ip_forward",
+        "/etc/hostname",
+        "",
+        ".",
+        "net",
+        "net.ipv4.\0",
+        "net.ipv4.no_such_value",
+        "net.ipv4",
+        &long,
+    ] {
+        let keys = format!(
+            r#""sysctl":{{"net.ipv4.conf.IFNAME.arp_filter":"1",{}:"the value"}},"mtu":1400"#,
+            Value::from(key)
+        );
+        let outcome = call(&node, &container, "ADD", &keys).run();
+        let failure = outcome.fails_naming(7, &["the value", &key[..key.len().min(40)].replace('\0', "\\0")]);
+        assert!(failure.msg.len() < 1000, "{failure:?}");
+        assert_eq!(sysctl(&container, ARP_FILTER), "0", "{}", outcome.report());
+        assert_eq!(super::state(&container).1, 1500);
+        assert_eq!(backups(&node), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn go_s_text_for_a_key_outside_net() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, one("kernel.hostname", "x"));
+    attachment.add_after(&prev(&container)).fails_with(7, "invalid net sysctl key: \"kernel.hostname\"");
+}
+
+#[test]
+fn an_interface_called_all_gets_no_placeholder() {
+    let node = Node::new();
+    let container = pod(&node);
+    for ifname in ["all", "default"] {
+        let attachment = tuned(&node, &container, one("net.ipv4.conf.IFNAME.arp_filter", "1")).ifname(ifname);
+        attachment.add_after(&prev(&container)).fails_naming(7, &["IFNAME", ifname]);
+        assert_eq!(sysctl(&container, &format!("net/ipv4/conf/{ifname}/arp_filter")), "0");
+    }
+}
+
+#[test]
+fn a_value_that_the_kernel_refuses_is_named_with_its_errno() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, one("net.ipv4.ip_local_port_range", "many"));
+    let words = ["net.ipv4.ip_local_port_range", "many", "Invalid argument (os error 22)"];
+    attachment.add_after(&prev(&container)).fails_naming(100, &words);
+    assert_eq!(backups(&node), Vec::<String>::new());
+}
+
+#[test]
+fn a_value_that_is_no_text_is_refused() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": 1}}));
+    attachment.add_after(&prev(&container)).fails_with(6, "failed to load netconf");
+}
+
+#[test]
+fn an_empty_value_writes_nothing() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, one("net.ipv4.conf.IFNAME.arp_filter", ""));
+    attachment.add_after(&prev(&container)).success();
+    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(backups(&node), Vec::<String>::new());
+}
+
+#[test]
+fn what_can_only_be_written_is_written_and_not_saved() {
+    let node = Node::new();
+    let container = pod(&node);
+    if !container.run(&["test", "-w", "/proc/sys/net/ipv4/route/flush"]).ok {
+        skip!("no net.ipv4.route.flush in a container's namespace");
+    }
+    let keys = json!({"sysctl": {"net.ipv4.route.flush": "1", "net.ipv4.conf.IFNAME.arp_filter": "1"}});
+    let attachment = tuned(&node, &container, keys);
+    let result = attachment.add_after(&prev(&container)).success();
+    let text = super::backup_of(&node, &container).to_string();
+    assert!(text.contains("arp_filter") && !text.contains("flush"), "{text}");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+}
+
+#[test]
+fn what_somebody_has_set_since_is_left_to_them() {
+    let node = Node::new();
+    let container = pod(&node);
+    let keys = json!({"sysctl": {"net.ipv4.conf.IFNAME.arp_announce": "1", "net.ipv4.conf.IFNAME.arp_filter": "1"}});
+    let attachment = tuned(&node, &container, keys);
+    let result = attachment.add_after(&prev(&container)).success();
+    set_sysctl(&container, "net/ipv4/conf/eth0/arp_announce", "2");
+    let outcome = attachment.del_with(&result);
+    outcome.success();
+    assert_eq!(sysctl(&container, "net/ipv4/conf/eth0/arp_announce"), "2");
+    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert!(outcome.stderr.contains("arp_announce"), "it is told: {}", outcome.report());
+    assert_eq!(backups(&node), Vec::<String>::new());
+}
+
+#[test]
+fn what_the_kernel_writes_its_own_way_is_checked_and_put_back() {
+    let node = Node::new();
+    let container = pod(&node);
+    for (path, value, reads) in [
+        ("net/ipv4/ip_local_reserved_ports", "8080,8081,8082", "8080-8082"),
+        ("net/ipv4/ip_local_port_range", "  20000   30000 ", "20000\t30000"),
+        ("net/ipv4/ip_default_ttl", "0x20", "32"),
+    ] {
+        let before = sysctl(&container, path);
+        let attachment = tuned(&node, &container, one(path, value));
+        let result = attachment.add_after(&prev(&container)).success();
+        assert_eq!(sysctl(&container, path), reads);
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+        assert_eq!(sysctl(&container, path), before);
+    }
+}
+
+#[test]
+fn the_host_s_values_are_not_touched() {
+    let node = Node::new();
+    let container = pod(&node);
+    let before = node.sysctl("net/ipv4/conf/all/arp_filter");
+    let attachment = tuned(&node, &container, one("net.ipv4.conf.all.arp_filter", "1"));
+    attachment.add_after(&prev(&container)).success();
+    assert_eq!(sysctl(&container, "net/ipv4/conf/all/arp_filter"), "1");
+    assert_eq!(node.sysctl("net/ipv4/conf/all/arp_filter"), before);
+}
