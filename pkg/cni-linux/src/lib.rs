@@ -8,7 +8,7 @@
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
-//! - `firewall`: iptables and nf_tables.
+//! - `firewall`: iptables and nf_tables. [`conntrack`]: forgetting connections that a mapping has made wrong.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
 //! Everything is synchronous; rtnetlink and its runtime are an inner matter, and none of their types leave this crate.
@@ -19,6 +19,7 @@ pub mod addr;
 pub mod announce;
 pub mod bridge;
 mod child;
+pub mod conntrack;
 pub mod error;
 pub mod firewall;
 pub mod link;

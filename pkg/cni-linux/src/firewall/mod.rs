@@ -1,14 +1,17 @@
 //! The node's packet filter: what plugins put there, how they find it again, how it goes.
 //!
-//! [`nft`] is the common ground of everything that speaks nf_tables, [`spoof`] the first feature on it. All of it runs
-//! without a process and without `nft` on the host, in the network namespace of the thread that opens it.
+//! [`nft`] is the common ground of everything that speaks nf_tables, [`spoof`] the first feature on it; they run
+//! without a process and without `nft` on the host. [`iptables`] is the common ground of what speaks to the older tool. All
+//! of it acts in the network namespace of the thread that opens it.
 //!
 //! Names, comments and matches are those of the Go plugins, byte for byte, so that either side can take away what the
 //! other made. What their keys lack stands in tags beside the comments ([`nft::userdata`]), where they do not look. A
 //! newcomer's mistake: tidying a shared table or chain away with the last rule in it. They stay, as with Go: another
 //! plugin may be about to fill them.
 
+pub mod iptables;
 pub mod nft;
+pub mod portmap;
 pub mod spoof;
 
 pub use spoof::SpoofCheck;

@@ -13,7 +13,7 @@ use netlink_packet_netfilter::nftables::{ChainAttribute, NfTablesMessage, RuleAt
 use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage};
 
 use super::userdata;
-use super::{Family, Rule, Table};
+use super::{Family, Generation, Rule, Table};
 use crate::error::{Cause, Error, Result};
 
 /// Where a base chain is hooked in.
@@ -96,6 +96,7 @@ pub(crate) struct Change {
 #[derive(Debug, Default)]
 pub struct Batch {
     changes: Vec<Change>,
+    generation: Option<Generation>,
     /// The first change that cannot even be written down.
     fault: Option<Error>,
 }
@@ -104,6 +105,16 @@ impl Batch {
     /// No changes.
     pub fn new() -> Batch {
         Batch::default()
+    }
+
+    /// Makes the whole depend on nobody having changed any rule of the namespace since `generation` was read: ERESTART
+    /// otherwise, at once and for free. For decisions that rest on more than the objects they touch.
+    pub fn only_at(&mut self, generation: Generation) {
+        self.generation = Some(generation);
+    }
+
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        self.generation
     }
 
     /// Makes the table unless it exists. The comment is for new ones.

@@ -118,6 +118,12 @@ pub fn generation(payload: &[u8]) -> Option<u16> {
     Some(u16::from_be_bytes(payload.get(2..NFGENMSG)?.try_into().ok()?))
 }
 
+/// The whole of the generation, as the answer to the question for it has it.
+pub fn whole_generation(payload: &[u8]) -> Option<u32> {
+    const NFTA_GEN_ID: u16 = 1;
+    number(payload.get(NFGENMSG..)?, NFTA_GEN_ID)
+}
+
 /// A dumped chain and the table it is in.
 pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NFTA_CHAIN_TABLE: u16 = 1;
@@ -176,6 +182,8 @@ fn expr(element: &[u8]) -> Expr {
         "immediate" => immediate(data),
         "fib" => fib(data),
         "nat" => nat(data),
+        "match" => xt(data).map(|(name, revision, info)| Expr::XtMatch { name, revision, info }),
+        "target" => xt(data).map(|(name, revision, info)| Expr::XtTarget { name, revision, info }),
         // Port ranges and flags make it something else than a plain masquerade.
         "masq" if attributes(data).next().is_none() => Some(Expr::Masquerade),
         _ => None,
@@ -225,6 +233,11 @@ fn immediate(data: &[u8]) -> Option<Expr> {
 
 fn fib(data: &[u8]) -> Option<Expr> {
     Some(Expr::Fib { to: Reg(number(data, 1)?), result: number(data, 2)?, flags: number(data, 3)? })
+}
+
+/// A match or a target of xtables: 1: name, 2: revision, 3: its structure.
+fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
+    Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
 }
 
 fn nat(data: &[u8]) -> Option<Expr> {
@@ -286,7 +299,7 @@ mod tests {
     }
 
     fn read_everything(bytes: &[u8]) {
-        let _ = (rule(bytes), chain(bytes), generation(bytes), userdata::decode(bytes));
+        let _ = (rule(bytes), chain(bytes), generation(bytes), whole_generation(bytes), userdata::decode(bytes));
         for message in messages(bytes) {
             let _ = (rule(message.payload), chain(message.payload), answer(&message));
         }

@@ -183,6 +183,24 @@ pub enum Expr {
         /// Where the port is, if that is replaced too.
         port: Option<Reg>,
     },
+    /// A match of xtables (`comment`, `multiport`), as iptables-nft writes them. Read only, as [`Expr::Other`].
+    XtMatch {
+        /// Its name.
+        name: String,
+        /// Its revision.
+        revision: u32,
+        /// The C structure of that name and revision.
+        info: Vec<u8>,
+    },
+    /// A target of xtables (`MASQUERADE`, `DNAT`), as iptables-nft writes them. Read only, as [`Expr::Other`].
+    XtTarget {
+        /// Its name.
+        name: String,
+        /// Its revision.
+        revision: u32,
+        /// The C structure of that name and revision.
+        info: Vec<u8>,
+    },
     /// Any other expression, by name alone. Read only: it is written as an expression without attributes, which the
     /// kernel refuses for all but a few.
     Other(String),
@@ -242,6 +260,8 @@ impl Expr {
                 attributes.extend(port.map(|reg| (NFTA_NAT_REG_PROTO_MIN, reg.0)));
                 other("nat", &attributes)
             }
+            Expr::XtMatch { .. } => other("match", &[]),
+            Expr::XtTarget { .. } => other("target", &[]),
             Expr::Other(name) => other(name, &[]),
         }
         .into()

@@ -1,7 +1,7 @@
 //! nf_tables without a process: one netlink socket, atomic transactions, short reads.
 //!
 //! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`], [`Nft::chains`] and
-//! [`Nft::chain`] read. Reads and writes are separate: whoever acts on what was read must name handles or `create`
+//! [`Nft::find_chain`] read. Reads and writes are separate: whoever acts on what was read must name handles or `create`
 //! chains, so that the kernel refuses a change whose ground has moved, and then read again ([`raced`]).
 //!
 //! Needs CAP_NET_ADMIN. Never runs a program, never waits. The socket belongs to the network namespace of the thread
@@ -21,7 +21,7 @@ pub mod userdata;
 
 pub use batch::{BaseChain, Batch, Hook, Kind};
 pub use expr::{Expr, Verdict};
-pub use socket::{Nft, raced};
+pub use socket::{Generation, Nft, raced};
 
 /// Which packets a table sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

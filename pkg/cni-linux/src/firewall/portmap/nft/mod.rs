@@ -1,0 +1,352 @@
+//! Host ports with nf_tables: one transaction for each verb and both families, no process.
+//!
+//! The rules are those of `shape`. Whether something collides, or is there already, is found out by reading, so the
+//! transaction of an ADD holds only if nobody has changed any rule since ([`Batch::only_at`]); else all is read again.
+//! That costs nobody a lock, and of many racing ADDs one succeeds each time.
+//!
+//! The newcomer's mistakes: a rule that is deleted makes the closing of the socket wait for an RCU grace period (some
+//! 10 ms), so an ADD deletes only what is in its way; and the shared chains are never emptied or removed, although Go's
+//! ADD refills some of them.
+
+use std::net::IpAddr;
+
+use super::conditions::{self, Dialect};
+use super::conflict::{Fate, Judge};
+use super::identity::{self, Identity, Witnessed};
+use super::{Claim, Ensured, Forwarding, Holder, Policy, Snat};
+use crate::error::{Cause, Error, Result};
+use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, raced};
+use crate::mark::Mark;
+use crate::route::Family;
+
+mod shape;
+#[cfg(test)]
+mod tests;
+
+use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
+
+/// How often an ADD is worked out anew because somebody else changed a rule meanwhile. Of n racing ADDs each loses at
+/// most n - 1 times.
+const ATTEMPTS: usize = 1024;
+
+const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
+
+/// Host ports in the tables `cni_hostport` of the namespace in which it was opened.
+#[derive(Debug)]
+pub struct NftPortMap {
+    nft: Nft,
+}
+
+/// What is there of one family.
+struct State {
+    family: Family,
+    /// The chains that are missing.
+    missing: Vec<&'static str>,
+    /// The base chains without the way to [`ALL`], and [`ALL`] itself for each part it lacks.
+    gaps: Vec<(&'static str, Vec<Expr>)>,
+    /// All rules of containers, chain by chain.
+    rules: Vec<(&'static str, Vec<Listed>)>,
+}
+
+impl NftPortMap {
+    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a kernel without
+    /// netfilter's netlink, where there is nothing to purge either.
+    pub fn open() -> Result<NftPortMap> {
+        Ok(NftPortMap { nft: Nft::open()? })
+    }
+
+    /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in the same one; if it is
+    /// the same already, nothing happens. On failure everything is as it was.
+    ///
+    /// # Errors
+    /// [`Error::is_unsupported`] on a kernel without nf_tables or its NAT. Conditions that are not compiled here must
+    /// have been found out before ([`conditions::compile`]).
+    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured> {
+        let mut judge = Judge::default();
+        let witnessed = if judge.is_borne(&wanted.mark)? { Witnessed::Yes } else { Witnessed::No };
+        for _ in 0..ATTEMPTS {
+            match self.attempt(wanted, witnessed, &mut judge) {
+                Err(error) if raced(&error) => {}
+                done => return done,
+            }
+        }
+        let cause = Cause::text(format!("the rules were changed under it {ATTEMPTS} times"));
+        Err(Error::new("failed to map host ports with nftables", cause))
+    }
+
+    fn attempt(&mut self, wanted: &Forwarding, witnessed: Witnessed, judge: &mut Judge) -> Result<Ensured> {
+        let identity = Identity::new(&wanted.mark);
+        let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
+        let mut batch = Batch::new();
+        batch.only_at(self.nft.generation()?);
+        let (mut changed, mut remarks) = (false, Vec::new());
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            let table = shape::table(family);
+            let state = self.state(family, wanted.snat)?;
+            state.complete(&mut batch);
+
+            let compiled = compile(wanted, family)?;
+            let mut new: Vec<(&str, Vec<Vec<Expr>>)> = Vec::new();
+            let forward = |claim: &Claim| [compiled.clone(), shape::forward(claim)].concat();
+            new.push((HOSTPORTS, claims.iter().map(forward).collect()));
+            new.push((MASQUERADING, shape::masquerades(container.address(), wanted.snat)));
+            for (chain, rules) in &state.rules {
+                let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
+                let own = identity.own(rules, &addresses, shape::container);
+                if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_here) {
+                    new.retain(|(name, _)| name != chain);
+                    continue;
+                }
+                for listed in own {
+                    batch.delete_rule(table, chain, listed.handle);
+                }
+            }
+            if wanted.policy == Policy::Judge {
+                let collisions = collisions(&state, &identity, &claims, &compiled);
+                for (chain, listed, holder) in collisions {
+                    match judge.fate(wanted, &holder)? {
+                        Fate::Alive => return Ok(Ensured::Held(holder)),
+                        Fate::Dead => {
+                            changed = true;
+                            batch.delete_rule(table, chain, listed.handle);
+                            remarks.push(format!("{holder}, which is gone: it was displaced"));
+                        }
+                        Fate::Unknown => {
+                            remarks.push(format!("{holder} already, which goes first as long as it is there"));
+                        }
+                    }
+                }
+            }
+            for (chain, rules) in new {
+                changed |= !rules.is_empty();
+                for exprs in rules {
+                    batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), witnessed));
+                }
+            }
+        }
+        self.nft.commit(batch)?;
+        Ok(Ensured::Done { changed, remarks })
+    }
+
+    /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
+    /// are the container's as far as they are known; they decide on rules that name the container alone. Returns what
+    /// the attachment had. Nothing there, or a kernel without nf_tables: that is fine.
+    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<Vec<Claim>> {
+        let identity = Identity::new(mark);
+        self.purge_where(|rules| identity.own(rules, addresses, shape::container))
+    }
+
+    /// Removes every rule that names `network` and none of the valid attachments. Returns what they had.
+    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Result<Vec<Claim>> {
+        let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
+        self.purge_where(|rules| {
+            let is_garbage = |rule: &Rule| {
+                identity::names_network(rule, network)
+                    && !valid.iter().any(|identity| identity.owner(rule) == identity::Owner::This)
+            };
+            let mut handles: Vec<u64> = Vec::new();
+            for listed in rules.iter().filter(|listed| is_garbage(&listed.rule)) {
+                handles.push(listed.handle);
+                handles.extend(identity::handles(&listed.rule));
+            }
+            rules.iter().filter(|listed| handles.contains(&listed.handle)).collect()
+        })
+    }
+
+    fn purge_where(&mut self, select: impl Fn(&[Listed]) -> Vec<&Listed>) -> Result<Vec<Claim>> {
+        let purged = crate::firewall::retry(|| {
+            let (mut batch, mut claims) = (Batch::new(), Vec::new());
+            for family in FAMILIES {
+                let table = shape::table(family);
+                for chain in CONTAINERS {
+                    let rules = self.nft.rules(table, chain)?;
+                    for listed in select(&rules) {
+                        batch.delete_rule(table, chain, listed.handle);
+                        claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
+                    }
+                }
+            }
+            self.nft.commit(batch)?;
+            Ok(claims)
+        });
+        match purged {
+            Err(error) if error.is_unsupported() => Ok(Vec::new()),
+            done => done,
+        }
+    }
+
+    /// Whether there is any rule of the attachment.
+    pub fn holds(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<bool> {
+        let identity = Identity::new(mark);
+        for family in FAMILIES {
+            for chain in CONTAINERS {
+                let rules = match self.nft.rules(shape::table(family), chain) {
+                    Err(error) if error.is_unsupported() => return Ok(false),
+                    rules => rules?,
+                };
+                if !identity.own(&rules, addresses, shape::container).is_empty() {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// What is not as [`ensure`](NftPortMap::ensure) would have it, one sentence each; empty if all is well. What Go
+    /// made passes, with its conditions in the shared chains, and doubled.
+    pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
+        let identity = Identity::new(&wanted.mark);
+        let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
+        let mut differences = Vec::new();
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            let table = shape::table(family);
+            let state = self.state(family, wanted.snat)?;
+            for chain in &state.missing {
+                differences.push(format!("nft chain {table} {chain} is missing"));
+            }
+            let (mut mapped, mut masqueraded, mut by_go) = (Vec::new(), Vec::new(), false);
+            for (chain, rules) in &state.rules {
+                for listed in identity.own(rules, &addresses, shape::container) {
+                    by_go |= identity.owner(&listed.rule) == identity::Owner::Container;
+                    match shape::read(&listed.rule) {
+                        Some((claim, _)) if *chain != MASQUERADING => mapped.push((claim, &listed.rule.exprs)),
+                        _ => masqueraded.push(&listed.rule.exprs),
+                    }
+                }
+            }
+            differences.extend(
+                state
+                    .without_a_way(by_go)
+                    .into_iter()
+                    .map(|chain| format!("nft chain {table} {chain} has no rule that leads on to the mappings")),
+            );
+            let conditions = conditions::compile(wanted.conditions(family), family).unwrap_or_default();
+            for claim in &claims {
+                let exprs = [conditions.clone(), shape::forward(claim)].concat();
+                if !mapped.iter().any(|(there, rule)| **rule == exprs || (by_go && there == claim)) {
+                    let msg = format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to");
+                    differences.push(format!("{msg} {}", claim.container));
+                }
+            }
+            for (claim, _) in mapped.iter().filter(|(claim, _)| !claims.contains(claim)) {
+                let msg = format!("nft chain {table} {HOSTPORTS} also maps {claim} to {}", claim.container);
+                differences.push(format!("{msg}, which was not asked for"));
+            }
+            for exprs in shape::masquerades(container.address(), wanted.snat) {
+                if !masqueraded.contains(&&exprs) {
+                    let msg = format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address());
+                    differences.push(msg);
+                }
+            }
+        }
+        Ok(differences)
+    }
+
+    fn state(&mut self, family: Family, snat: Snat) -> Result<State> {
+        let table = shape::table(family);
+        let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
+        for name in [HOSTPORTS, HOSTIP_HOSTPORTS, ALL] {
+            if self.nft.find_chain(table, name)?.is_none() {
+                state.missing.push(name);
+            }
+        }
+        let mut bases = ENTRIES.to_vec();
+        if snat != Snat::No {
+            bases.push((MASQUERADING, shape::POSTROUTING));
+        }
+        for (name, base) in bases {
+            match self.nft.find_chain(table, name)? {
+                None => state.missing.push(name),
+                Some(chain) if chain.base == Some(base) => {}
+                Some(_) => {
+                    let cause = Cause::text("it is there, but hooked in elsewhere than portmap needs it");
+                    return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
+                }
+            }
+        }
+        for (name, _) in ENTRIES {
+            let entry = shape::entry();
+            if state.missing.contains(&name) || !has(&self.nft.rules(table, name)?, &entry) {
+                state.gaps.push((name, entry));
+            }
+        }
+        let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
+        state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
+        for name in CONTAINERS {
+            if !state.missing.contains(&name) {
+                state.rules.push((name, self.nft.rules(table, name)?));
+            }
+        }
+        Ok(state)
+    }
+}
+
+/// Whether these matches and this verdict are among the rules.
+fn has(rules: &[Listed], exprs: &[Expr]) -> bool {
+    rules.iter().any(|listed| listed.rule.exprs == exprs)
+}
+
+/// The conditions of one family as matches.
+fn compile(wanted: &Forwarding, family: Family) -> Result<Vec<Expr>> {
+    let conditions = wanted.conditions(family);
+    debug_assert!(Dialect::of(conditions) != Some(Dialect::Iptables));
+    conditions::compile(conditions, family).map_err(|unknown| {
+        let cause = Cause::text(format!("{:?} is beyond the matches that are compiled here", unknown.token));
+        Error::new("failed to compile the conditions", cause)
+    })
+}
+
+impl State {
+    /// Adds what is missing of what all share.
+    fn complete(&self, batch: &mut Batch) {
+        let table = shape::table(self.family);
+        if !self.missing.is_empty() {
+            batch.ensure_table(table, Some(shape::TABLE_COMMENT));
+        }
+        for name in &self.missing {
+            let base = ENTRIES.into_iter().chain([(MASQUERADING, shape::POSTROUTING)]).find(|(base, _)| base == name);
+            match base {
+                Some((_, base)) => batch.ensure_base_chain(table, name, base, None),
+                None => batch.ensure_chain(table, name, None),
+            }
+        }
+        for (chain, exprs) in &self.gaps {
+            batch.append_rule(table, chain, &Rule::new(exprs.clone()));
+        }
+    }
+
+    /// The chains from which no way leads on. A base chain with Go's conditions in it has one for what Go made.
+    fn without_a_way(&self, by_go: bool) -> Vec<&'static str> {
+        let is_gap = |name: &'static str| self.gaps.iter().any(|(chain, _)| *chain == name);
+        let shared = ENTRIES.into_iter().map(|(name, _)| name).filter(|_| !by_go).chain([ALL]);
+        shared.filter(|name| is_gap(name) && !self.missing.contains(name)).collect()
+    }
+}
+
+/// The rules of other containers that claim what is wanted.
+fn collisions<'s>(
+    state: &'s State,
+    identity: &Identity,
+    claims: &[Claim],
+    conditions: &[Expr],
+) -> Vec<(&'static str, &'s Listed, Holder)> {
+    let mut found = Vec::new();
+    for (chain, listed) in state.rules.iter().flat_map(|(chain, rules)| rules.iter().map(|listed| (*chain, listed))) {
+        let rule = &listed.rule;
+        let Some((claim, prefix)) = shape::read(rule).filter(|_| chain != MASQUERADING) else { continue };
+        if rule.comment.as_deref() == Some(&identity.comment) || !claims.iter().any(|wanted| wanted.overlaps(&claim)) {
+            continue;
+        }
+        let holder = Holder {
+            container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
+            alias: identity::alias(rule),
+            witnessed: identity::is_witnessed(rule),
+            apart: rule.exprs.get(..prefix) != Some(conditions),
+            claim,
+        };
+        found.push((chain, listed, holder));
+    }
+    found
+}

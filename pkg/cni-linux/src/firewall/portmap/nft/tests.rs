@@ -1,0 +1,1 @@
+//! The nft backend against the real kernel.
