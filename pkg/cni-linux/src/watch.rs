@@ -97,7 +97,7 @@ fn listen() -> Result<OwnedFd, Errno> {
 }
 
 /// Readable as soon as SIGTERM is pending. It is never read here: the machine does that, and remembers.
-fn term_descriptor() -> Result<SignalFd, Errno> {
+pub(crate) fn term_descriptor() -> Result<SignalFd, Errno> {
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);
     SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
