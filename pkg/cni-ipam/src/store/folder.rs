@@ -59,7 +59,13 @@ impl Folder {
                 },
             },
         };
-        let metadata = file.metadata()?;
+        let metadata = match file.metadata() {
+            Ok(metadata) => metadata,
+            Err(error) => {
+                let _ = self.unlink(&name);
+                return Err(error);
+            }
+        };
         Ok(Linked::Made(Record {
             address,
             inode: metadata.ino(),
