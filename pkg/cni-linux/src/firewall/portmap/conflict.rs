@@ -67,16 +67,16 @@ impl Judge {
         let Some(mark) = marked.and_then(|m| Some(Mark::new(m.network, m.container?, m.ifname))) else {
             return Ok(Fate::Unknown);
         };
-        Ok(if self.is_borne(&mark)? { Fate::Alive } else { Fate::Dead })
+        Ok(if self.bearer(&mark)?.is_some() { Fate::Alive } else { Fate::Dead })
     }
 
-    /// Whether a link on the host bears this mark.
-    pub(super) fn is_borne(&mut self, mark: &Mark) -> Result<bool> {
+    /// The link on the host that bears this mark.
+    pub(super) fn bearer(&mut self, mark: &Mark) -> Result<Option<String>> {
         let host = match &mut self.host {
             Some(host) => host,
             none => none.insert(Netlink::open()?),
         };
         // An end without an alias may be one that is just being made.
-        Ok(host.find_host_end(mark)?.is_some())
+        Ok(host.find_host_end(mark)?.map(|link| link.name))
     }
 }

@@ -1,6 +1,6 @@
 //! Host ports: connections to a port of the host go to a port of a container.
 //!
-//! [`Forwarding`] is what one attachment wants; [`nft`] and `iptables` put it in force in the shapes of the Go plugin.
+//! [`Forwarding`] is what one attachment wants; [`nft`] and [`iptables`] put it in force in the shapes of the Go plugin.
 //! What both have in common is here: who collides with whom, and whose a rule is ([`identity`]). [`conflict`] judges
 //! who may be displaced, [`conditions`] reads the extra matches.
 //!
@@ -18,6 +18,7 @@ use crate::route::Family;
 pub mod conditions;
 pub mod conflict;
 mod identity;
+pub mod iptables;
 pub mod nft;
 
 pub use conflict::{Holder, Policy};

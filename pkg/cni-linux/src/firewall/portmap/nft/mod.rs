@@ -63,7 +63,7 @@ impl NftPortMap {
     /// have been found out before ([`conditions::compile`]).
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured> {
         let mut judge = Judge::default();
-        let witnessed = if judge.is_borne(&wanted.mark)? { Witnessed::Yes } else { Witnessed::No };
+        let witnessed = if judge.bearer(&wanted.mark)?.is_some() { Witnessed::Yes } else { Witnessed::No };
         for _ in 0..ATTEMPTS {
             match self.attempt(wanted, witnessed, &mut judge) {
                 Err(error) if raced(&error) => {}

@@ -1,0 +1,68 @@
+//! CHECK: is everything in the tables as an ADD would have it?
+
+use super::super::{Claim, Forwarding};
+use super::shape::{self, DNAT, Jump, Section};
+use super::{IptablesPortMap, Nat, belongs, shared_rules};
+use crate::error::Result;
+use crate::firewall::iptables::Rule;
+use crate::route::Family;
+use cni::Cidr;
+
+impl IptablesPortMap<'_> {
+    /// What is not as [`ensure`](IptablesPortMap::ensure) would have it, one sentence each; empty if all is well. What
+    /// Go made passes, doubled too. Conditions are not compared: the kernel writes them in its own words.
+    pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
+        let chain = shape::chain(&wanted.mark);
+        let mut differences = Vec::new();
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            let mut best: Option<Vec<String>> = None;
+            for variant in self.iptables.holders(family, &[&chain])? {
+                let mut nat = self.iptables.read(family, variant)?;
+                if !nat.has(&chain)? {
+                    continue;
+                }
+                let found = differences_of(&mut nat, wanted, container, &claims)?;
+                if best.as_ref().is_none_or(|best| found.len() < best.len()) {
+                    best = Some(found);
+                }
+            }
+            let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
+            let found = best.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
+            differences.extend(found.into_iter().map(|difference| format!("{name}: {difference}")));
+        }
+        Ok(differences)
+    }
+}
+
+fn differences_of(nat: &mut Nat<'_>, wanted: &Forwarding, container: Cidr, claims: &[Claim]) -> Result<Vec<String>> {
+    let mut differences = Vec::new();
+    let chain = shape::chain(&wanted.mark);
+    for (chain, words) in shared_rules(wanted) {
+        if !nat.rules(chain)?.iter().any(|rule| rule.is(&words)) {
+            differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
+        }
+    }
+    let jumps: Vec<Rule> = nat.rules(DNAT)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
+    let sections = shape::sections(nat.rules(&chain)?);
+    let own = |section: &&Section| match section.alias() {
+        Some(_) => belongs(section, &None, &wanted.mark),
+        None => section.claims().all(|claim| wanted.is_container(claim.container.ip())),
+    };
+    let own: Vec<&Section> = sections.iter().filter(own).collect();
+    let rules: Vec<&Rule> = own.iter().flat_map(|section| section.rules()).collect();
+    for claim in claims {
+        for words in shape::forward(wanted, container, claim) {
+            if !rules.iter().any(|rule| rule.is(&words)) {
+                differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
+            }
+        }
+        if !jumps.iter().filter_map(Jump::of).any(|jump| jump.serves(claim)) {
+            differences.push(format!("chain {DNAT} has no rule that leads {claim} to {chain}"));
+        }
+    }
+    for claim in own.iter().flat_map(|section| section.claims()).filter(|claim| !claims.contains(claim)) {
+        differences.push(format!("chain {chain} also maps {claim} to {}, which was not asked for", claim.container));
+    }
+    Ok(differences)
+}

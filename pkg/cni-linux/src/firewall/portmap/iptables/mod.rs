@@ -1,0 +1,425 @@
+//! Host ports with iptables, on nf_tables or the older one: at most two processes for each family and attempt.
+//!
+//! The rules are those of `shape`; reading, writing, locking and repeating is [`crate::firewall::iptables`]'s. What an
+//! attachment has is replaced only where it differs, so an ADD that finds everything in place writes nothing.
+//!
+//! The newcomer's mistake: emptying the container's chain. Another interface of the container may have rules in it, of
+//! ours or of Go's. And the shared chains are never removed, only what is double in them is folded.
+
+use std::net::IpAddr;
+
+use cni::Cidr;
+use cni::machine::{Machine, OnSigterm};
+
+use super::conflict::{Fate, Judge};
+use super::{Claim, Ensured, Forwarding, Holder, Policy, SetMark, Snat};
+use crate::error::{Cause, Error, Result};
+use crate::firewall::iptables::{Edit, FAMILIES, Iptables, Nat, Rule, Variant};
+use crate::mark::Mark;
+use crate::route::Family;
+
+mod check;
+mod shape;
+#[cfg(test)]
+mod tests;
+
+use shape::{DNAT, Jump, MASQ, SETMARK, SNAT, Section};
+
+/// Host ports in the tables `nat` of the calling thread's network namespace.
+#[derive(Debug)]
+pub struct IptablesPortMap<'m> {
+    iptables: Iptables<'m>,
+}
+
+impl<'m> IptablesPortMap<'m> {
+    /// Opens a connection in the calling thread's network namespace. `on_sigterm` is [`Iptables::open`]'s.
+    pub fn open(machine: &'m dyn Machine, on_sigterm: OnSigterm) -> Result<IptablesPortMap<'m>> {
+        Ok(IptablesPortMap { iptables: Iptables::open(machine, on_sigterm)? })
+    }
+
+    /// The same on an iptables that is open already.
+    pub fn new(iptables: Iptables<'m>) -> IptablesPortMap<'m> {
+        IptablesPortMap { iptables }
+    }
+
+    /// Puts `wanted` in force: IPv4, then IPv6, each in one transaction where nothing has to go.
+    ///
+    /// # Errors
+    /// What the program said. IPv4 may be in force when IPv6 fails, or, with iptables-legacy, when a port of IPv6 is
+    /// held: the caller purges.
+    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured> {
+        let mut judge = Judge::default();
+        let link = judge.bearer(&wanted.mark)?;
+        let (mut changed, mut remarks) = (false, Vec::new());
+        // Both families are judged before either is changed, where looking costs no process.
+        let several = wanted.families().count() > 1;
+        for (container, claims) in wanted.families().filter(|_| several) {
+            let family = Family::of(container.address());
+            if self.variant(family)? == Variant::Nft {
+                let mut nat = self.iptables.read(family, Variant::Nft)?;
+                if let Some(holder) = plan(&mut nat, wanted, container, &claims, link.as_deref(), &mut judge)?.held {
+                    return Ok(Ensured::Held(holder));
+                }
+            }
+        }
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            let variant = self.variant(family)?;
+            let mut last = Plan::default();
+            self.iptables.change(family, variant, |nat| {
+                last = plan(nat, wanted, container, &claims, link.as_deref(), &mut judge)?;
+                // Somebody who came between the two looks: nothing is done in this family.
+                Ok(if last.held.is_some() { Edit::new() } else { last.edit.clone() })
+            })?;
+            if let Some(holder) = last.held {
+                return Ok(Ensured::Held(holder));
+            }
+            changed |= last.changed;
+            remarks.extend(last.remarks);
+        }
+        Ok(Ensured::Done { changed, remarks })
+    }
+
+    /// The variant in which new rules are made.
+    fn variant(&self, family: Family) -> Result<Variant> {
+        self.iptables.chosen(family)?.ok_or_else(|| {
+            let name = if family == Family::V4 { "iptables-restore" } else { "ip6tables-restore" };
+            Error::new(format_args!("failed to find {name}"), Cause::text("it is neither in PATH nor in /usr/sbin"))
+        })
+    }
+
+    /// Removes whatever there is of the attachment, in both families and variants, whoever made it. `addresses` are the
+    /// container's as far as they are known; they decide on rules that name the container alone. Returns what the
+    /// attachment had, and what could not be removed because a program is missing. No process where nothing is found by
+    /// netlink and there is no legacy table.
+    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<(Vec<Claim>, Vec<String>)> {
+        let (chain, old) = (shape::chain(mark), shape::snat_chain(mark));
+        self.everywhere(&[&chain, &old], |nat, edit| {
+            let claims = plan_removal(nat, edit, &chain, |section, named| {
+                belongs(section, named, mark).then_some(()).is_some_and(|()| match section.alias() {
+                    Some(_) => true,
+                    None => addresses.is_empty() || section.claims().all(|c| addresses.contains(&c.container.ip())),
+                })
+            })?;
+            if let Some(there) = nat.chain(&old)?.cloned() {
+                for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&old)) {
+                    edit.delete(SNAT, rule);
+                }
+                edit.delete_chain(&old, &there);
+            }
+            Ok(claims)
+        })
+    }
+
+    /// Removes what names `network` and none of the valid attachments: ours by its marker, Go's by the comment on the way
+    /// to it, which names the container.
+    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Result<(Vec<Claim>, Vec<String>)> {
+        let aliases: Vec<String> = valid.iter().map(Mark::alias).collect();
+        let prefix = Mark::network_prefix(network);
+        self.everywhere(&[DNAT], |nat, edit| {
+            let mut claims = Vec::new();
+            for chain in nat.names(shape::PREFIX)? {
+                claims.extend(plan_removal(nat, edit, &chain, |section, named| match section.alias() {
+                    Some(alias) => alias.starts_with(&prefix) && !aliases.iter().any(|valid| valid == alias),
+                    None => named.as_ref().is_some_and(|named| {
+                        named.iter().all(|(of, id)| of == network && !valid.iter().any(|mark| mark.container == *id))
+                    }),
+                })?);
+            }
+            Ok(claims)
+        })
+    }
+
+    /// Whether there is anything of the attachment.
+    pub fn holds(&mut self, mark: &Mark) -> Result<bool> {
+        let chain = shape::chain(mark);
+        for family in FAMILIES {
+            for variant in self.iptables.holders(family, &[&chain])? {
+                if variant == Variant::Nft || self.iptables.read(family, variant)?.has(&chain)? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    fn everywhere(
+        &mut self,
+        chains: &[&str],
+        mut plan: impl FnMut(&mut Nat<'_>, &mut Edit) -> Result<Vec<Claim>>,
+    ) -> Result<(Vec<Claim>, Vec<String>)> {
+        let (mut claims, mut remarks, mut failed) = (Vec::new(), Vec::new(), None);
+        for family in FAMILIES {
+            for variant in self.iptables.holders(family, chains)? {
+                if !self.iptables.can_remove(family, variant)? {
+                    let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
+                    remarks.push(format!(
+                        "{name}-{variant} has a table nat, but its programs are not there: if it has rules of this they stay"
+                    ));
+                    continue;
+                }
+                let mut found = Vec::new();
+                let done = self.iptables.change(family, variant, |nat| {
+                    let mut edit = Edit::new();
+                    found = plan(nat, &mut edit)?;
+                    Ok(edit)
+                });
+                claims.append(&mut found);
+                if let Err(error) = done {
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+        failed.map_or(Ok((claims, remarks)), Err)
+    }
+}
+
+/// Whose a section without a marker is: the networks and containers that the ways to its chain name; `None` if they
+/// name none.
+type Named = Option<Vec<(String, String)>>;
+
+/// Whether a section is the attachment's, or could be.
+fn belongs(section: &Section, named: &Named, mark: &Mark) -> bool {
+    match section.alias() {
+        Some(alias) => alias == mark.alias(),
+        // Without a separator in the key two containers can share a chain; a way that names another is proof.
+        None => named
+            .as_ref()
+            .is_none_or(|named| named.iter().any(|(network, id)| *network == mark.network && *id == mark.container)),
+    }
+}
+
+/// Adds to `edit` the removal of the sections chosen, of the ways that then lead to nothing, and of the chain with the
+/// last of them. Returns what was claimed.
+fn plan_removal(
+    nat: &mut Nat<'_>,
+    edit: &mut Edit,
+    chain: &str,
+    choose: impl Fn(&Section, &Named) -> bool,
+) -> Result<Vec<Claim>> {
+    let Some(there) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
+    let jumps: Vec<Rule> = nat.rules(DNAT)?.iter().filter(|rule| rule.target() == Some(chain)).cloned().collect();
+    let comments = jumps.iter().filter_map(|rule| shape::read_comment(rule.comment()?));
+    let named: Vec<(String, String)> = comments.map(|(network, id)| (network.to_owned(), id.to_owned())).collect();
+    let named = Some(named).filter(|named| !named.is_empty());
+    let sections = shape::sections(&there.rules);
+    let (gone, left): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| choose(section, &named));
+    let left: Vec<&Section> = left.into_iter().filter(|section| section.rules().next().is_some()).collect();
+    if gone.is_empty() {
+        return Ok(Vec::new());
+    }
+    let claims = gone.iter().flat_map(|section| section.claims()).collect();
+    if left.is_empty() {
+        for jump in &jumps {
+            edit.delete(DNAT, jump);
+        }
+        edit.delete_chain(chain, &there);
+        return Ok(claims);
+    }
+    for rule in gone.iter().flat_map(|section| section.rules()) {
+        edit.delete(chain, rule);
+    }
+    let still: Vec<Claim> = left.iter().flat_map(|section| section.claims()).collect();
+    for jump in jumps.iter().filter(|jump| !is_needed(jump, &still)) {
+        edit.delete(DNAT, jump);
+    }
+    Ok(claims)
+}
+
+fn is_needed(jump: &Rule, claims: &[Claim]) -> bool {
+    Jump::of(jump).is_some_and(|jump| claims.iter().any(|claim| jump.serves(claim)))
+}
+
+/// What has to be done for one family.
+#[derive(Clone, Debug, Default)]
+struct Plan {
+    edit: Edit,
+    changed: bool,
+    remarks: Vec<String>,
+    held: Option<Holder>,
+}
+
+fn plan(
+    nat: &mut Nat<'_>,
+    wanted: &Forwarding,
+    container: Cidr,
+    claims: &[Claim],
+    link: Option<&str>,
+    judge: &mut Judge,
+) -> Result<Plan> {
+    let mut plan = Plan::default();
+    if wanted.policy == Policy::Judge {
+        displace(nat, wanted, claims, judge, &mut plan)?;
+        if plan.held.is_some() {
+            return Ok(plan);
+        }
+    }
+    shared(nat, wanted, &mut plan.edit)?;
+    own(nat, wanted, container, claims, link, &mut plan)?;
+    plan.changed |= !plan.edit.is_empty();
+    Ok(plan)
+}
+
+/// The rules that all containers share, chain by chain.
+fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::Words)> {
+    let mut rules = Vec::new();
+    if let (SetMark::Bit(bit), true) = (&wanted.set_mark, wanted.snat != Snat::No) {
+        rules.push((SETMARK, shape::set_mark(*bit)));
+        rules.push((MASQ, shape::masquerade(*bit)));
+        rules.push(("POSTROUTING", shape::masq_entry()));
+    }
+    rules.push(("PREROUTING", shape::entry()));
+    rules.push(("OUTPUT", shape::entry()));
+    rules
+}
+
+/// Adds what is missing of what all share, and folds what is double.
+fn shared(nat: &mut Nat<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
+    let rules = shared_rules(wanted);
+    for chain in [SETMARK, MASQ, DNAT] {
+        let needed = chain == DNAT || rules.iter().any(|(name, _)| *name == chain);
+        if needed && !nat.has(chain)? {
+            edit.create_chain(chain);
+        }
+    }
+    for (chain, words) in rules {
+        let mut same = nat.rules(chain)?.iter().filter(|rule| rule.is(&words));
+        if same.next().is_some() {
+            for double in same {
+                edit.delete(chain, double);
+            }
+        } else if chain == "POSTROUTING" {
+            edit.insert(chain, words);
+        } else {
+            edit.append(chain, words);
+        }
+    }
+    Ok(())
+}
+
+/// The container's own chain, and the ways to it.
+fn own(
+    nat: &mut Nat<'_>,
+    wanted: &Forwarding,
+    container: Cidr,
+    claims: &[Claim],
+    link: Option<&str>,
+    plan: &mut Plan,
+) -> Result<()> {
+    let (mark, edit) = (&wanted.mark, &mut plan.edit);
+    let chain = shape::chain(mark);
+    let mut new = vec![shape::marker(mark, link)];
+    new.extend(claims.iter().flat_map(|claim| shape::forward(wanted, container, claim)));
+    let there = nat.chain(&chain)?.cloned();
+    let sections = shape::sections(there.as_ref().map_or(&[], |there| there.rules.as_slice()));
+    // Unmarked rules that lead to the container's address are an earlier ADD's, by Go.
+    let is_own = |section: &&Section| match section.alias() {
+        Some(alias) => alias == mark.alias(),
+        None => section.groups.iter().all(|g| g.claim.is_some_and(|c| wanted.is_container(c.container.ip()))),
+    };
+    let (own, others): (Vec<&Section>, Vec<&Section>) =
+        sections.iter().filter(|section| section.rules().next().is_some()).partition(is_own);
+    let in_place = own.iter().flat_map(|section| section.rules()).count() == new.len()
+        && own.iter().flat_map(|section| section.rules()).zip(&new).all(|(rule, words)| rule.is(words));
+    if !in_place {
+        if others.is_empty() {
+            edit.replace_chain(&chain);
+        } else {
+            for rule in own.iter().flat_map(|section| section.rules()) {
+                edit.delete(&chain, rule);
+            }
+        }
+        for words in new {
+            edit.append(&chain, words);
+        }
+    }
+    let still: Vec<Claim> = others.iter().flat_map(|section| section.claims()).collect();
+    let conditions = wanted.conditions(Family::of(container.address()));
+    let jumps: Vec<Rule> = nat.rules(DNAT)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
+    let mut kept: Vec<usize> = Vec::new();
+    for words in shape::jumps(wanted, conditions) {
+        // What the kernel makes of conditions cannot be compared with what was asked for: they are always written anew.
+        let same = jumps.iter().enumerate().position(|(at, jump)| jump.is(&words) && !kept.contains(&at));
+        match same.filter(|_| conditions.is_empty()) {
+            Some(at) => kept.push(at),
+            None => edit.append(DNAT, words),
+        }
+    }
+    for (at, jump) in jumps.iter().enumerate() {
+        if !kept.contains(&at) && !is_needed(jump, &still) {
+            edit.delete(DNAT, jump);
+        }
+    }
+    Ok(())
+}
+
+/// Looks for others that have the ports; displaces the dead.
+fn displace(
+    nat: &mut Nat<'_>,
+    wanted: &Forwarding,
+    claims: &[Claim],
+    judge: &mut Judge,
+    plan: &mut Plan,
+) -> Result<()> {
+    let own = shape::chain(&wanted.mark);
+    let plain = wanted.conditions(nat.family()).is_empty();
+    let rules = nat.rules(DNAT)?.to_vec();
+    let mut looked_at: Vec<String> = Vec::new();
+    for rule in &rules {
+        let Some(jump) = Jump::of(rule).filter(|jump| jump.chain != own && !looked_at.contains(&jump.chain)) else {
+            continue;
+        };
+        if !claims.iter().any(|claim| jump.serves(claim)) {
+            continue;
+        }
+        looked_at.push(jump.chain.clone());
+        let named = rule.comment().and_then(shape::read_comment);
+        if named.is_some_and(|(_, id)| id == wanted.mark.container) {
+            continue;
+        }
+        let Some(there) = nat.chain(&jump.chain)?.cloned() else { continue };
+        let sections = shape::sections(&there.rules);
+        let (mut gone, mut left) = (Vec::new(), Vec::new());
+        for (section, group) in sections.iter().flat_map(|section| section.groups.iter().map(move |g| (section, g))) {
+            let Some(claim) = group.claim.filter(|claim| claims.iter().any(|wanted| wanted.overlaps(claim))) else {
+                left.push(group);
+                continue;
+            };
+            let holder = Holder {
+                container: named.map_or_else(|| format!("(chain {})", jump.chain), |(_, id)| id.to_owned()),
+                alias: section.alias().map(str::to_owned),
+                witnessed: section.is_witnessed(),
+                apart: !(plain && jump.plain),
+                claim,
+            };
+            match judge.fate(wanted, &holder)? {
+                Fate::Alive => {
+                    plan.held = Some(holder);
+                    return Ok(());
+                }
+                Fate::Dead => {
+                    plan.remarks.push(format!("{holder}, which is gone: it was displaced"));
+                    gone.push(group);
+                }
+                Fate::Unknown => {
+                    plan.remarks.push(format!("{holder} already, which goes first as long as it is there"));
+                    left.push(group);
+                }
+            }
+        }
+        if gone.is_empty() {
+            continue;
+        }
+        if left.is_empty() {
+            for rule in rules.iter().filter(|rule| rule.target() == Some(&jump.chain)) {
+                plan.edit.delete(DNAT, rule);
+            }
+            plan.edit.delete_chain(&jump.chain, &there);
+        } else {
+            for rule in gone.iter().flat_map(|group| &group.rules) {
+                plan.edit.delete(&jump.chain, rule);
+            }
+        }
+    }
+    Ok(())
+}

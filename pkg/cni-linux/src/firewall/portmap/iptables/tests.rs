@@ -1,0 +1,1 @@
+//! The iptables backend against the real kernel, in both variants.
