@@ -107,7 +107,9 @@ fn when_nobody_reads_the_result() {
 fn when_the_runtime_loses_patience() {
     let node = Node::new();
     let container = node.container();
-    let folder = crate::delegation::executable(&node, "slow", "#!/bin/sh\necho $$ > \"${0%/*}/pid\"\nexec sleep 60\n");
+    // Hangs in ADD; its DEL is asked for all the same, since a lease may have been made.
+    let script = "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || { touch \"${0%/*}/deleted\"; exit 0; }\necho $$ > \"${0%/*}/pid\"\nexec sleep 60\n";
+    let folder = crate::delegation::executable(&node, "slow", script);
     let config = patched(bridge(&node, &[]), json!({"ipam": {"type": "slow", "ranges": null, "dataDir": null}}));
     let call = node.plugin("bridge").command("ADD").cni_path(&folder).container(&container).config(&config);
     let mut started = call.timeout(std::time::Duration::from_secs(20)).start();
@@ -118,6 +120,7 @@ fn when_the_runtime_loses_patience() {
     assert_ne!(outcome.status, Some(0));
     assert_eq!(outcome.failure().code, Some(11), "{}", outcome.report());
     assert_nothing(&node, &container, &outcome);
+    assert!(folder.join("deleted").exists(), "{}", outcome.report());
     let pid = std::fs::read_to_string(folder.join("pid")).unwrap();
     assert!(!std::path::Path::new(&format!("/proc/{}", pid.trim())).exists(), "the delegate is killed and reaped");
 }
