@@ -26,17 +26,22 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     if conf.sysctls.is_empty() && conf.link.is_empty() {
         return Ok(Added { result: prev, rollback });
     }
-    let (netlink, found) = netns.run(|| (Netlink::open(), sysctl::find_all(&conf.sysctls)))?;
+    // A connection costs as much as all the rest, so it is opened for those alone who need it.
+    let open = || (!conf.link.is_empty()).then(Netlink::open).transpose();
+    let (netlink, found) = netns.run(|| (open(), sysctl::find_all(&conf.sysctls)))?;
     let (netlink, found) = (netlink?, found?);
-    let link = netlink.find_link(&call.ifname)?;
+    let link = match &netlink {
+        Some(netlink) => Some(netlink.find_link(&call.ifname)?.ok_or_else(|| no_link(call))?),
+        None => None,
+    };
     let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
 
     let before = backup.read()?;
     let mut record = record_to_continue(call, &netns, link.as_ref(), &backup, before.as_ref())?;
     let found: Vec<Found> = found.into_iter().filter(|found| says_something(call, found)).collect();
     save_sysctls(&mut record, &found);
-    if !conf.link.is_empty() {
-        save_link(&mut record, &conf.link, link.as_ref().ok_or_else(|| no_link(call))?);
+    if let Some(link) = &link {
+        save_link(&mut record, &conf.link, link);
     }
     if record.has_link() || !record.sysctls.is_empty() {
         backup.write(&record)?;
@@ -48,8 +53,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     }
 
     write_sysctls(&netns, found, &mut record, &backup, &mut rollback)?;
-    if let Some(link) = &link {
-        change_link(&netlink, link, &conf.link, &mut rollback)?;
+    if let (Some(netlink), Some(link)) = (&netlink, &link) {
+        change_link(netlink, link, &conf.link, &mut rollback)?;
     }
     Ok(Added { result: tuned(call, &netns, &conf.link, prev), rollback })
 }
@@ -78,7 +83,7 @@ fn record_to_continue(
     before: Option<&Content>,
 ) -> Result<Record> {
     let namespace = Namespace::of(netns)?;
-    let interface = link.map(Interface::from);
+    let mut interface = link.map(Interface::from);
     let mut record = match before {
         None => Record::default(),
         Some(Content::Garbage(why)) => {
@@ -99,7 +104,11 @@ fn record_to_continue(
             Some(same) if same.interface.is_some() && interface.is_some() && same.interface != interface => {
                 of_another_interface(netns, record)?
             }
-            Some(_) => (**record).clone(),
+            Some(same) => {
+                // Not looked at this time, or not at the first.
+                interface = interface.or_else(|| same.interface.clone());
+                (**record).clone()
+            }
         },
     };
     record.attachment = Some(Attachment {

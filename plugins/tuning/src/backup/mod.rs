@@ -87,7 +87,7 @@ pub(crate) struct Attachment {
     pub(crate) container_id: String,
     pub(crate) ifname: String,
     pub(crate) namespace: Namespace,
-    /// Which interface had the name; absent if none did.
+    /// Which interface had the name; absent as long as only sysctls were set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) interface: Option<Interface>,
 }

@@ -5,6 +5,7 @@
 
 mod allowlist;
 mod backup;
+mod chain;
 mod check;
 mod failure;
 mod knobs;
