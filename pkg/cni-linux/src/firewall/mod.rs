@@ -10,10 +10,12 @@
 //! plugin may be about to fill them.
 
 pub mod iptables;
+pub mod masquerade;
 pub mod nft;
 pub mod portmap;
 pub mod spoof;
 
+pub use masquerade::{Backend, Masquerade};
 pub use spoof::SpoofCheck;
 
 use crate::error::Result;

@@ -42,31 +42,17 @@ enum Loaded {
 /// One rule in words.
 pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
     let nft::Rule { exprs, comment, .. } = listed.rule;
-    let mut words = Words { whole: true, ..Words::default() };
-    let mut loaded = Loaded::Unknown;
-    let mut mask: Option<&[u8]> = None;
-    for expr in &exprs {
-        match expr {
-            Expr::Meta { key, .. } => (loaded, mask) = (meta(*key), None),
-            Expr::Payload { base, offset, len, .. } => (loaded, mask) = (payload(family, *base, *offset, *len), None),
-            Expr::Bitwise { mask: bits, xor, .. } => {
-                words.whole &= xor.iter().all(|byte| *byte == 0);
-                mask = Some(bits);
-            }
-            Expr::Cmp { op, data, .. } => words.compare(family, loaded, mask.take(), *op, data),
-            Expr::XtMatch { name, revision, info } => words.xt_match(name, *revision, info),
-            Expr::XtTarget { name, revision, info } => words.xt_target(family, name, *revision, info),
-            Expr::Verdict(verdict) => words.verdict(verdict),
-            Expr::Masquerade => words.jump("MASQUERADE"),
-            Expr::Other(name) if name == "counter" => {}
-            _ => words.whole = false,
-        }
-    }
+    let mut words = Words::read(family, &exprs);
     // Some releases kept the comment where nft has it.
     if let Some(comment) = comment {
         words.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
     }
     words.into_rule(listed.handle)
+}
+
+/// What these steps do, in words; those that are not known are left out. For rules of one meaning in several spellings.
+pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
+    Words::read(family, exprs).into_rule(0).words
 }
 
 fn meta(key: MetaKey) -> Loaded {
@@ -91,6 +77,32 @@ fn payload(family: Family, base: Base, offset: u32, len: u32) -> Loaded {
 }
 
 impl Words {
+    fn read(family: Family, exprs: &[Expr]) -> Words {
+        let mut words = Words { whole: true, ..Words::default() };
+        let mut loaded = Loaded::Unknown;
+        let mut mask: Option<&[u8]> = None;
+        for expr in exprs {
+            match expr {
+                Expr::Meta { key, .. } => (loaded, mask) = (meta(*key), None),
+                Expr::Payload { base, offset, len, .. } => {
+                    (loaded, mask) = (payload(family, *base, *offset, *len), None);
+                }
+                Expr::Bitwise { mask: bits, xor, .. } => {
+                    words.whole &= xor.iter().all(|byte| *byte == 0);
+                    mask = Some(bits);
+                }
+                Expr::Cmp { op, data, .. } => words.compare(family, loaded, mask.take(), *op, data),
+                Expr::XtMatch { name, revision, info } => words.xt_match(name, *revision, info),
+                Expr::XtTarget { name, revision, info } => words.xt_target(family, name, *revision, info),
+                Expr::Verdict(verdict) => words.verdict(verdict),
+                Expr::Masquerade => words.jump("MASQUERADE"),
+                Expr::Other(name) if name == "counter" => {}
+                _ => words.whole = false,
+            }
+        }
+        words
+    }
+
     fn compare(&mut self, family: Family, loaded: Loaded, mask: Option<&[u8]>, op: CmpOp, data: &[u8]) {
         let negated = match op {
             CmpOp::EQ => false,

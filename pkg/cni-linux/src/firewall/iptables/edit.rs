@@ -83,6 +83,14 @@ impl Edit {
         self.deleted_chains.push((name.to_owned(), chain.handle));
     }
 
+    /// Takes over all changes of another edit, after its own.
+    pub fn extend(&mut self, other: Edit) {
+        self.chains.extend(other.chains);
+        self.rules.extend(other.rules);
+        self.deleted.extend(other.deleted);
+        self.deleted_chains.extend(other.deleted_chains);
+    }
+
     /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
         !self.adds() && self.deleted.is_empty() && self.deleted_chains.is_empty()

@@ -35,6 +35,7 @@ mod lock;
 mod rule;
 mod tool;
 
+pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};
 pub use lock::NetnsLock;
 pub use rule::{Rule, quote, split};

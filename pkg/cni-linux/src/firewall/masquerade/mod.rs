@@ -1,0 +1,255 @@
+//! Masquerading: what leaves a container for outside its network goes with the host's address.
+//!
+//! [`Masquerade`] is what plugins see: one attachment ([`Mark`]) and its addresses, kept by one of two backends,
+//! [`iptables`] or [`nftables`], in the shapes of the Go plugins. Where new rules go is chosen once, at ADD; everything else
+//! looks at both, since configuration and host may have changed since.
+//!
+//! Acts in the network namespace of the calling thread, which must be the host's. Removing needs no address, no program
+//! (but those of iptables-legacy, for what that one holds) and no knowledge of how the rules were made. A newcomer's
+//! mistake: taking "no rules of this attachment" for an error when removing. It is how most calls end.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use cni::Cidr;
+use cni::machine::{Machine, OnSigterm};
+use cni::rollback::Notes;
+
+use super::iptables::{FAMILIES, Folders, Iptables};
+use crate::error::{Cause, Error, Result};
+use crate::mark::Mark;
+use crate::route::Family;
+
+mod iptables;
+mod nftables;
+
+/// What keeps the rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// The table `nat` of iptables, in the variant that the machine's owner has chosen.
+    Iptables,
+    /// A table of its own in nf_tables.
+    Nftables,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Backend::Iptables => "iptables",
+            Backend::Nftables => "nftables",
+        })
+    }
+}
+
+impl FromStr for Backend {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Backend, ()> {
+        [Backend::Iptables, Backend::Nftables].into_iter().find(|backend| backend.to_string() == name).ok_or(())
+    }
+}
+
+/// Masquerading in one network namespace.
+pub struct Masquerade<'m> {
+    machine: &'m dyn Machine,
+    notes: Notes,
+    folders: Folders,
+}
+
+impl fmt::Debug for Masquerade<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Masquerade").field("folders", &self.folders).finish_non_exhaustive()
+    }
+}
+
+impl<'m> Masquerade<'m> {
+    /// Nothing is opened yet. Remarks for the operator go to `notes`.
+    pub fn new(machine: &'m dyn Machine, notes: Notes) -> Masquerade<'m> {
+        Masquerade::with_folders(machine, notes, Folders::new(std::env::var_os("PATH")))
+    }
+
+    /// The same with iptables' programs from these folders.
+    pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
+        Masquerade { machine, notes, folders }
+    }
+
+    /// Puts rules in force for the attachment's addresses, each with its network's prefix; what it had before is
+    /// replaced. Without a `backend`: iptables, or nftables where iptables is not installed or does not work.
+    ///
+    /// # Errors
+    /// Some rules may be in force then; [`purge`](Masquerade::purge) takes them away.
+    pub fn ensure(&self, mark: &Mark, backend: Option<Backend>, addresses: &[Cidr]) -> Result<()> {
+        match backend {
+            Some(Backend::Iptables) => self.ensure_in_iptables(mark, addresses).map_err(|failure| failure.error),
+            Some(Backend::Nftables) => nftables::ensure(mark, addresses),
+            None => {
+                let iptables = self.iptables(OnSigterm::Kill)?;
+                for family in families(addresses) {
+                    if iptables.chosen(family)?.is_none() {
+                        return nftables::ensure(mark, addresses);
+                    }
+                }
+                let Err(failure) = self.ensure_in_iptables(mark, addresses) else { return Ok(()) };
+                if failure.error.is_deadline() || failure.error.is_terminated() {
+                    return Err(failure.error);
+                }
+                // Only now is it worth a process to learn whether iptables works here at all.
+                match iptables.probe(failure.family) {
+                    Ok(()) => Err(failure.error),
+                    Err(_) => {
+                        self.notes
+                            .note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
+                        self.purge_iptables(mark, &[])?;
+                        nftables::ensure(mark, addresses)
+                    }
+                }
+            }
+        }
+    }
+
+    fn ensure_in_iptables(&self, mark: &Mark, addresses: &[Cidr]) -> Result<(), Failure> {
+        for family in families(addresses) {
+            let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
+                let Some(variant) = iptables.chosen(family)? else {
+                    // The error is that of a program that cannot be found.
+                    return iptables.probe(family);
+                };
+                let addresses: Vec<Cidr> = of_family(addresses, family).collect();
+                iptables.change(family, variant, |nat| iptables::ensure(nat, mark, &addresses))
+            });
+            ensured.map_err(|error| Failure { family, error })?;
+        }
+        Ok(())
+    }
+
+    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's result where they are
+    /// known: they tell which rules made by a Go plugin are this attachment's and not that of another interface of the
+    /// container; without them all are.
+    ///
+    /// # Errors
+    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are told.
+    pub fn purge(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
+        first_error([nftables::purge(mark), self.purge_iptables(mark, addresses)])
+    }
+
+    fn purge_iptables(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
+        let mut iptables = self.iptables(OnSigterm::Finish)?;
+        let chain = iptables::chain_name(&mark.network, &mark.container);
+        self.clean(&mut iptables, &[&chain], |nat| iptables::purge(nat, mark, addresses))
+    }
+
+    /// Removes the rules of `network` that belong to no attachment of `valid` (containerID, ifname), in both backends.
+    ///
+    /// # Errors
+    /// As [`purge`](Masquerade::purge).
+    pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
+        let gc_iptables = || {
+            let mut iptables = self.iptables(OnSigterm::Finish)?;
+            // Without this chain no rule of anybody's leads anywhere.
+            self.clean(&mut iptables, &[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid))
+        };
+        first_error([nftables::gc(network, valid), gc_iptables()])
+    }
+
+    /// Plans a removal in every family and variant that may hold one of the chains.
+    fn clean(
+        &self,
+        iptables: &mut Iptables<'m>,
+        chains: &[&str],
+        mut plan: impl FnMut(&mut super::iptables::Nat<'_>) -> Result<super::iptables::Edit>,
+    ) -> Result<()> {
+        let mut results = Vec::new();
+        for family in FAMILIES {
+            for variant in iptables.holders(family, chains)? {
+                if iptables.can_remove(family, variant)? {
+                    results.push(iptables.change(family, variant, &mut plan));
+                } else {
+                    self.notes.note(format_args!(
+                        "iptables-{variant} has a table nat for {family:?}, but its programs are not installed: masquerade \
+                         rules may be left in it",
+                    ));
+                }
+            }
+        }
+        first_error(results)
+    }
+
+    /// What is not in force for the attachment's addresses, one sentence each; empty if all is well. Rules made by Go
+    /// pass, in whichever backend they are.
+    pub fn check(&self, mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
+        let mut missing = Vec::new();
+        for family in families(addresses) {
+            let addresses: Vec<Cidr> = of_family(addresses, family).collect();
+            let mut worst = nftables::check(mark, &addresses)?;
+            if worst.is_empty() {
+                continue;
+            }
+            let mut iptables = self.iptables(OnSigterm::Kill)?;
+            let chain = iptables::chain_name(&mark.network, &mark.container);
+            for variant in iptables.holders(family, &[&chain])? {
+                let mut nat = iptables.read(family, variant)?;
+                let lacking = iptables::check(&mut nat, mark, &addresses)?;
+                // Where the chain is, there the rules should be: what is said of that place is of use.
+                if lacking.is_empty() || nat.has(&chain)? {
+                    worst = lacking;
+                }
+                if worst.is_empty() {
+                    break;
+                }
+            }
+            missing.extend(worst);
+        }
+        Ok(missing)
+    }
+
+    /// Whether [`ensure`](Masquerade::ensure) can work here. No process: a program that is installed counts.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
+        let iptables = self.iptables(OnSigterm::Kill)?;
+        let mut installed = false;
+        for family in FAMILIES {
+            installed |= iptables.chosen(family)?.is_some();
+        }
+        match backend {
+            Some(Backend::Nftables) => nftables::probe(),
+            _ if installed => Ok(()),
+            Some(Backend::Iptables) => Err(Error::new(
+                "failed to find iptables-restore",
+                Cause::text("it is neither in PATH nor in /usr/sbin"),
+            )),
+            None => nftables::probe(),
+        }
+    }
+
+    fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
+        Iptables::open_with(self.machine, on_sigterm, self.folders.clone())
+    }
+}
+
+/// What went wrong, and for which family.
+struct Failure {
+    family: Family,
+    error: Error,
+}
+
+/// The families that occur.
+fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
+    FAMILIES.into_iter().filter(|family| of_family(addresses, *family).next().is_some())
+}
+
+fn of_family(addresses: &[Cidr], family: Family) -> impl Iterator<Item = Cidr> {
+    addresses.iter().copied().filter(move |cidr| Family::of(cidr.address()) == family)
+}
+
+/// The first failure, with the others behind it.
+fn first_error(results: impl IntoIterator<Item = Result<()>>) -> Result<()> {
+    let mut errors = results.into_iter().filter_map(Result::err);
+    let Some(first) = errors.next() else { return Ok(()) };
+    Err(errors.fold(first, |first, other| first.context(format_args!("{other}; and"))))
+}
+
+#[cfg(test)]
+mod tests;

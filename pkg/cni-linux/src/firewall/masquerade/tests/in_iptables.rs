@@ -1,0 +1,284 @@
+//! The shape in iptables, beside what Go's bridge leaves in the same namespaces.
+
+use std::thread;
+
+use super::*;
+
+const NONE: [&str; 0] = [];
+
+fn c1() -> Mark {
+    mark("c1", "eth0")
+}
+
+fn chain() -> String {
+    iptables::chain_name("net", "c1")
+}
+
+#[test]
+fn the_rules_are_those_that_go_makes_but_for_our_own_line() {
+    with_each(|rig| {
+        let Some(go) = Go::new("c1", "eth0", &[NET4, NET6]) else { return };
+        go.add(rig);
+        let theirs = rig.saved();
+        assert_eq!(theirs.len(), 8, "{theirs:#?}");
+        assert_eq!(rig.missing(&c1(), &[NET4, NET6]), NONE, "what Go made passes");
+        rig.purge(&c1(), &["10.88.0.2", "fd00:88::2"]);
+        assert_eq!(rig.saved(), NONE);
+        rig.ensure(&c1(), &[NET4, NET6]);
+        assert_eq!(rig.saved_as_go(), theirs);
+        let own: Vec<String> = rig.saved().into_iter().filter(|line| !theirs.contains(line)).collect();
+        let tag = |address: &str, network: &str| {
+            format!("-A {} -s {address} -d {network} -m comment --comment \"cni:net/c1/eth0\"", chain())
+        };
+        assert_eq!(own, [tag("10.88.0.2/32", "10.88.0.0/24"), tag("fd00:88::2/128", "fd00:88::/64")]);
+        assert_eq!(rig.missing(&c1(), &[NET4, NET6]), NONE);
+    });
+}
+
+#[test]
+fn go_removes_what_we_made() {
+    with_each(|rig| {
+        let Some(go) = Go::new("c1", "eth0", &[NET4, NET6]) else { return };
+        rig.ensure(&c1(), &[NET4, NET6]);
+        go.pretend();
+        assert!(go.run(rig, "DEL"));
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn we_remove_what_go_made_with_and_without_its_addresses() {
+    with_each(|rig| {
+        for addresses in [&["10.88.0.2", "fd00:88::2"][..], &[]] {
+            let Some(go) = Go::new("c1", "eth0", &[NET4, NET6]) else { return };
+            go.add(rig);
+            assert!(!rig.saved().is_empty());
+            rig.purge(&c1(), addresses);
+            assert_eq!(rig.saved(), NONE, "{addresses:?}");
+            shell("ip link del br0");
+        }
+    });
+}
+
+#[test]
+fn the_form_of_older_releases_is_understood() {
+    with_each(|rig| {
+        rig.iptables(&format!("-t nat -N {}", chain()));
+        let comment = "-m comment --comment 'name: \"net\" id: \"c1\"'";
+        for rule in ["-d 10.88.0.0/24 -j ACCEPT", "! -d 224.0.0.0/4 -j MASQUERADE"] {
+            let (matches, target) = rule.split_once(" -j").unwrap();
+            rig.iptables(&format!("-t nat -A {} {matches} {comment} -j {target}", chain()));
+        }
+        rig.iptables(&format!("-t nat -A POSTROUTING -s 10.88.0.2/24 {comment} -j {}", chain()));
+        assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
+        rig.purge(&c1(), &["10.77.0.2"]);
+        assert_eq!(rig.saved().len(), 4, "another attachment's address");
+        rig.purge(&c1(), &["10.88.0.2"]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+/// Two interfaces on one network, made by ours or by Go.
+fn two(rig: &Rig, by_go: bool) -> Option<[Go; 2]> {
+    let go = [Go::new("c1", "eth0", &[NET4])?, Go::new("c1", "eth1", &["10.88.0.3/24"])?];
+    if by_go {
+        go.iter().for_each(|go| go.add(rig));
+    } else {
+        rig.ensure(&c1(), &[NET4]);
+        rig.ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
+    }
+    Some(go)
+}
+
+#[test]
+fn two_interfaces_on_one_network_go_one_after_the_other() {
+    with_each(|rig| {
+        for (by_go, first, second, known) in [
+            (false, ("eth0", NET4), ("eth1", "10.88.0.3/24"), false),
+            (false, ("eth1", "10.88.0.3/24"), ("eth0", NET4), false),
+            (false, ("eth0", NET4), ("eth1", "10.88.0.3/24"), true),
+            (true, ("eth0", NET4), ("eth1", "10.88.0.3/24"), true),
+            (true, ("eth1", "10.88.0.3/24"), ("eth0", NET4), true),
+        ] {
+            if two(rig, by_go).is_none() {
+                return;
+            }
+            assert_eq!(rig.saved_as_go().len(), 5, "two jumps, the chain, its two rules: {:#?}", rig.saved());
+            let address = first.1.split('/').next().unwrap();
+            let addresses = if known { vec![address] } else { vec![] };
+            rig.purge(&mark("c1", first.0), &addresses);
+            assert_eq!(rig.missing(&mark("c1", second.0), &[second.1]), NONE, "{first:?} took it away");
+            assert!(!rig.saved().iter().any(|line| line.contains(address)), "{:#?}", rig.saved());
+            rig.purge(&mark("c1", second.0), &[]);
+            assert_eq!(rig.saved(), NONE);
+            shell("ip link del br0 2>/dev/null || true");
+        }
+    });
+}
+
+#[test]
+fn after_go_has_flushed_the_chain_of_two_the_rest_still_goes() {
+    with_each(|rig| {
+        let Some([go, _other]) = two(rig, false) else { return };
+        go.pretend();
+        assert!(!go.run(rig, "DEL"), "a known limit of Go's: its DEL of one fails, and has emptied the chain of both");
+        assert!(!rig.missing(&mark("c1", "eth1"), &["10.88.0.3/24"]).is_empty());
+        rig.purge(&mark("c1", "eth1"), &[]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn two_networks_of_one_container_do_not_touch_each_other() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4]);
+        rig.ensure(&Mark::new("net2", "c1", "eth1"), &["10.99.0.2/24"]);
+        rig.purge(&c1(), &[]);
+        assert_eq!(rig.missing(&Mark::new("net2", "c1", "eth1"), &["10.99.0.2/24"]), NONE);
+        assert!(!rig.saved().iter().any(|line| line.contains("10.88")));
+    });
+}
+
+#[test]
+fn networks_with_one_hash_do_not_touch_each_other() {
+    with_each(|rig| {
+        // Go joins both names without a mark between them.
+        let (one, other) = (Mark::new("ab", "c", "eth0"), Mark::new("a", "bc", "eth0"));
+        assert_eq!(iptables::chain_name("ab", "c"), iptables::chain_name("a", "bc"));
+        rig.ensure(&one, &[NET4]);
+        rig.ensure(&other, &["10.99.0.2/24"]);
+        rig.purge(&one, &["10.88.0.2"]);
+        assert_eq!(rig.missing(&other, &["10.99.0.2/24"]), NONE, "{:#?}", rig.saved());
+        rig.purge(&other, &[]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn ensuring_again_changes_nothing_and_another_address_replaces_the_old() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4]);
+        let once = rig.saved();
+        rig.ensure(&c1(), &[NET4]);
+        assert_eq!(rig.saved(), once);
+        rig.ensure(&c1(), &["10.99.0.7/16"]);
+        assert_eq!(rig.missing(&c1(), &["10.99.0.7/16"]), NONE);
+        assert!(!rig.saved().iter().any(|line| line.contains("10.88.0.2/32")), "{:#?}", rig.saved());
+        rig.ensure(&c1(), &[NET4, "10.99.0.7/16"]);
+        let saved = rig.saved();
+        let at = |word: &str| saved.iter().rposition(|line| line.contains(word)).unwrap();
+        assert!(at("-j ACCEPT") < at("-j MASQUERADE"), "{saved:#?}");
+        rig.purge(&c1(), &[]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn what_go_doubled_is_folded() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4]);
+        let once = rig.saved();
+        let jump = format!("-s 10.88.0.2 -m comment --comment 'name: \"net\" id: \"c1\"' -j {}", chain());
+        rig.iptables(&format!("-t nat -A POSTROUTING {jump}"));
+        rig.iptables(&format!("-t nat -I POSTROUTING {jump}"));
+        rig.ensure(&c1(), &[NET4]);
+        assert_eq!(rig.saved(), once);
+        rig.iptables(&format!("-t nat -A POSTROUTING {jump}"));
+        rig.purge(&c1(), &[]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn what_is_missing_is_told_and_mended() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4]);
+        let comment = "-m comment --comment 'name: \"net\" id: \"c1\"'";
+        for (rule, told) in [
+            (format!("POSTROUTING -s 10.88.0.2 {comment} -j {}", chain()), "sends 10.88.0.2 to CNI-"),
+            (format!("{} -d 10.88.0.0/24 {comment} -j ACCEPT", chain()), "-j ACCEPT"),
+            (format!("{} ! -d 224.0.0.0/4 {comment} -j MASQUERADE", chain()), "-j MASQUERADE"),
+        ] {
+            rig.iptables(&format!("-t nat -D {rule}"));
+            let missing = rig.missing(&c1(), &[NET4]);
+            assert!(missing.len() == 1 && missing[0].contains(told), "{missing:?}");
+            rig.ensure(&c1(), &[NET4]);
+            assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
+        }
+        assert!(!rig.missing(&c1(), &["10.88.0.9/24"]).is_empty());
+        assert!(!rig.missing(&mark("c2", "eth0"), &[NET4]).is_empty());
+    });
+}
+
+#[test]
+fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
+    with_each(|rig| {
+        let Some(go) = Go::new("g1", "eth0", &["10.88.0.20/24"]) else { return };
+        let Some(gone) = Go::new("g2", "eth0", &["10.88.0.21/24"]) else { return };
+        go.add(rig);
+        gone.add(rig);
+        rig.ensure(&c1(), &[NET4]);
+        rig.ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
+        rig.ensure(&mark("c2", "eth0"), &["10.88.0.4/24", NET6]);
+        rig.ensure(&Mark::new("net2", "c2", "eth0"), &["10.99.0.2/24"]);
+        rig.iptables("-t nat -N CNI-0123456789abcdef01234567");
+        rig.iptables("-t nat -A POSTROUTING -s 10.7.7.7 -j CNI-0123456789abcdef01234567");
+        rig.gc(&[("c1", "eth1"), ("g1", "eth9")]);
+        let saved = rig.saved();
+        let jumps: Vec<&str> = saved
+            .iter()
+            .filter_map(|line| line.strip_prefix("-A POSTROUTING -s "))
+            .map(|line| line.split('/').next().unwrap())
+            .collect();
+        assert_eq!(jumps, ["10.88.0.20", "10.88.0.3", "10.99.0.2", "10.7.7.7"], "{saved:#?}");
+        assert_eq!(rig.missing(&mark("c1", "eth1"), &["10.88.0.3/24"]), NONE);
+        assert!(!saved.iter().any(|line| line.contains("cni:net/c1/eth0")));
+        rig.gc(&[]);
+        assert_eq!(
+            rig.saved().iter().filter(|line| line.starts_with(":CNI")).count(),
+            2,
+            "another network's, a stranger's"
+        );
+    });
+}
+
+#[test]
+fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
+    with_each(|rig| {
+        let all = |work: &(dyn Fn(&Mark, &str) + Sync)| {
+            thread::scope(|scope| {
+                for number in 0..50 {
+                    scope.spawn(move || work(&mark(&format!("c{number}"), "eth0"), &format!("10.88.1.{number}/16")));
+                }
+            });
+        };
+        all(&|mark, address| rig.ensure(mark, &[address]));
+        let saved = rig.saved();
+        assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), 50);
+        assert_eq!(saved.len(), 50 * 5);
+        all(&|mark, _| rig.purge(mark, &[]));
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn programs_are_started_only_where_something_is_wanted_or_found() {
+    with_each(|rig| {
+        let legacy = rig.variant == Some(Variant::Legacy);
+        let nothing = || rig.programs_of(|| rig.purge(&c1(), &[]));
+        assert_eq!(nothing(), NONE, "no table yet");
+        assert_eq!(rig.programs_of(|| rig.gc(&[])), NONE);
+        assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), ["iptables-restore"]);
+        let (read, both) =
+            if legacy { (vec!["iptables-save"], vec!["iptables-save", "iptables-restore"]) } else { (vec![], vec![]) };
+        assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), read, "again");
+        assert_eq!(rig.programs_of(|| drop(rig.missing(&c1(), &[NET4]))), read, "CHECK");
+        let second = rig.programs_of(|| rig.ensure(&mark("c2", "eth0"), &["10.88.0.3/24"]));
+        assert_eq!(second, if legacy { both.clone() } else { vec!["iptables-restore"] }, "beside another");
+        assert_eq!(rig.programs_of(|| rig.purge(&c1(), &[])), both, "DEL");
+        assert_eq!(nothing(), read, "DEL again");
+        let dual = rig.programs_of(|| rig.ensure(&c1(), &[NET4, NET6]));
+        assert_eq!(dual.len(), if legacy { 3 } else { 2 }, "{dual:?}");
+        assert_eq!(rig.programs_of(|| rig.masquerade(|masquerade| masquerade.probe(None).unwrap())), NONE, "STATUS");
+    });
+}
