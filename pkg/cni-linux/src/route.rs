@@ -16,7 +16,7 @@ use rtnetlink::packet_route::route::{
 };
 use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
-use crate::error::{Error, Result};
+use crate::error::{Cause, Error, Result};
 use crate::netlink::Netlink;
 
 /// The table that is meant when none is named.
@@ -206,6 +206,28 @@ impl Netlink {
     pub fn find_rivals(&self, route: &Route) -> Result<Vec<Route>> {
         let routes = self.list_routes(Family::of(route.dst.address()), route.table)?;
         Ok(routes.into_iter().filter(|there| there.is_rival_of(route)).collect())
+    }
+
+    /// The index of the interface by which packets to `address` leave this host, as its rules and routes decide it.
+    ///
+    /// # Errors
+    /// The kernel's, ENETUNREACH above all, if there is no way.
+    pub fn outgoing_interface(&self, address: IpAddr) -> Result<u32> {
+        let failed = |cause: Cause| Error::new(format_args!("failed to find the route to {address}"), cause);
+        let mut message = RouteMessage::default();
+        message.header.address_family = Family::of(address).number();
+        message.header.destination_prefix_length = if address.is_ipv4() { 32 } else { 128 };
+        message.attributes.push(RouteAttribute::Destination(address.into()));
+        let answer = self.request(RouteNetlinkMessage::GetRoute(message), 0).map_err(failed)?;
+        let attributes = answer.into_iter().filter_map(|message| match message {
+            RouteNetlinkMessage::NewRoute(route) => Some(route.attributes),
+            _ => None,
+        });
+        let oif = attributes.flatten().find_map(|attribute| match attribute {
+            RouteAttribute::Oif(index) => Some(index),
+            _ => None,
+        });
+        oif.ok_or_else(|| failed(Cause::text("the kernel named no interface")))
     }
 
     fn dump_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {

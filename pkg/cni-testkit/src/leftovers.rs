@@ -1,12 +1,14 @@
 //! What is still on a node when its test is over: links, reservations, firewall rules.
 //!
-//! Bridges without ports stay by design, and so do the empty base chains of the firewall: nobody's container is
-//! in them. Everything else must have gone with the last DEL.
+//! Bridges without ports stay by design, and so do the empty base chains of the firewall and what all host ports share:
+//! nobody's container is in them. Everything else must have gone with the last DEL.
 
 use std::fs;
 use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+
+use serde_json::Value;
 
 use crate::Node;
 
@@ -89,16 +91,33 @@ fn nft(node: &Node) -> Vec<String> {
     let ruleset = node.json(&["nft", "-j", "list", "ruleset"]);
     let mut left = Vec::new();
     for object in ruleset["nftables"].as_array().into_iter().flatten() {
-        if let Some(rule) = object.get("rule") {
+        if let Some(rule) = object.get("rule")
+            && !is_portmaps_shared_rule(rule)
+        {
             left.push(format!("nft rule {rule}"));
         }
         if let Some(chain) = object.get("chain")
             && !BASE.contains(&chain["name"].as_str().unwrap_or_default())
+            && !is_portmaps_shared_chain(chain)
         {
             left.push(format!("nft chain {chain}"));
         }
     }
     left
+}
+
+/// What all host ports have in common is made by the first and stays, as with Go.
+fn is_portmaps_shared_rule(rule: &Value) -> bool {
+    if rule["table"] == "cni_hostport" {
+        // A container's have its ID as their comment.
+        return rule.get("comment").is_none();
+    }
+    let in_chain = ["CNI-HOSTPORT-SETMARK", "CNI-HOSTPORT-MASQ"].iter().any(|name| rule["chain"] == *name);
+    in_chain || rule["expr"].to_string().contains("\"target\":\"CNI-HOSTPORT-")
+}
+
+fn is_portmaps_shared_chain(chain: &Value) -> bool {
+    chain["table"] == "cni_hostport" || chain["name"].as_str().is_some_and(|name| name.starts_with("CNI-HOSTPORT-"))
 }
 
 /// Rules of legacy iptables. Its tables exist only where somebody has used it.
@@ -110,7 +129,9 @@ fn legacy(node: &Node) -> Vec<String> {
         let tables = node.run(&["cat", names]);
         if tables.ok && !tables.stdout.trim().is_empty() && crate::probe::has_tool(save) {
             let rules = node.exec(&[save]);
-            left.extend(rules.lines().filter(|line| line.starts_with("-A")).map(|line| format!("{save}: {line}")));
+            let is_shared = |line: &str| line.contains(" CNI-HOSTPORT-") && !line.contains(" -j CNI-DN-");
+            let rules = rules.lines().filter(|line| line.starts_with("-A") && !is_shared(line));
+            left.extend(rules.map(|line| format!("{save}: {line}")));
         }
     }
     left

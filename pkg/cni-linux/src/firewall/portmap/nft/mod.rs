@@ -10,7 +10,9 @@
 
 use std::net::IpAddr;
 
-use super::conditions::{self, Dialect};
+use cni::machine::Machine;
+
+use super::conditions;
 use super::conflict::{Fate, Judge};
 use super::identity::{self, Identity, Witnessed};
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Snat};
@@ -19,6 +21,7 @@ use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, raced};
 use crate::mark::Mark;
 use crate::route::Family;
 
+mod program;
 mod shape;
 #[cfg(test)]
 mod tests;
@@ -35,6 +38,26 @@ const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 #[derive(Debug)]
 pub struct NftPortMap {
     nft: Nft,
+}
+
+/// Why host ports could not be had.
+#[derive(Debug)]
+pub enum Refusal {
+    /// The kernel's words; [`Error::is_unsupported`] if it has no nf_tables or no NAT there.
+    Kernel(Error),
+    /// Conditions that are not understood.
+    Condition {
+        /// The first token that is not.
+        token: String,
+        /// By whom, and why.
+        why: String,
+    },
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Refusal {
+        Refusal::Kernel(error)
+    }
 }
 
 /// What is there of one family.
@@ -58,10 +81,40 @@ impl NftPortMap {
     /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in the same one; if it is
     /// the same already, nothing happens. On failure everything is as it was.
     ///
+    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there is one: then a failure
+    /// leaves the attachment without rules.
+    ///
     /// # Errors
-    /// [`Error::is_unsupported`] on a kernel without nf_tables or its NAT. Conditions that are not compiled here must
-    /// have been found out before ([`conditions::compile`]).
-    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured> {
+    /// [`Refusal`]
+    pub fn ensure(&mut self, machine: &dyn Machine, wanted: &Forwarding) -> Result<Ensured, Refusal> {
+        let mut written = Vec::new();
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            if let Err(unknown) = conditions::compile(wanted.conditions(family), family) {
+                let Some(program) = program::find() else {
+                    let why = "it is beyond what this plugin compiles itself, and there is no program nft on this host";
+                    return Err(Refusal::Condition { token: unknown.token, why: why.to_owned() });
+                };
+                written.push((family, claims, unknown.token, program));
+            }
+        }
+        let ensured = self.transact(wanted)?;
+        if matches!(ensured, Ensured::Held(_)) {
+            return Ok(ensured);
+        }
+        let identity = Identity::new(&wanted.mark);
+        for (family, claims, token, program) in written {
+            let conditions = (wanted.conditions(family), token.as_str());
+            if let Err(refusal) = self.run(machine, &program, &identity, family, conditions, &claims) {
+                let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
+                self.purge(&wanted.mark, &addresses)?;
+                return Err(refusal);
+            }
+        }
+        Ok(ensured)
+    }
+
+    fn transact(&mut self, wanted: &Forwarding) -> Result<Ensured> {
         let mut judge = Judge::default();
         let witnessed = if judge.bearer(&wanted.mark)?.is_some() { Witnessed::Yes } else { Witnessed::No };
         for _ in 0..ATTEMPTS {
@@ -86,10 +139,12 @@ impl NftPortMap {
             let state = self.state(family, wanted.snat)?;
             state.complete(&mut batch);
 
-            let compiled = compile(wanted, family)?;
+            // `None`: the program writes the mappings of this family, afterwards.
+            let compiled = conditions::compile(wanted.conditions(family), family).ok();
+            changed |= compiled.is_none();
             let mut new: Vec<(&str, Vec<Vec<Expr>>)> = Vec::new();
-            let forward = |claim: &Claim| [compiled.clone(), shape::forward(claim)].concat();
-            new.push((HOSTPORTS, claims.iter().map(forward).collect()));
+            let forward = |claim: &Claim| Some([compiled.clone()?, shape::forward(claim)].concat());
+            new.push((HOSTPORTS, claims.iter().filter_map(forward).collect()));
             new.push((MASQUERADING, shape::masquerades(container.address(), wanted.snat)));
             for (chain, rules) in &state.rules {
                 let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
@@ -103,7 +158,7 @@ impl NftPortMap {
                 }
             }
             if wanted.policy == Policy::Judge {
-                let collisions = collisions(&state, &identity, &claims, &compiled);
+                let collisions = collisions(&state, &identity, &claims, compiled.as_deref());
                 for (chain, listed, holder) in collisions {
                     match judge.fate(wanted, &holder)? {
                         Fate::Alive => return Ok(Ensured::Held(holder)),
@@ -222,10 +277,14 @@ impl NftPortMap {
                     .into_iter()
                     .map(|chain| format!("nft chain {table} {chain} has no rule that leads on to the mappings")),
             );
-            let conditions = conditions::compile(wanted.conditions(family), family).unwrap_or_default();
+            let conditions = conditions::compile(wanted.conditions(family), family).ok();
             for claim in &claims {
-                let exprs = [conditions.clone(), shape::forward(claim)].concat();
-                if !mapped.iter().any(|(there, rule)| **rule == exprs || (by_go && there == claim)) {
+                let exprs = conditions.clone().map(|conditions| [conditions, shape::forward(claim)].concat());
+                let is_it = |there: &Claim, rule: &Vec<Expr>| match &exprs {
+                    Some(exprs) if !by_go => rule == exprs,
+                    _ => there == claim,
+                };
+                if !mapped.iter().any(|(there, rule)| is_it(there, rule)) {
                     let msg = format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to");
                     differences.push(format!("{msg} {}", claim.container));
                 }
@@ -288,16 +347,6 @@ fn has(rules: &[Listed], exprs: &[Expr]) -> bool {
     rules.iter().any(|listed| listed.rule.exprs == exprs)
 }
 
-/// The conditions of one family as matches.
-fn compile(wanted: &Forwarding, family: Family) -> Result<Vec<Expr>> {
-    let conditions = wanted.conditions(family);
-    debug_assert!(Dialect::of(conditions) != Some(Dialect::Iptables));
-    conditions::compile(conditions, family).map_err(|unknown| {
-        let cause = Cause::text(format!("{:?} is beyond the matches that are compiled here", unknown.token));
-        Error::new("failed to compile the conditions", cause)
-    })
-}
-
 impl State {
     /// Adds what is missing of what all share.
     fn complete(&self, batch: &mut Batch) {
@@ -330,7 +379,7 @@ fn collisions<'s>(
     state: &'s State,
     identity: &Identity,
     claims: &[Claim],
-    conditions: &[Expr],
+    conditions: Option<&[Expr]>,
 ) -> Vec<(&'static str, &'s Listed, Holder)> {
     let mut found = Vec::new();
     for (chain, listed) in state.rules.iter().flat_map(|(chain, rules)| rules.iter().map(|listed| (*chain, listed))) {
@@ -343,7 +392,7 @@ fn collisions<'s>(
             container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
             alias: identity::alias(rule),
             witnessed: identity::is_witnessed(rule),
-            apart: rule.exprs.get(..prefix) != Some(conditions),
+            apart: conditions.is_none() || rule.exprs.get(..prefix) != conditions,
             claim,
         };
         found.push((chain, listed, holder));

@@ -1,0 +1,73 @@
+//! CHECK: do the ports still lead to the container?
+//!
+//! The configured backend is looked at first. If the attachment is in the other one, from before the configuration was
+//! changed, or made by Go, that one counts.
+
+use cni::machine::OnSigterm;
+use cni::result::AddResult;
+use cni::skel::Call;
+use cni::{Code, Error, Result};
+use cni_linux::firewall::portmap::Forwarding;
+use cni_linux::firewall::portmap::iptables::IptablesPortMap;
+use cni_linux::firewall::portmap::nft::NftPortMap;
+use cni_linux::sysctl;
+
+use crate::conf::{Backend, Conf};
+use crate::forward;
+
+pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
+    let wanted = forward::forwarding(call, conf, forward::containers(&call.ifname, prev));
+    if wanted.all_claims().is_empty() {
+        return Ok(());
+    }
+    let backend = forward::backend(call, conf)?;
+    let other = match backend {
+        Backend::Iptables => Backend::Nftables,
+        Backend::Nftables => Backend::Iptables,
+    };
+    let wrong = match (holds(call, backend, &wanted)?, holds(call, other, &wanted)?) {
+        (true, false) => differences(call, backend, &wanted)?,
+        (false, true) => differences(call, other, &wanted)?,
+        (true, true) => {
+            let here = differences(call, backend, &wanted)?;
+            if here.is_empty() {
+                here
+            } else {
+                Some(differences(call, other, &wanted)?).filter(Vec::is_empty).unwrap_or(here)
+            }
+        }
+        (false, false) => {
+            let msg = format!("no host port of container {} is mapped", call.container_id);
+            let details = format!("neither {} nor {} has anything of it", backend.name(), other.name());
+            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details));
+        }
+    };
+    if !wrong.is_empty() {
+        return Err(Error::new(Code::CHECK_FAILED, wrong.join("; ")));
+    }
+    if let Some(key) = forward::localnet_key(&wanted)?
+        && sysctl::read(&key)? != "1"
+    {
+        return Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off: 127.0.0.1 cannot be mapped")));
+    }
+    Ok(())
+}
+
+fn holds(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<bool> {
+    let addresses: Vec<_> = wanted.containers.iter().map(|container| container.address()).collect();
+    Ok(match backend {
+        Backend::Iptables => IptablesPortMap::open(call.machine.0, OnSigterm::Kill)?.holds(&wanted.mark)?,
+        Backend::Nftables => match NftPortMap::open() {
+            Ok(mut nft) => nft.holds(&wanted.mark, &addresses)?,
+            Err(error) if error.is_unsupported() => false,
+            Err(error) => return Err(error.into()),
+        },
+    })
+}
+
+fn differences(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<Vec<String>> {
+    Ok(match backend {
+        Backend::Iptables => IptablesPortMap::open(call.machine.0, OnSigterm::Kill)?.check(wanted)?,
+        Backend::Nftables => NftPortMap::open()?.check(wanted)?,
+    })
+}

@@ -1,0 +1,391 @@
+//! The configuration of `portmap`: JSON in, impossible states out.
+//!
+//! ADD and CHECK read all of it, STATUS all but the mappings. DEL takes from it what it can and GC takes nothing, so
+//! that no mistake in it can keep them from cleaning.
+
+use std::net::IpAddr;
+
+use cni::config::NetConf;
+use cni::{Error, Result};
+use cni_linux::firewall::iptables::check_conditions;
+use cni_linux::firewall::portmap::conditions::Dialect;
+use cni_linux::firewall::portmap::{Mapping, Policy, Protocol, SetMark, Snat};
+use serde::Deserialize;
+
+/// The bit of the masquerade mark if none is given.
+const DEFAULT_BIT: u8 = 13;
+
+/// What the rules are made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backend {
+    /// The programs of iptables.
+    Iptables,
+    /// nf_tables.
+    Nftables,
+}
+
+impl Backend {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Backend::Iptables => "iptables",
+            Backend::Nftables => "nftables",
+        }
+    }
+}
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub(crate) struct Conf {
+    /// Asked for, or the only one in whose words the configuration is written; `None` leaves the choice to the host.
+    pub(crate) backend: Option<Backend>,
+    pub(crate) snat: Snat,
+    pub(crate) set_mark: SetMark,
+    pub(crate) conditions_v4: Vec<String>,
+    pub(crate) conditions_v6: Vec<String>,
+    pub(crate) policy: Policy,
+    pub(crate) mappings: Vec<Mapping>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Raw {
+    backend: Option<String>,
+    snat: Option<bool>,
+    masq_all: bool,
+    mark_masq_bit: Option<i64>,
+    external_set_mark_chain: Option<String>,
+    conditions_v4: Option<Vec<String>>,
+    conditions_v6: Option<Vec<String>>,
+    port_conflict: String,
+    runtime_config: RawRuntime,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct RawRuntime {
+    port_mappings: Option<Vec<RawMapping>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct RawMapping {
+    host_port: i64,
+    container_port: i64,
+    protocol: Option<String>,
+    #[serde(rename = "hostIP")]
+    host_ip: Option<String>,
+}
+
+impl Conf {
+    /// Reads the configuration.
+    ///
+    /// # Errors
+    /// 6 and 7, with Go's texts where it has them, without its prefix.
+    pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
+        let raw: Raw = conf.decode()?;
+        let policy = match raw.port_conflict.as_str() {
+            "" => Policy::Judge,
+            "ignore" => Policy::Ignore,
+            other => return Err(Error::config(format!("\"portConflict\" can only be \"ignore\", not {other:?}"))),
+        };
+        let snat = match (raw.snat.unwrap_or(true), raw.masq_all) {
+            (false, _) => Snat::No,
+            (true, false) => Snat::Hairpin,
+            (true, true) => Snat::All,
+        };
+        let (v4, v6) = (raw.conditions_v4.unwrap_or_default(), raw.conditions_v6.unwrap_or_default());
+        let external = raw.external_set_mark_chain.is_some();
+        let set_mark = set_mark(raw.mark_masq_bit, raw.external_set_mark_chain)?;
+        let backend = backend(raw.backend.as_deref().unwrap_or_default(), external, &v4, &v6)?;
+        for (key, conditions) in [("conditionsV4", &v4), ("conditionsV6", &v6)] {
+            let refused = |token: &str| Error::config(format!("{key}: {token:?} is no match, and may not stand there"));
+            match Dialect::of(conditions) {
+                Some(Dialect::Iptables) => check_conditions(conditions).map_err(|token| refused(&token))?,
+                Some(Dialect::Nft) => check_nft(conditions).map_err(|token| refused(&token))?,
+                None => {}
+            }
+        }
+        let mappings = mappings(raw.runtime_config.port_mappings.unwrap_or_default())?;
+        Ok(Conf { backend, snat, set_mark, conditions_v4: v4, conditions_v6: v6, policy, mappings })
+    }
+
+    /// The mappings alone, those that make no sense left out: for DEL.
+    pub(crate) fn sound_mappings(conf: &NetConf) -> Vec<Mapping> {
+        let Some(list) = conf.json().get("runtimeConfig").and_then(|config| config.get("portMappings")) else {
+            return Vec::new();
+        };
+        let cni::json::Json::Array(items) = list else { return Vec::new() };
+        let mapping = |item: &cni::json::Json| mapping(&item.decode::<RawMapping>().ok()?).ok();
+        items.iter().filter_map(mapping).collect()
+    }
+}
+
+fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
+    match (bit, chain) {
+        (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
+        (None, Some(chain)) => {
+            let fits = !chain.is_empty() && chain.len() <= 28 && !chain.starts_with(['-', '!']);
+            if !fits || chain.contains(char::is_whitespace) || check_conditions(&[&chain]).is_err() {
+                return Err(Error::config(format!("externalSetMarkChain: {chain:?} is no name of a chain")));
+            }
+            Ok(SetMark::Chain(chain))
+        }
+        (None, None) => Ok(SetMark::Bit(DEFAULT_BIT)),
+        (Some(bit), None) => match u8::try_from(bit) {
+            Ok(bit @ 0..=31) => Ok(SetMark::Bit(bit)),
+            _ => Err(Error::config("MasqMarkBit must be between 0 and 31").with_details(format!("markMasqBit: {bit}"))),
+        },
+    }
+}
+
+/// The backend that is asked for, or in whose words the configuration is written.
+fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
+    let asked = match asked {
+        "" => None,
+        "iptables" => Some(Backend::Iptables),
+        "nftables" => Some(Backend::Nftables),
+        other => return Err(Error::config(format!("unrecognized backend {other:?}"))),
+    };
+    let (mut for_iptables, mut for_nft) = (Vec::new(), Vec::new());
+    if external {
+        for_iptables.push("externalSetMarkChain");
+    }
+    for (key, conditions) in [("conditionsV4", v4), ("conditionsV6", v6)] {
+        match Dialect::of(conditions) {
+            Some(Dialect::Iptables) => for_iptables.push(key),
+            Some(Dialect::Nft) => for_nft.push(key),
+            None => {}
+        }
+    }
+    // Without a wish Go has its default here, and fails; the words decide, unless they contradict each other.
+    let chosen = asked.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
+        (true, true) => None,
+        (true, false) => Some(Backend::Nftables),
+        (false, _) => Some(Backend::Iptables),
+    });
+    let (wrong, keys) = match chosen {
+        Some(Backend::Iptables) => (Backend::Nftables, for_nft),
+        Some(Backend::Nftables) => (Backend::Iptables, for_iptables),
+        None => return Ok(None),
+    };
+    if keys.is_empty() {
+        return Ok(chosen);
+    }
+    let name = chosen.map(Backend::name).unwrap_or_default();
+    Err(Error::config(format!(
+        "{name} backend was requested but configuration contains {}-specific options [{}]",
+        wrong.name(),
+        keys.join(" ")
+    )))
+}
+
+/// Refuses words that end the match or the rule. Returns the offending one.
+fn check_nft(conditions: &[String]) -> Result<(), String> {
+    const ORDERS: [&str; 22] = [
+        "accept",
+        "drop",
+        "reject",
+        "return",
+        "jump",
+        "goto",
+        "continue",
+        "queue",
+        "dnat",
+        "snat",
+        "masquerade",
+        "redirect",
+        "comment",
+        "add",
+        "delete",
+        "flush",
+        "insert",
+        "table",
+        "chain",
+        "rule",
+        "include",
+        "define",
+    ];
+    for condition in conditions {
+        let hostile = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);
+        let order = condition.split_whitespace().find(|word| ORDERS.contains(word));
+        if hostile || order.is_some() {
+            return Err(order.unwrap_or(condition).to_owned());
+        }
+    }
+    Ok(())
+}
+
+fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
+    let mut mappings: Vec<Mapping> = Vec::new();
+    for (index, raw) in raw.iter().enumerate() {
+        let mapping = mapping(raw).map_err(|why| {
+            Error::config(format!("{why} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
+        })?;
+        if let Some(before) = mappings.iter().position(|other| same_claim(other, &mapping)) {
+            let msg = format!("portMappings[{index}] claims what portMappings[{before}] does");
+            return Err(Error::config(format!("{msg}: {} port {}", mapping.protocol, mapping.host_port)));
+        }
+        mappings.push(mapping);
+    }
+    Ok(mappings)
+}
+
+/// Whether both claim one and the same: an unspecified address is every address of its family.
+fn same_claim(one: &Mapping, other: &Mapping) -> bool {
+    let claims = |mapping: &Mapping, container: IpAddr| {
+        mapping.claim(container).map(|claim| (claim.protocol, claim.host_port, claim.host_ip))
+    };
+    [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])].into_iter().any(|container| {
+        let (one, other) = (claims(one, container), claims(other, container));
+        one.is_some() && one == other
+    })
+}
+
+fn mapping(raw: &RawMapping) -> Result<Mapping, String> {
+    let port = |port: i64, what: &str| match u16::try_from(port) {
+        Ok(port @ 1..) => Ok(port),
+        _ => Err(format!("Invalid {what} port number: {port}")),
+    };
+    let container_port = port(raw.container_port, "container")?;
+    let host_port = port(raw.host_port, "host")?;
+    let protocol = match raw.protocol.as_deref().unwrap_or_default() {
+        "" => Protocol::Tcp,
+        name => Protocol::by_name(name).ok_or_else(|| format!("Invalid protocol {name:?}: not tcp, udp or sctp"))?,
+    };
+    let host_ip = match raw.host_ip.as_deref().unwrap_or_default() {
+        "" => None,
+        text => {
+            let parsed: Result<IpAddr, _> = text.parse();
+            Some(parsed.map_err(|_| format!("Invalid host IP {text:?}"))?.to_canonical())
+        }
+    };
+    Ok(Mapping { protocol, host_ip, host_port, container_port })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(keys: &str) -> Result<Conf> {
+        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"portmap"{keys}}}"#);
+        Conf::new(&NetConf::parse(conf)?)
+    }
+
+    #[track_caller]
+    fn refusal(keys: &str) -> String {
+        let error = parse(keys).unwrap_err();
+        assert_eq!(error.code(), cni::Code::INVALID_CONFIG, "{keys}");
+        error.msg().to_owned()
+    }
+
+    fn mapped(mapping: &str) -> String {
+        format!(r#","runtimeConfig":{{"portMappings":[{mapping}]}}"#)
+    }
+
+    #[test]
+    fn defaults_are_go_s() {
+        let conf = parse("").unwrap();
+        assert_eq!((conf.backend, conf.snat, conf.policy), (None, Snat::Hairpin, Policy::Judge));
+        assert_eq!(conf.set_mark, SetMark::Bit(13));
+        assert!(conf.mappings.is_empty());
+        for nothing in [r#","runtimeConfig":null"#, r#","runtimeConfig":{"portMappings":null}"#, &mapped("")] {
+            assert!(parse(nothing).unwrap().mappings.is_empty());
+        }
+        let conf = parse(r#","masqAll":true,"MARKMASQBIT":5,"portConflict":"ignore""#).unwrap();
+        assert_eq!((conf.snat, conf.set_mark, conf.policy), (Snat::All, SetMark::Bit(5), Policy::Ignore));
+        assert_eq!(parse(r#","masqAll":true,"snat":false"#).unwrap().snat, Snat::No);
+    }
+
+    #[test]
+    fn a_mapping_is_read_as_it_is_meant() {
+        let conf = parse(&mapped(r#"{"hostPort":8080,"containerPort":80},{"hostPort":8080,"containerPort":80,"protocol":"UDP","hostIP":"::ffff:192.0.2.1"}"#)).unwrap();
+        let expected = Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: 8080, container_port: 80 };
+        assert_eq!(conf.mappings[0], expected);
+        let expected = Mapping { protocol: Protocol::Udp, host_ip: "192.0.2.1".parse().ok(), ..expected };
+        assert_eq!(conf.mappings[1], expected);
+    }
+
+    #[test]
+    fn bad_mappings_are_refused_with_their_index() {
+        let good = r#"{"hostPort":1,"containerPort":1},"#;
+        for (mapping, text) in [
+            (r#"{"hostPort":0,"containerPort":80}"#, "Invalid host port number: 0 (portMappings[1])"),
+            (r#"{"hostPort":65536,"containerPort":80}"#, "Invalid host port number: 65536 (portMappings[1])"),
+            (r#"{"hostPort":80}"#, "Invalid container port number: 0 (portMappings[1])"),
+            (r#"{"hostPort":80,"containerPort":-1}"#, "Invalid container port number: -1 (portMappings[1])"),
+            (
+                r#"{"hostPort":80,"containerPort":80,"protocol":"icmp"}"#,
+                "Invalid protocol \"icmp\": not tcp, udp or sctp (portMappings[1])",
+            ),
+            (r#"{"hostPort":80,"containerPort":80,"hostIP":"10.0.0"}"#, "Invalid host IP \"10.0.0\" (portMappings[1])"),
+            (
+                r#"{"hostPort":1,"containerPort":80,"hostIP":"0.0.0.0"}"#,
+                "portMappings[1] claims what portMappings[0] does: tcp port 1",
+            ),
+        ] {
+            assert_eq!(refusal(&mapped(&format!("{good}{mapping}"))), text);
+        }
+        let specific = mapped(&format!(r#"{good}{{"hostPort":1,"containerPort":80,"hostIP":"192.0.2.1"}}"#));
+        assert_eq!(parse(&specific).unwrap().mappings.len(), 2);
+        assert_eq!(parse(r#","runtimeConfig":{"portMappings":{}}"#).unwrap_err().code(), cni::Code::DECODE);
+    }
+
+    #[test]
+    fn del_takes_what_makes_sense() {
+        let keys = mapped(r#"{"hostPort":0},7,{"hostPort":80,"containerPort":80}"#);
+        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"portmap"{keys}}}"#);
+        assert_eq!(Conf::sound_mappings(&NetConf::parse(conf).unwrap()).len(), 1);
+        let conf = r#"{"name":"net","runtimeConfig":[1]}"#;
+        assert_eq!(Conf::sound_mappings(&NetConf::parse(conf).unwrap()), []);
+    }
+
+    #[test]
+    fn the_words_decide_the_backend() {
+        for (keys, backend) in [
+            (r#","conditionsV4":["-s","1.2.3.4"]"#, Some(Backend::Iptables)),
+            (r#","conditionsV6":["ip6 saddr fd00::1"]"#, Some(Backend::Nftables)),
+            (r#","externalSetMarkChain":"KUBE-MARK-MASQ""#, Some(Backend::Iptables)),
+            (r#","backend":"nftables""#, Some(Backend::Nftables)),
+            (r#","conditionsV4":[]"#, None),
+        ] {
+            assert_eq!(parse(keys).unwrap().backend, backend, "{keys}");
+        }
+        for (keys, text) in [
+            (r#","backend":"x""#, "unrecognized backend \"x\""),
+            (
+                r#","backend":"iptables","conditionsV4":["ip","saddr"],"conditionsV6":["ip6"]"#,
+                "iptables backend was requested but configuration contains nftables-specific options [conditionsV4 conditionsV6]",
+            ),
+            (
+                r#","backend":"nftables","conditionsV4":["!","-s"],"externalSetMarkChain":"X""#,
+                "nftables backend was requested but configuration contains iptables-specific options [externalSetMarkChain conditionsV4]",
+            ),
+            (
+                r#","conditionsV4":["-s"],"conditionsV6":["ip6"]"#,
+                "iptables backend was requested but configuration contains nftables-specific options [conditionsV6]",
+            ),
+            (r#","markMasqBit":32"#, "MasqMarkBit must be between 0 and 31"),
+            (r#","markMasqBit":3,"externalSetMarkChain":"X""#, "Cannot specify externalSetMarkChain and markMasqBit"),
+            (r#","portConflict":"steal""#, "\"portConflict\" can only be \"ignore\", not \"steal\""),
+            (r#","externalSetMarkChain":"a b""#, "externalSetMarkChain: \"a b\" is no name of a chain"),
+        ] {
+            assert_eq!(refusal(keys), text);
+        }
+    }
+
+    #[test]
+    fn what_is_more_than_a_match_is_refused_by_name() {
+        for (keys, token) in [
+            (r#","conditionsV4":["-s","1.2.3.4","-j","ACCEPT"]"#, "\"-j\""),
+            (r#","conditionsV4":["-s","1.2.3.4\nCOMMIT"]"#, "\"1.2.3.4\\nCOMMIT\""),
+            (r#","conditionsV6":["-m","comment","--comment","COMMIT"]"#, "\"COMMIT\""),
+            (r#","conditionsV4":["ip saddr 1.2.3.4 accept"]"#, "\"accept\""),
+            (r#","conditionsV4":["ip saddr 1.2.3.4; flush ruleset"]"#, "\"ip saddr 1.2.3.4; flush ruleset\""),
+        ] {
+            assert!(refusal(keys).contains(token), "{}", refusal(keys));
+        }
+        for chain in ["-j", "a\\nb", "", "COMMIT", "twenty-nine-bytes-is-too-much"] {
+            assert!(refusal(&format!(r#","externalSetMarkChain":"{chain}""#)).contains("no name of a chain"));
+        }
+    }
+}

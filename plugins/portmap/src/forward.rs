@@ -1,0 +1,190 @@
+//! ADD: which addresses and ports, with which backend, and the rules in force.
+//!
+//! The order: what can be refused without a change, the rules, what they need of the host (`route_localnet`), and last
+//! the connections that the kernel still remembers by older rules.
+
+use cni::config::NetConf;
+use cni::machine::OnSigterm;
+use cni::result::AddResult;
+use cni::rollback::Rollback;
+use cni::skel::Call;
+use cni::{Cidr, Code, Error, Result};
+use cni_linux::conntrack::{Conntrack, Forget};
+use cni_linux::firewall::iptables::Iptables;
+use cni_linux::firewall::portmap::iptables::IptablesPortMap;
+use cni_linux::firewall::portmap::nft::NftPortMap;
+use cni_linux::firewall::portmap::{Ensured, Forwarding, Snat};
+use cni_linux::route::Family;
+use cni_linux::{Netlink, sysctl};
+
+use crate::conf::{Backend, Conf};
+use crate::{clean, mark};
+
+pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
+    let mut rollback = call.rollback();
+    if conf.mappings.is_empty() {
+        return Ok(rollback);
+    }
+    let wanted = forwarding(call, conf, containers(&call.ifname, prev));
+    let claims = wanted.all_claims();
+    if claims.is_empty() {
+        call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
+        return Ok(rollback);
+    }
+    let localnet = localnet_key(&wanted)?;
+    let ensured = match backend(call, conf)? {
+        Backend::Nftables => {
+            let mut nft = NftPortMap::open().map_err(|error| unserved(error, Backend::Nftables))?;
+            nft.ensure(call.machine.0, &wanted).map_err(|error| refusal(error, Backend::Nftables))?
+        }
+        Backend::Iptables => {
+            let ensured =
+                IptablesPortMap::open(call.machine.0, OnSigterm::Kill).and_then(|mut tool| tool.ensure(&wanted));
+            // One family may be in force although the other failed.
+            if !matches!(ensured, Ok(Ensured::Done { .. })) && wanted.families().count() > 1 {
+                take_back(call, &wanted);
+            }
+            ensured?
+        }
+    };
+    match ensured {
+        Ensured::Held(holder) => {
+            return Err(Error::new(Code::CONFLICT, holder.to_string())
+                .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same"));
+        }
+        Ensured::Done { changed, remarks } => {
+            if changed {
+                rollback.push("remove the host ports", move || purge(call, &wanted_addresses(&claims)));
+            }
+            for remark in remarks {
+                call.notes.note(format_args!("portmap: {remark}"));
+            }
+        }
+    }
+    if let Some(key) = localnet {
+        sysctl::ensure(&key, "1").map_err(|error| {
+            Error::from(error).context("unable to set route_localnet, without which 127.0.0.1 cannot be mapped")
+        })?;
+    }
+    // The mapping works without; only connections that are under way may be lost a little longer.
+    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&wanted.all_claims(), Forget::Others));
+    if let Err(error) = forgotten {
+        call.notes.note(format_args!("portmap: {error}"));
+    }
+    Ok(rollback)
+}
+
+fn wanted_addresses(claims: &[cni_linux::firewall::portmap::Claim]) -> Vec<std::net::IpAddr> {
+    claims.iter().map(|claim| claim.container.ip()).collect()
+}
+
+fn purge(call: &Call<'_>, addresses: &[std::net::IpAddr]) -> Result<()> {
+    clean::purge(call, addresses).map(drop)
+}
+
+fn take_back(call: &Call<'_>, wanted: &Forwarding) {
+    if let Err(error) = purge(call, &wanted_addresses(&wanted.all_claims())) {
+        call.notes.note(format_args!("portmap: failed to take back what was mapped: {error}"));
+    }
+}
+
+/// What this attachment wants.
+pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
+    Forwarding {
+        mark: mark(call),
+        containers,
+        mappings: conf.mappings.clone(),
+        snat: conf.snat,
+        set_mark: conf.set_mark.clone(),
+        conditions_v4: conf.conditions_v4.clone(),
+        conditions_v6: conf.conditions_v6.clone(),
+        policy: conf.policy,
+    }
+}
+
+/// The first address of each family that is the container's interface's, or could be: without an interface, or with one
+/// that the result does not list.
+pub(crate) fn containers(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
+    let is_ours = |index: Option<usize>| match index.and_then(|index| prev.interfaces.get(index)) {
+        Some(interface) => interface.name == ifname && !interface.sandbox.is_empty(),
+        None => true,
+    };
+    let first = |v4: bool| {
+        let mut ips = prev.ips.iter().filter(|ip| ip.address.is_ipv4() == v4 && is_ours(ip.interface));
+        ips.next().map(|ip| ip.address)
+    };
+    [first(true), first(false)].into_iter().flatten().collect()
+}
+
+/// The addresses that the earlier result gives the container, if there is one that can be read.
+pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::net::IpAddr>> {
+    let prev = conf.prev_result()?;
+    Ok(prev.map_or_else(Vec::new, |prev| containers(ifname, &prev).iter().map(|cidr| cidr.address()).collect()))
+}
+
+/// The backend that is asked for; else iptables, unless its programs are not there.
+pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
+    if let Some(backend) = conf.backend {
+        return Ok(backend);
+    }
+    let chosen = Iptables::open(call.machine.0, OnSigterm::Kill)?.chosen(Family::V4)?;
+    Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
+}
+
+/// Answers from a container to a client at 127.0.0.1 arrive from outside with a loopback address, which the kernel
+/// refuses unless the interface allows it.
+pub(crate) fn localnet_key(wanted: &Forwarding) -> Result<Option<String>> {
+    let v4 = wanted.families().map(|(container, _)| container).find(|container| container.is_ipv4());
+    let Some(container) = v4.filter(|_| wanted.snat != Snat::No) else { return Ok(None) };
+    let netlink = Netlink::open()?;
+    let index = netlink.outgoing_interface(container.address())?;
+    let link = netlink.find_link_by_index(index)?;
+    Ok(link.map(|link| format!("net/ipv4/conf/{}/route_localnet", link.name)))
+}
+
+fn unserved(error: cni_linux::Error, backend: Backend) -> Error {
+    let unsupported = error.is_unsupported();
+    let error = Error::from(error);
+    if !unsupported {
+        return error;
+    }
+    error
+        .context(format!("\"backend\": \"{}\" cannot be had on this host", backend.name()))
+        .with_code(Code::UNSUPPORTED_FIELD)
+}
+
+fn refusal(error: cni_linux::firewall::portmap::nft::Refusal, backend: Backend) -> Error {
+    use cni_linux::firewall::portmap::nft::Refusal;
+    match error {
+        Refusal::Kernel(error) => unserved(error, backend),
+        Refusal::Condition { token, why } => {
+            Error::config(format!("the conditions are not understood from {token:?} on: {why}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_container_s_addresses_are_those_of_its_interface_or_of_none_that_is_known() {
+        let prev = |ips: &str| {
+            let text = format!(
+                r#"{{"cniVersion":"1.0.0","name":"n","prevResult":{{"interfaces":[{{"name":"br0"}},
+                {{"name":"eth0"}},{{"name":"eth0","sandbox":"/x"}},{{"name":"eth1","sandbox":"/x"}}],"ips":[{ips}]}}}}"#
+            );
+            let prev = NetConf::parse(text).unwrap().prev_result().unwrap().unwrap();
+            containers("eth0", &prev).iter().map(Cidr::to_string).collect::<Vec<_>>()
+        };
+        for (index, ours) in [("0", false), ("1", false), ("2", true), ("3", false), ("9", true), ("null", true)] {
+            let found = prev(&format!(r#"{{"address":"10.0.0.2/24","interface":{index}}}"#));
+            assert_eq!(found.len(), usize::from(ours), "interface {index}");
+        }
+        let found = prev(
+            r#"{"address":"fd00::2/64"},{"address":"10.0.0.9/24","interface":3},{"address":"10.0.0.2/24"},
+            {"address":"10.0.0.3/24"}"#,
+        );
+        assert_eq!(found, ["10.0.0.2/24", "fd00::2/64"]);
+    }
+}

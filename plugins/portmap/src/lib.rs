@@ -1,0 +1,83 @@
+//! `portmap`: connections to ports of the host go to ports of a container. Always behind another plugin, whose result
+//! it passes on as it is.
+//!
+//! Rooms: `conf` reads the configuration; `forward` turns it and the earlier result into what is wanted of the kernel
+//! and does ADD; `check`, `clean` (DEL and GC) are the other verbs. The rules themselves are
+//! [`cni_linux::firewall::portmap`]'s.
+//!
+//! Easy to get wrong: DEL gets no `runtimeConfig` from many runtimes. What has to go is found by its key, in both
+//! backends, whatever the configuration says by then.
+
+mod check;
+mod clean;
+mod conf;
+mod forward;
+
+use cni::config::ValidAttachments;
+use cni::machine::OnSigterm;
+use cni::skel::{Added, Call, Plugin};
+use cni::{Code, Error, Result};
+use cni_linux::firewall::iptables::Iptables;
+use cni_linux::firewall::nft_usable;
+use cni_linux::{Mark, route};
+
+use conf::{Backend, Conf};
+
+/// The plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct Portmap;
+
+impl Plugin for Portmap {
+    fn name(&self) -> &'static str {
+        "portmap"
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let parsed = |error: Error| error.context("failed to parse config");
+        let conf = Conf::new(&call.conf).map_err(parsed)?;
+        let prev = call.conf.prev_result().map_err(parsed)?;
+        let result = prev.ok_or_else(|| Error::config("must be called as chained plugin"))?;
+        let rollback = forward::add(call, &conf, &result)?;
+        Ok(Added { result, rollback })
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(&call.conf)?;
+        let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
+        check::check(call, &conf, &prev)
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        clean::del(call)
+    }
+
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        clean::gc(call, valid)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(&call.conf)?;
+        let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
+        let iptables = || Iptables::open(call.machine.0, OnSigterm::Kill)?.probe(route::Family::V4);
+        let nftables = || match nft_usable().map_err(not_ready) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables with NAT")),
+            Err(error) => Err(error),
+        };
+        match conf.backend {
+            Some(Backend::Iptables) => iptables().map_err(not_ready),
+            Some(Backend::Nftables) => nftables(),
+            None => iptables().map_err(not_ready).or_else(|error| {
+                nftables().map_err(|other| {
+                    let msg = "neither iptables nor nftables is usable";
+                    Error::new(Code::NOT_AVAILABLE, msg).with_details(format!("{error}; {other}"))
+                })
+            }),
+        }
+    }
+}
+
+/// The mark of this call's attachment.
+fn mark(call: &Call<'_>) -> Mark {
+    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
+}
