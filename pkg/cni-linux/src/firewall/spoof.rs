@@ -256,8 +256,9 @@ impl SpoofCheck {
     /// Removes whatever there is of the attachment, in one transaction, whoever made it, however much is left of it.
     /// Nothing there, or a kernel without nf_tables: that is fine. Table and PREROUTING stay.
     ///
-    /// The kernel frees the removed rules after an RCU grace period, for which the closing of the socket waits. So purge
-    /// before the link is deleted, which waits for one too, and drop `self` after.
+    /// The kernel frees the removed rules after an RCU grace period, for which the closing of the socket waits (6.18:
+    /// 10 ms, one closing after the other). Purging before the link is deleted and dropping `self` after it would hide
+    /// that behind the link's own grace period, but let the container's last frames pass unjudged.
     pub fn purge(&mut self, container_id: &str, ifname: &str) -> Result<()> {
         self.purge_id(&Id::new(container_id, ifname))
     }

@@ -206,7 +206,7 @@ impl Nft {
     /// The kernel sends a long list in parts and continues each by counting from the list's start. It flags a
     /// transaction that began in between, and each object names its generation. But it takes removed rules out of the
     /// list only after the new generation has begun, and puts those of an unfinished transaction in before: then the
-    /// count is off and neither tells (6.18: rules missing in 1 of 10,000 reads beside a writer). So a list counts only
+    /// count is off and neither tells (6.18: rules missing in 1 of 1,200 reads beside a busy writer). So a list counts only
     /// if the next reading finds the very same objects.
     fn dump<T>(
         &mut self,

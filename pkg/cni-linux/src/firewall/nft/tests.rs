@@ -262,7 +262,7 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
             });
             let mut reader = Nft::open().unwrap();
             let mut seen = BTreeSet::new();
-            for _ in 0..300 {
+            for _ in 0..60 {
                 let mut comments: Vec<_> =
                     reader.rules(T, "base").unwrap().into_iter().map(|listed| listed.rule.comment.unwrap()).collect();
                 let len = comments.len();
