@@ -141,6 +141,29 @@ impl Netlink {
     }
 }
 
+impl Netlink {
+    /// Waits until an interface has its carrier and takes frames. `watch` must have been opened in this connection's
+    /// namespace, before anything was done about the carrier.
+    ///
+    /// A bridge needs this as much as its ports: without any of them it has no carrier, and until the kernel's worker
+    /// has noticed the first one, everything the host sends through it is dropped (its queue is the one that drops).
+    ///
+    /// # Errors
+    /// [`Error::is_deadline`], [`Error::is_terminated`], or the interface is gone.
+    pub fn wait_carrier(
+        &self,
+        watch: &Watch,
+        index: u32,
+        deadline: Instant,
+        machine: &dyn cni::machine::Machine,
+    ) -> Result<()> {
+        watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
+            Some(link) => Ok((link.oper_state == OperState::Up).then_some(())),
+            None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
