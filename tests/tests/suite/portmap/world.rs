@@ -1,0 +1,281 @@
+//! A node with an uplink, a client beyond it, containers on a bridge, servers in them, and three backends.
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use cni_testkit::{Attachment, Container, Node, Outcome, bin_dir, probe};
+use conformance::{VERSION, bridge, patched};
+use serde_json::{Value, json};
+
+/// The node's addresses on its uplink, the client's beside them.
+pub(crate) const HOST: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
+const CLIENT: [&str; 2] = ["192.0.2.9/24", "2001:db8::9/64"];
+
+/// How rules are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backend {
+    Nftables,
+    IptablesNft,
+    IptablesLegacy,
+}
+
+pub(crate) const BACKENDS: [Backend; 3] = [Backend::Nftables, Backend::IptablesNft, Backend::IptablesLegacy];
+pub(crate) const IPTABLES: [Backend; 2] = [Backend::IptablesNft, Backend::IptablesLegacy];
+
+impl Backend {
+    pub(crate) fn key(self) -> &'static str {
+        if self == Backend::Nftables { "nftables" } else { "iptables" }
+    }
+
+    /// The programs this backend needs, for the plugin or to be looked at with.
+    pub(crate) fn probe(self) -> Result<(), String> {
+        match self {
+            Backend::Nftables => probe::nft(),
+            Backend::IptablesNft => probe::tool("xtables-nft-multi"),
+            Backend::IptablesLegacy => probe::tool("xtables-legacy-multi"),
+        }
+    }
+
+    /// A PATH in which `iptables` is the one meant.
+    pub(crate) fn path(self, node: &Node) -> String {
+        let system = std::env::var("PATH").unwrap_or_default();
+        if self == Backend::Nftables {
+            return system;
+        }
+        let multi = if self == Backend::IptablesNft { "xtables-nft-multi" } else { "xtables-legacy-multi" };
+        let folder = node.dir().join(format!("bin-{multi}"));
+        if !folder.exists() {
+            std::fs::create_dir(&folder).unwrap();
+            for family in ["iptables", "ip6tables"] {
+                for job in ["", "-save", "-restore"] {
+                    let link = folder.join(format!("{family}{job}"));
+                    std::os::unix::fs::symlink(Path::new("/usr/sbin").join(multi), link).unwrap();
+                }
+            }
+        }
+        format!("{}:{system}", folder.display())
+    }
+}
+
+/// The part of a test that is the same for all: a node, its uplink, a client.
+pub(crate) struct World {
+    pub(crate) node: Node,
+    pub(crate) client: Container,
+    pub(crate) backend: Backend,
+}
+
+impl World {
+    pub(crate) fn new(backend: Backend) -> World {
+        let node = Node::new();
+        let client = node.container();
+        let path = client.netns().to_str().unwrap();
+        node.exec(&["ip", "link", "add", "up0", "type", "veth", "peer", "name", "eth0", "netns", path]);
+        node.expect_left("up0");
+        node.exec(&["ip", "link", "set", "up0", "up"]);
+        client.exec(&["ip", "link", "set", "eth0", "up"]);
+        for (number, host) in HOST.iter().enumerate() {
+            let (prefix, nodad): (_, &[&str]) = if number == 0 { (24, &[]) } else { (64, &["nodad"]) };
+            let address = format!("{host}/{prefix}");
+            node.exec(&[&["ip", "address", "add", &address, "dev", "up0"], nodad].concat());
+            client.exec(&[&["ip", "address", "add", CLIENT[number], "dev", "eth0"], nodad].concat());
+        }
+        World { node, client, backend }
+    }
+
+    /// The bridge network `name`, over these subnets.
+    pub(crate) fn network(&self, name: &str, subnets: &[&str]) -> Value {
+        let patch =
+            json!({"name": name, "isDefaultGateway": true, "hairpinMode": true, "bridge": format!("br-{name}")});
+        patched(bridge(&self.node, subnets), patch)
+    }
+
+    /// A new container in a network, without ports.
+    pub(crate) fn pod(&self, network: &Value) -> Pod<'_> {
+        let container = self.node.container();
+        container.exec(&["ip", "link", "set", "lo", "up"]);
+        Pod::join(self, container, network, "eth0")
+    }
+
+    /// A new container in `net1`, IPv4 and IPv6.
+    pub(crate) fn dual(&self) -> Pod<'_> {
+        self.pod(&self.network("net1", &["10.1.0.0/24", "fd00:1::/64"]))
+    }
+
+    /// The same with these mappings in force.
+    #[track_caller]
+    pub(crate) fn mapped(&self, mappings: Value) -> Pod<'_> {
+        let pod = self.dual();
+        pod.add(&self.config(mappings)).success();
+        pod
+    }
+
+    /// portmap's configuration in `net1`.
+    pub(crate) fn config(&self, mappings: Value) -> Value {
+        json!({"cniVersion": VERSION, "name": "net1", "type": "portmap", "backend": self.backend.key(),
+               "capabilities": {"portMappings": true}, "runtimeConfig": {"portMappings": mappings}})
+    }
+
+    /// All rules and chains of the backend, comparable: for iptables what its save program says of `nat`.
+    pub(crate) fn rules(&self) -> String {
+        match self.backend {
+            Backend::Nftables => self.node.exec(&["nft", "list", "ruleset"]),
+            backend => {
+                let path = backend.path(&self.node);
+                let folder = path.split(':').next().unwrap();
+                // The save program of the older iptables makes the table it looks for.
+                let save = |family: &str| {
+                    let names = if family == "iptables" { "ip_tables_names" } else { "ip6_tables_names" };
+                    let legacy = backend == Backend::IptablesLegacy;
+                    if legacy && !self.node.exec(&["cat", &format!("/proc/net/{names}")]).contains("nat") {
+                        return String::new();
+                    }
+                    self.node.exec(&[&format!("{folder}/{family}-save"), "-t", "nat"])
+                };
+                let text = save("iptables") + "\nv6\n" + &save("ip6tables");
+                let lines = text.lines().filter(|line| !line.starts_with('#'));
+                // Counters.
+                lines.map(|line| line.split(" [").next().unwrap().to_owned() + "\n").collect()
+            }
+        }
+    }
+}
+
+/// A container with an attachment and its result.
+pub(crate) struct Pod<'w> {
+    pub(crate) world: &'w World,
+    pub(crate) container: Container,
+    pub(crate) network: Attachment<'w>,
+    pub(crate) result: Value,
+}
+
+impl<'w> Pod<'w> {
+    #[track_caller]
+    fn join(world: &'w World, container: Container, network: &Value, ifname: &str) -> Pod<'w> {
+        let attachment = Attachment::new(&world.node, &container, network.clone()).ifname(ifname);
+        let result = attachment.add().success();
+        // The bridge's own address answers only after duplicate address detection.
+        let tentative = || world.node.exec(&["ip", "-6", "address", "show", "tentative"]);
+        for _ in 0..500 {
+            if tentative().trim().is_empty() {
+                return Pod { world, container, network: attachment, result };
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        panic!("an address stays tentative:\n{}", tentative());
+    }
+
+    /// The first address of a family, 0 being IPv4.
+    pub(crate) fn address(&self, family: usize) -> IpAddr {
+        let addresses = conformance::addresses(&self.result);
+        let all = addresses.iter().map(|cidr| cidr.split('/').next().unwrap().parse::<IpAddr>().unwrap());
+        all.into_iter().find(|address| address.is_ipv4() == (family == 0)).expect("an address of the family")
+    }
+
+    /// A call of portmap, by the plugins of a folder.
+    #[track_caller]
+    pub(crate) fn call_by(&self, dir: &Path, verb: &str, config: &Value, prev: Option<&Value>) -> Outcome {
+        let attachment = self.network.clone().config(config.clone()).by(dir);
+        let path = self.world.backend.path(&self.world.node);
+        attachment.invocation(verb, prev).env("PATH", path).run()
+    }
+
+    #[track_caller]
+    pub(crate) fn add(&self, config: &Value) -> Outcome {
+        self.call_by(&bin_dir(), "ADD", config, Some(&self.result))
+    }
+
+    #[track_caller]
+    pub(crate) fn check(&self, config: &Value) -> Outcome {
+        self.call_by(&bin_dir(), "CHECK", config, Some(&self.result))
+    }
+
+    #[track_caller]
+    pub(crate) fn del(&self, config: &Value) -> Outcome {
+        self.call_by(&bin_dir(), "DEL", config, Some(&self.result))
+    }
+
+    /// DEL of portmap as many runtimes send it, without runtimeConfig and prevResult, then DEL of bridge.
+    #[track_caller]
+    pub(crate) fn leave(&self) {
+        let config = patched(self.world.config(json!([])), json!({"runtimeConfig": null}));
+        self.call_by(&bin_dir(), "DEL", &config, None).success();
+        self.network.del_with(&self.result).success();
+    }
+
+    /// A TCP server on this port that tells every client the name and the client's address.
+    pub(crate) fn serve_tcp(&self, port: u16, name: &'static str) {
+        let listener = self.container.enter(|| TcpListener::bind(("::", port)).unwrap());
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let mut stream = stream;
+                let peer = stream.peer_addr().map(|peer| peer.ip().to_canonical().to_string()).unwrap_or_default();
+                let _ = stream.write_all(format!("{name} {peer}").as_bytes());
+            }
+        });
+    }
+
+    /// The same for UDP: each datagram is answered.
+    pub(crate) fn serve_udp(&self, port: u16, name: &'static str) {
+        let socket = self.container.enter(|| UdpSocket::bind(("::", port)).unwrap());
+        thread::spawn(move || {
+            let mut buffer = [0; 64];
+            while let Ok((_, peer)) = socket.recv_from(&mut buffer) {
+                let _ = socket.send_to(format!("{name} {}", peer.ip().to_canonical()).as_bytes(), peer);
+            }
+        });
+    }
+}
+
+/// Asks the TCP server at `to`; run it inside the place that asks. `None` if nobody answers.
+pub(crate) fn ask_tcp(to: &str) -> Option<String> {
+    let to: SocketAddr = to.parse().unwrap();
+    let mut stream = TcpStream::connect_timeout(&to, Duration::from_millis(1500)).ok()?;
+    stream.set_read_timeout(Some(Duration::from_millis(1500))).unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    Some(text).filter(|text| !text.is_empty())
+}
+
+/// A UDP socket that stays the same from question to question.
+pub(crate) fn udp_client() -> UdpSocket {
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(700))).unwrap();
+    socket
+}
+
+/// Asks the UDP server at `to` once.
+pub(crate) fn ask_udp(socket: &UdpSocket, to: &str) -> Option<String> {
+    socket.send_to(b"?", to).ok()?;
+    let mut buffer = [0; 64];
+    let (len, _) = socket.recv_from(&mut buffer).ok()?;
+    Some(String::from_utf8_lossy(&buffer[..len]).into_owned())
+}
+
+/// `HOST:PORT` of a family.
+pub(crate) fn at(family: usize, port: u16) -> String {
+    SocketAddr::new(HOST[family].parse().unwrap(), port).to_string()
+}
+
+/// One mapping.
+pub(crate) fn map(host_port: u16, container_port: u16, protocol: &str) -> Value {
+    json!({"hostPort": host_port, "containerPort": container_port, "protocol": protocol})
+}
+
+/// Goes on with each backend that can be had here, and says which cannot.
+pub(crate) fn each(backends: &[Backend], test: impl Fn(&World)) {
+    for backend in backends {
+        match backend.probe() {
+            Ok(()) => test(&World::new(*backend)),
+            Err(reason) => cni_testkit::skipped(&format!("{backend:?}: {reason}")),
+        }
+    }
+}
+
+/// The folder of the Go plugins.
+pub(crate) fn go() -> PathBuf {
+    cni_testkit::go_bin_dir()
+}
+
