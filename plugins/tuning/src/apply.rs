@@ -5,9 +5,8 @@
 //! there before this ADD (not before the first one: that is DEL's).
 
 use std::path::Path;
-use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use cni::result::AddResult;
 use cni::rollback::Rollback;
@@ -21,113 +20,186 @@ use crate::key::shown;
 use crate::sysctl::{self, Found};
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {
-    let netns = Rc::new(Netns::open(call.netns()?)?);
+    let netns = Arc::new(Netns::open(call.netns()?)?);
     let mut rollback = call.rollback();
     if conf.sysctls.is_empty() && conf.link.is_empty() {
         return Ok(Added { result: prev, rollback });
     }
-    // A connection costs as much as all the rest, so it is opened for those alone who need it.
-    let open = || (!conf.link.is_empty()).then(Netlink::open).transpose();
-    let (netlink, found) = netns.run(|| (open(), sysctl::find_all(&conf.sysctls)))?;
-    let (netlink, found) = (netlink?, found?);
-    let link = match &netlink {
-        Some(netlink) => Some(netlink.find_link(&call.ifname)?.ok_or_else(|| no_link(call))?),
-        None => None,
-    };
     let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
-
     let before = backup.read()?;
-    let mut record = record_to_continue(call, &netns, link.as_ref(), &backup, before.as_ref())?;
-    let found: Vec<Found> = found.into_iter().filter(|found| says_something(call, found)).collect();
-    save_sysctls(&mut record, &found);
-    if let Some(link) = &link {
-        save_link(&mut record, &conf.link, link);
+    let whose = Attachment {
+        network: call.conf.name().to_owned(),
+        container_id: call.container_id.clone(),
+        ifname: call.ifname.clone(),
+        namespace: Namespace::of(&netns)?,
+        interface: None,
+    };
+    let visit = Arc::new(Visit {
+        backup,
+        before,
+        whose,
+        found: OnceLock::new(),
+        saved: AtomicBool::new(false),
+        written: AtomicUsize::new(0),
+    });
+    // Pushed before, so that not even a panic in there gets past it: the visit says how far it came.
+    let undo = (Arc::clone(&visit), Arc::clone(&netns));
+    rollback.push("put sysctls and the backup back as they were", move || undo.0.undo(&undo.1));
+    let seen = netns.run(|| visit.make(conf))??;
+    for note in &seen.notes {
+        call.notes.note(note);
     }
-    if record.has_link() || !record.sysctls.is_empty() {
-        backup.write(&record)?;
-        let (backup, before) = (backup.clone(), before);
-        rollback.push("put the backup back as it was", move || match before {
-            Some(Content::Record(_, bytes)) => backup.write_bytes(&bytes),
-            _ => backup.purge().map(drop),
-        });
-    }
-
-    write_sysctls(&netns, found, &mut record, &backup, &mut rollback)?;
-    if let (Some(netlink), Some(link)) = (&netlink, &link) {
+    if let Some((netlink, link)) = &seen.link {
         change_link(netlink, link, &conf.link, &mut rollback)?;
     }
     Ok(Added { result: tuned(call, &netns, &conf.link, prev), rollback })
 }
 
-fn no_link(call: &Call<'_>) -> Error {
-    Error::new(Code::INVALID_ENVIRONMENT, format!("failed to get \"{}\": Link not found (CNI_IFNAME)", call.ifname))
+/// The one visit to the container's namespace, on the thread that makes it: what it needs, and how far it has come.
+/// A second one would cost as much as all the rest.
+struct Visit {
+    backup: Backup,
+    /// The backup as it was found.
+    before: Option<Content>,
+    /// This attachment.
+    whose: Attachment,
+    /// The sysctls to be written.
+    found: OnceLock<Vec<Found>>,
+    /// Whether the backup has been written.
+    saved: AtomicBool,
+    /// How many sysctls have been.
+    written: AtomicUsize,
+}
+
+/// What a visit brings back.
+struct Seen {
+    /// The interface before it is changed, if it is to be.
+    link: Option<(Netlink, Link)>,
+    /// For the operator.
+    notes: Vec<String>,
+}
+
+impl Visit {
+    fn make(&self, conf: &Conf) -> Result<Seen> {
+        let mut notes = Vec::new();
+        let found = sysctl::find_all(&conf.sysctls)?;
+        // A connection is opened for those alone who need it.
+        let link = if conf.link.is_empty() { None } else { Some(self.link()?) };
+        let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
+        let found: Vec<Found> = found.into_iter().filter(|found| says_something(found, &mut notes)).collect();
+        save_sysctls(&mut record, &found);
+        if let Some((_, link)) = &link {
+            save_link(&mut record, &conf.link, link);
+        }
+        if record.has_link() || !record.sysctls.is_empty() {
+            self.backup.write(&record)?;
+            self.saved.store(true, Ordering::Relaxed);
+        }
+        self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
+        Ok(Seen { link, notes })
+    }
+
+    fn link(&self) -> Result<(Netlink, Link)> {
+        let (netlink, ifname) = (Netlink::open()?, &self.whose.ifname);
+        match netlink.find_link(ifname)? {
+            Some(link) => Ok((netlink, link)),
+            None => {
+                let msg = format!("failed to get \"{ifname}\": Link not found (CNI_IFNAME)");
+                Err(Error::new(Code::INVALID_ENVIRONMENT, msg))
+            }
+        }
+    }
+
+    /// The record as it is, if it is this attachment's in this namespace; else a new one. Go's files do not say: what
+    /// is saved there is believed, since with it lost the originals would be too.
+    fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
+        let mut whose = Attachment { interface: link.map(Interface::from), ..self.whose.clone() };
+        let mut record = match &self.before {
+            None => Record::default(),
+            Some(Content::Garbage(why)) => {
+                notes.push(format!("{} is replaced: {why}", self.backup.path().display()));
+                Record::default()
+            }
+            Some(Content::Record(record, _)) => match &record.attachment {
+                None => (**record).clone(),
+                Some(other) if (&other.container_id, &other.ifname) != (&whose.container_id, &whose.ifname) => {
+                    if other.namespace.boot_id == whose.namespace.boot_id {
+                        let (path, other_id) = (self.backup.path().display(), &other.container_id);
+                        let msg =
+                            format!("the backup {path} is that of container {other_id}, interface {}", other.ifname);
+                        return Err(Error::new(Code::CONFLICT, msg));
+                    }
+                    Record::default()
+                }
+                Some(same) if same.namespace != whose.namespace => Record::default(),
+                Some(same)
+                    if same.interface.is_some() && whose.interface.is_some() && same.interface != whose.interface =>
+                {
+                    of_another_interface(record)
+                }
+                Some(same) => {
+                    // Not looked at this time, or not at the first.
+                    whose.interface = whose.interface.or_else(|| same.interface.clone());
+                    (**record).clone()
+                }
+            },
+        };
+        record.attachment = Some(whose);
+        Ok(record)
+    }
+
+    /// Writes them in order, and into the backup what the kernel writes its own way.
+    fn write_sysctls(&self, all: &[Found], record: &mut Record) -> Result<()> {
+        let mut rewritten = false;
+        for found in all {
+            let reads = found.write()?;
+            self.written.fetch_add(1, Ordering::Relaxed);
+            let saved = record.sysctls.iter_mut().find(|saved| saved.path == found.path);
+            if let (Some(saved), true) = (saved, reads.is_some()) {
+                saved.reads = reads;
+                rewritten = true;
+            }
+        }
+        if rewritten { self.backup.write(record) } else { Ok(()) }
+    }
+
+    /// Going on after failures.
+    fn undo(&self, netns: &Netns) -> Result<()> {
+        let written = self.written.load(Ordering::Relaxed);
+        let found = self.found.get().map(|found| &found[..written]).unwrap_or_default();
+        let mut errors = Vec::new();
+        if !found.is_empty() {
+            match netns.run(|| put_back(found)) {
+                Ok(put_back) => errors.extend(put_back.err()),
+                Err(error) => errors.push(error.into()),
+            }
+        }
+        if self.saved.load(Ordering::Relaxed) {
+            let backup = match &self.before {
+                Some(Content::Record(_, bytes)) => self.backup.write_bytes(bytes),
+                _ => self.backup.purge().map(drop),
+            };
+            errors.extend(backup.err());
+        }
+        Error::join(errors).map_or(Ok(()), Err)
+    }
 }
 
 /// Writing nothing changes nothing. Go takes such a value without a word.
-fn says_something(call: &Call<'_>, found: &Found) -> bool {
+fn says_something(found: &Found, notes: &mut Vec<String>) -> bool {
     let empty = found.sysctl.value.is_empty();
     if empty {
-        call.notes
-            .note(format_args!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written)));
+        notes.push(format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written)));
     }
     !empty
-}
-
-/// The record as it is, if it is this attachment's in this namespace; else a new one. Go's files do not say: what is
-/// saved there is believed, since with it lost the originals would be too.
-fn record_to_continue(
-    call: &Call<'_>,
-    netns: &Netns,
-    link: Option<&Link>,
-    backup: &Backup,
-    before: Option<&Content>,
-) -> Result<Record> {
-    let namespace = Namespace::of(netns)?;
-    let mut interface = link.map(Interface::from);
-    let mut record = match before {
-        None => Record::default(),
-        Some(Content::Garbage(why)) => {
-            call.notes.note(format_args!("{} is replaced: {why}", backup.path().display()));
-            Record::default()
-        }
-        Some(Content::Record(record, _)) => match &record.attachment {
-            None => (**record).clone(),
-            Some(other) if (&other.container_id, &other.ifname) != (&call.container_id, &call.ifname) => {
-                if other.namespace.boot_id == namespace.boot_id {
-                    let (path, whose) = (backup.path().display(), &other.container_id);
-                    let msg = format!("the backup {path} is that of container {whose}, interface {}", other.ifname);
-                    return Err(Error::new(Code::CONFLICT, msg));
-                }
-                Record::default()
-            }
-            Some(same) if same.namespace != namespace => Record::default(),
-            Some(same) if same.interface.is_some() && interface.is_some() && same.interface != interface => {
-                of_another_interface(netns, record)?
-            }
-            Some(same) => {
-                // Not looked at this time, or not at the first.
-                interface = interface.or_else(|| same.interface.clone());
-                (**record).clone()
-            }
-        },
-    };
-    record.attachment = Some(Attachment {
-        network: call.conf.name().to_owned(),
-        container_id: call.container_id.clone(),
-        ifname: call.ifname.clone(),
-        namespace,
-        interface,
-    });
-    Ok(record)
 }
 
 /// The namespace's number is the same, but the interface is another one: either it was made anew, or the number was
 /// given to another namespace. What was saved of the interface is void; a sysctl's original still holds where what we
 /// wrote is still in force.
-fn of_another_interface(netns: &Netns, record: &Record) -> Result<Record> {
+fn of_another_interface(record: &Record) -> Record {
     let in_force = |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|now| saved.is_in_force(&now));
-    let sysctls = netns.run(|| record.sysctls.iter().filter(in_force).cloned().collect())?;
-    Ok(Record { sysctls, ..Record::default() })
+    Record { sysctls: record.sysctls.iter().filter(in_force).cloned().collect(), ..Record::default() }
 }
 
 fn save_sysctls(record: &mut Record, all: &[Found]) {
@@ -166,42 +238,6 @@ fn save_link(record: &mut Record, conf: &LinkConf, link: &Link) {
         record.txqlen.get_or_insert(link.txqlen);
         append(&mut record.written.txqlen, length);
     }
-}
-
-fn write_sysctls(
-    netns: &Rc<Netns>,
-    all: Vec<Found>,
-    record: &mut Record,
-    backup: &Backup,
-    rollback: &mut Rollback<'_>,
-) -> Result<()> {
-    if all.is_empty() {
-        return Ok(());
-    }
-    // The undo is pushed before, so that not even a panic in there gets past it; the count says how far it has to go.
-    let (all, written) = (Arc::new(all), Arc::new(AtomicUsize::new(0)));
-    let undo = (Rc::clone(netns), Arc::clone(&all), Arc::clone(&written));
-    rollback.push("put sysctls back as they were", move || {
-        let (netns, all, written) = undo;
-        netns.run(|| put_back(&all[..written.load(Ordering::Relaxed)]))?
-    });
-    let readings = netns.run(|| -> Result<Vec<Option<String>>> {
-        let write = |found: &Found| {
-            let reads = found.write()?;
-            written.fetch_add(1, Ordering::Relaxed);
-            Ok(reads)
-        };
-        all.iter().map(write).collect()
-    })??;
-    if readings.iter().all(Option::is_none) {
-        return Ok(());
-    }
-    for (found, reads) in all.iter().zip(readings) {
-        if let Some(saved) = record.sysctls.iter_mut().find(|saved| saved.path == found.path) {
-            saved.reads = reads;
-        }
-    }
-    backup.write(record)
 }
 
 /// In reverse, going on after failures.

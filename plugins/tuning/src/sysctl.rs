@@ -4,7 +4,6 @@
 //! belongs to the thread that opens it. Easy to get wrong: some values can only be written (`route.flush`), and some
 //! that can be read refuse to be (`stable_secret` before it is set); neither has an original.
 
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use cni::{Code, Error, Result};
@@ -42,8 +41,7 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
         let path = &reading.path;
         match std::fs::metadata(Path::new("/proc/sys").join(path)) {
             Ok(metadata) if metadata.is_file() => {
-                let current = if metadata.mode() & 0o444 == 0 { None } else { read(path).ok() };
-                return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current });
+                return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current: read(path).ok() });
             }
             Ok(_) => why = why.or_else(|| Some("it is no value but a group of them".to_owned())),
             Err(error) => why = why.or_else(|| Some(error.to_string())),

@@ -141,6 +141,15 @@ fn a_list_that_cannot_be_read_allows_nothing() {
 }
 
 #[test]
+fn who_sets_no_sysctl_is_not_asked_for_a_list() {
+    let node = private_node!();
+    write(&node, b"(");
+    let container = pod(&node);
+    tuned(&node, &container, json!({"mtu": 1400})).add_after(&prev(&container)).success();
+    assert_eq!(state(&container).1, 1400);
+}
+
+#[test]
 fn check_and_del_do_not_ask_the_list() {
     let node = private_node!();
     let container = pod(&node);

@@ -213,6 +213,20 @@ fn an_interface_made_anew_has_new_originals_and_the_namespace_keeps_its_own() {
 }
 
 #[test]
+fn an_interface_made_anew_gets_nothing_back_that_was_never_its_own() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    attachment.add_after(&prev(&container)).success();
+    container.exec(&["ip", "link", "del", "eth0"]);
+    equip(&container);
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1450"]);
+    attachment.del().success();
+    assert_eq!(state(&container).1, 1450);
+    assert_eq!(backups(&node), Vec::<String>::new());
+}
+
+#[test]
 fn garbage_stands_in_nobody_s_way() {
     for garbage in ["", "{", "[]", "{\"mtu\":\"many\"}"] {
         let node = Node::new();

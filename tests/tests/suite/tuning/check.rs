@@ -134,9 +134,10 @@ fn of_two_entries_in_one_list_each_is_content_and_the_first_del_puts_all_back() 
 fn a_value_that_nobody_of_the_list_wrote_is_not_excused_by_the_record() {
     let node = Node::new();
     let container = pod(&node);
-    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    let keys = |mtu, value| json!({"mtu": mtu, "sysctl": {"net.ipv4.conf.eth0.arp_announce": value}});
+    let attachment = tuned(&node, &container, keys(1400, "1"));
     let result = attachment.add_after(&prev(&container)).success();
-    let changed = tuned(&node, &container, json!({"mtu": 1300}));
-    changed.check(&result).fails_naming(101, &["1300", "1400"]);
+    let changed = tuned(&node, &container, keys(1300, "2"));
+    changed.check(&result).fails_naming(101, &["is 1300, current value is 1400", "is 2, current value is 1"]);
     attachment.del_with(&result).success();
 }

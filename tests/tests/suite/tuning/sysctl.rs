@@ -70,6 +70,22 @@ fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
 }
 
 #[test]
+fn del_and_a_failed_add_put_them_back_in_reverse() {
+    let (all, own) = ("net/ipv4/conf/all/forwarding", "net/ipv4/conf/eth0/forwarding");
+    let keys = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
+    let node = Node::new();
+    let container = pod(&node);
+    // "all" put back last would take the interface's own value away.
+    set_sysctl(&container, all, "0");
+    set_sysctl(&container, own, "1");
+    call(&node, &container, "ADD", keys).run().success();
+    call(&node, &container, "DEL", keys).run().success();
+    assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("0", "1"));
+    call(&node, &container, "ADD", &format!(r#"{keys},"mtu":1000000"#)).run().failure();
+    assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("0", "1"));
+}
+
+#[test]
 fn args_replace_and_add() {
     let node = Node::new();
     let container = pod(&node);
