@@ -1,6 +1,6 @@
 //! The result of an ADD: one type, in the newest shape.
 //!
-//! Everything inside works on [`AddResult`]; the older shapes exist only in [`wire`], at the door. A result read from
+//! Everything inside works on [`AddResult`]; the older shapes exist only in `wire`, at the door. A result read from
 //! a delegate or from `prevResult` is decoded by its own version; what we answer is encoded in the version of the
 //! configuration, and a version that cannot express it is an error while everything can still be rolled back.
 //!
