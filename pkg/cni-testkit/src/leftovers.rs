@@ -93,17 +93,27 @@ fn nft(node: &Node) -> Vec<String> {
     for object in ruleset["nftables"].as_array().into_iter().flatten() {
         if let Some(rule) = object.get("rule")
             && !is_portmaps_shared_rule(rule)
+            && !is_masquerades_shared_rule(rule)
         {
             left.push(format!("nft rule {rule}"));
         }
         if let Some(chain) = object.get("chain")
             && !BASE.contains(&chain["name"].as_str().unwrap_or_default())
             && !is_portmaps_shared_chain(chain)
+            && !(chain["table"] == MASQUERADE
+                && ["postrouting", "masq_checks"].iter().any(|name| chain["name"] == *name))
         {
             left.push(format!("nft chain {chain}"));
         }
     }
     left
+}
+
+const MASQUERADE: &str = "cni_plugins_masquerade";
+
+/// What leads to the containers' rules; their own are in another chain.
+fn is_masquerades_shared_rule(rule: &Value) -> bool {
+    rule["table"] == MASQUERADE && rule["chain"] == "postrouting"
 }
 
 /// What all host ports have in common is made by the first and stays, as with Go.

@@ -10,12 +10,13 @@ use cni::delegate::Delegate;
 use cni::result::{AddResult, Interface};
 use cni::skel::{Added, Call};
 use cni::{Error, Result};
+use cni_linux::link::OperState;
 use cni_linux::{Link, Mac, Netlink, Netns, Target, VethSpec, VlanFlags, Watch};
 
 use crate::conf::{Conf, vlan_gateway_name};
 use crate::layer3::{self, Layer3};
 use crate::port::{self, PortEnds};
-use crate::{device, mark};
+use crate::{device, mark, masquerade};
 
 /// How long a port may take to forward. It takes milliseconds; this is for a machine under stress.
 const PORT_DEADLINE: Duration = Duration::from_secs(5);
@@ -55,6 +56,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
     if let Some(kind) = &conf.ipam {
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
         let mut layer3 = Layer3::new(&ipam, conf, 2)?;
+        masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
         let gateway = gateway_link(&host, &bridge, conf)?;
         bring_up(
             call,
@@ -72,7 +74,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
     } else if !conf.container_down {
         let watch = Watch::open()?;
         container.set_up(port.peer_index)?;
-        wait_for_port(call, &host, &watch, port.index)?;
+        let ends = Ends { host: &host, container: &container, netns: &netns };
+        wait_for_frames(call, &ends, &watch, &[port.index], port.peer_index)?;
     }
     if let Some(dns) = &conf.dns {
         result.dns = dns.clone();
@@ -110,7 +113,7 @@ pub(crate) fn bring_up(
     let watch = Watch::open()?;
     let inner = if conf.dad { Some(Watch::open_in(netns)?) } else { None };
     layer3::configure(container, container_index, conf, layer3, &call.notes)?;
-    wait_for_port(call, host, &watch, port.index)?;
+    wait_for_frames(call, ends, &watch, &[port.index, gateway.index], container_index)?;
     if let Some(inner) = &inner {
         layer3::wait_for_dad(container, inner, container_index, call.machine)?;
     }
@@ -122,11 +125,26 @@ pub(crate) fn bring_up(
     Ok(())
 }
 
-fn wait_for_port(call: &Call<'_>, host: &Netlink, watch: &Watch, index: u32) -> Result<()> {
+/// Waits until frames pass: the port (the first of `on_host`) forwards, and it, the other links of the host and the
+/// container's end have their carriers. Each is told of it by a worker of the kernel's, in no order to rely on, and drops
+/// what it is given to send until then.
+fn wait_for_frames(call: &Call<'_>, ends: &Ends<'_>, watch: &Watch, on_host: &[u32], inner: u32) -> Result<()> {
     let deadline = call.machine.now() + PORT_DEADLINE;
-    host.wait_port_forwarding(watch, index, deadline, call.machine.0)
-        .map(drop)
-        .map_err(|error| Error::from(error).context("bridge port in error state"))
+    let machine = call.machine.0;
+    let wait = || -> cni_linux::Result<()> {
+        if let [port, others @ ..] = on_host {
+            ends.host.wait_port_forwarding(watch, *port, deadline, machine)?;
+            for link in others {
+                ends.host.wait_carrier(watch, *link, deadline, machine)?;
+            }
+        }
+        // By now it nearly always has its own; only otherwise is it worth a visit to its namespace.
+        if ends.container.find_link_by_index(inner)?.is_none_or(|link| link.oper_state != OperState::Up) {
+            ends.container.wait_carrier(&Watch::open_in(ends.netns)?, inner, deadline, machine)?;
+        }
+        Ok(())
+    };
+    wait().map_err(|error| Error::from(error).context("bridge port in error state"))
 }
 
 /// The link that has the gateway's address: the bridge, or for a VLAN a veth whose other end is in that VLAN.

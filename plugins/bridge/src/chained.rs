@@ -15,7 +15,7 @@ use crate::attach::{self, Ends, bring_up, gateway_link};
 use crate::conf::Conf;
 use crate::layer3::Layer3;
 use crate::port::{self, PortEnds};
-use crate::{device, mark};
+use crate::{device, mark, masquerade};
 
 /// The kernel keeps 255 bytes of an alias.
 const ALIAS_MAX: usize = 255;
@@ -86,6 +86,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         })?;
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
         let mut layer3 = Layer3::new(&ipam, conf, interface)?;
+        masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
         let gateway = gateway_link(&host, &bridge, conf)?;
         bring_up(
             call,

@@ -14,9 +14,9 @@ use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mac, Netlink, Netns, PortState, Watch, sysctl};
 
 use crate::chained::PortMark;
-use crate::conf::{Conf, Gateway, vlan_gateway_name};
+use crate::conf::{Conf, Gateway, Masquerading, vlan_gateway_name};
 use crate::layer3::{self, Layer3};
-use crate::{attach, mark, port};
+use crate::{attach, mark, masquerade, port};
 
 /// How long states that settle by themselves are given.
 const SETTLE: Duration = Duration::from_secs(2);
@@ -47,10 +47,16 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf) -> Result<()> {
     if conf.gateway != Gateway::None && conf.ipam.is_some() {
         check_gateway(&host, conf, &bridge, &layer3)?;
     }
+    if conf.masquerade != Masquerading::Off {
+        let missing = masquerade::open(call).check(&mark(call), &layer3.addresses())?;
+        if !missing.is_empty() {
+            return Err(failed(missing.join("; ")));
+        }
+    }
     if conf.container_down {
         return Ok(());
     }
-    settle(call, &host, &container, &netns, &outer, &inner)
+    settle(call, &host, &container, &netns, &outer, &inner, &layer3)
 }
 
 fn failed(msg: impl Into<String>) -> Error {
@@ -212,7 +218,7 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, layer3: &Layer3) ->
     Ok(())
 }
 
-/// The port forwards and no address is tentative: soon, if not yet.
+/// The port forwards and none of the attachment's addresses is tentative: soon, if not yet.
 fn settle(
     call: &Call<'_>,
     host: &Netlink,
@@ -220,6 +226,7 @@ fn settle(
     netns: &Netns,
     outer: &Link,
     inner: &Link,
+    layer3: &Layer3,
 ) -> Result<()> {
     let forwarding = |link: &Link| link.port.is_some_and(|port| port.state == PortState::Forwarding);
     let deadline = call.machine.now() + SETTLE;
@@ -229,9 +236,12 @@ fn settle(
             .map_err(|error| failed(format!("{} does not forward: {error}", outer.name)))?;
     }
     let unsettled = || -> cni_linux::Result<bool> {
-        Ok(container.list_addresses(inner.index)?.iter().any(|address| address.tentative || address.dad_failed))
+        // The kernel's own link-local address is not part of the attachment, and may take its time.
+        let ours = |cidr| layer3.ips.iter().any(|ip| ip.address == cidr);
+        let there = container.list_addresses(inner.index)?;
+        Ok(there.iter().any(|address| ours(address.cidr) && (address.tentative || address.dad_failed)))
     };
-    if unsettled()? {
+    if !layer3.ips.is_empty() && unsettled()? {
         let watch = Watch::open_in(netns)?;
         watch
             .wait("duplicate address detection", deadline, call.machine.0, || {

@@ -1,7 +1,7 @@
 //! GC: what bears this network's mark and belongs to no valid attachment.
 //!
 //! Links are known by their alias, spoof rules by their tag; what Go made bears neither and is removed only when its
-//! interface is gone for sure. IPAM gets the same request.
+//! interface is gone for sure. Masquerade rules name network and container in their comments, Go's too. IPAM gets the same request.
 
 use cni::config::ValidAttachments;
 use cni::delegate::Delegate;
@@ -11,6 +11,7 @@ use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mark, Netlink};
 
 use crate::chained::{PortMark, give_back};
+use crate::masquerade;
 
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
@@ -21,6 +22,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         errors.extend(forwarded.err());
     }
     errors.extend(spoof_rules(network, valid).err());
+    let valid: Vec<(&str, &str)> = valid.iter().collect();
+    errors.extend(masquerade::open(call).gc(network, &valid).err().map(Error::from));
     match Error::join(errors) {
         Some(error) => Err(error),
         None => Ok(()),

@@ -9,6 +9,7 @@ use cni::config::NetConf;
 use cni::result::Dns;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result, ident};
+use cni_linux::firewall::Backend;
 use cni_linux::mac::Mac;
 use serde::Deserialize;
 
@@ -22,7 +23,7 @@ pub(crate) struct Conf {
     /// Whether an address of the bridge that is in the gateway's way is removed.
     pub(crate) force_address: bool,
     /// Whether what leaves the network is masqueraded.
-    pub(crate) masquerade: bool,
+    pub(crate) masquerade: Masquerading,
     /// Of a new bridge and of both ends of the veth pair, in bytes.
     pub(crate) mtu: Option<u32>,
     /// Whether the port sends frames back to where they came from.
@@ -58,6 +59,15 @@ pub(crate) enum Gateway {
     Address,
     /// And the containers' default route goes there.
     DefaultRoute,
+}
+
+/// Whether what leaves the network goes with the host's address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Masquerading {
+    /// It does not.
+    Off,
+    /// It does, by this backend, or by whichever the host has.
+    On(Option<Backend>),
 }
 
 /// The VLANs of a port.
@@ -156,11 +166,10 @@ impl Conf {
         if raw.disable_container_interface && ipam.is_some() {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }
-        if let Some(backend) = raw.ip_masq_backend.filter(|backend| !backend.is_empty())
-            && !["iptables", "nftables"].contains(&backend.as_str())
-        {
-            return Err(Error::config(format!("unknown ipmasq backend {backend:?}")));
-        }
+        let backend: Option<Backend> = match raw.ip_masq_backend.filter(|backend| !backend.is_empty()) {
+            Some(name) => Some(name.parse().map_err(|_| Error::config(format!("unknown ipmasq backend {name:?}")))?),
+            None => None,
+        };
         if let (Some(vlan), false) = (vlans.as_ref().and_then(|vlans| vlans.access), gateway == Gateway::None) {
             let name = vlan_gateway_name(&bridge, vlan);
             if name.len() > 15 {
@@ -177,7 +186,7 @@ impl Conf {
             bridge,
             gateway,
             force_address: raw.force_address,
-            masquerade: raw.ip_masq,
+            masquerade: if raw.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
             hairpin: raw.hairpin_mode,
             promiscuous: raw.promisc_mode,
             isolated: raw.port_isolation,
@@ -346,6 +355,19 @@ mod tests {
         assert!(refusal(r#","bridge":"a/b""#).contains("a/b"));
         assert!(refusal(r#","bridge":"twelve-bytes","isGateway":true,"vlan":100"#).contains("twelve-bytes.100"));
         assert!(refusal(r#","runtimeConfig":{"mac":"01:00:00:00:00:01"}"#).contains("no unicast address"));
+    }
+
+    #[test]
+    fn a_backend_is_of_use_to_masquerading_alone() {
+        let masquerade = |keys: &str| parse(keys, "").unwrap().masquerade;
+        assert_eq!(masquerade(""), Masquerading::Off);
+        assert_eq!(masquerade(r#","ipMasqBackend":"nftables""#), Masquerading::Off);
+        assert_eq!(masquerade(r#","ipMasq":true"#), Masquerading::On(None));
+        assert_eq!(masquerade(r#","ipMasq":true,"ipMasqBackend":null"#), Masquerading::On(None));
+        for backend in [Backend::Iptables, Backend::Nftables] {
+            let keys = format!(r#","ipMasq":true,"ipMasqBackend":"{backend}""#);
+            assert_eq!(masquerade(&keys), Masquerading::On(Some(backend)));
+        }
     }
 
     #[test]

@@ -1,46 +1,56 @@
 //! DEL: everything of the attachment that can be found, in whatever state it is.
 //!
 //! Nothing here needs an ADD to have worked, a namespace to exist or the configuration to be what it was: the host's
-//! end is found by its mark, spoof rules by the attachment's name, and IPAM is always asked. Every step runs, whatever
-//! the ones before it met; the errors are told together.
+//! end is found by its mark, rules by the attachment's name, and IPAM is always asked. Every step runs, whatever the ones
+//! before it met; the errors are told together.
+//!
+//! The rules go first: the kernel frees them after an RCU grace period, for which the closing of their sockets waits.
+//! The deletion of the link, which comes next, waits for one too, and so they wait together.
 
+use std::net::IpAddr;
 use std::path::Path;
 
 use cni::delegate::Delegate;
+use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mac, Mark, Netlink, Netns};
 
 use crate::chained::{PortMark, give_back};
-use crate::{attach, mark};
+use crate::{attach, mark, masquerade};
 
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let mark = mark(call);
-    let mut errors = Vec::new();
-    errors.extend(remove_links(call, &mark).err());
+    let prev = prev_result(call);
+    let mut errors: Vec<Error> = Vec::new();
+    // Also without `ipMasq` and `macspoofchk`: they may have been on at the time of the ADD.
+    let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
+    let masquerade = masquerade::open(call);
+    errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
+    let spoof = SpoofCheck::open().and_then(|mut spoof| spoof.purge(&mark.container, &mark.ifname).map(|()| spoof));
+    errors.extend(remove_links(call, &mark, prev.as_ref()).err());
     // Only now: an address that is free again must not answer any more.
     if !call.conf.ipam_type().is_empty() {
         let released = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.del());
         errors.extend(released.err());
     }
-    // Also without `macspoofchk`: it may have been on at the time of the ADD.
-    errors.extend(purge_spoof_rules(call).err());
+    errors.extend(spoof.err().filter(|error| !error.is_unsupported()).map(Error::from));
     match Error::join(errors) {
         Some(error) => Err(error),
         None => Ok(()),
     }
 }
 
-fn purge_spoof_rules(call: &Call<'_>) -> Result<()> {
-    match SpoofCheck::open() {
-        Ok(mut spoof) => Ok(spoof.purge(&call.container_id, &call.ifname)?),
-        Err(error) if error.is_unsupported() => Ok(()),
-        Err(error) => Err(error.into()),
-    }
+/// `prevResult`, if there is one that can be read.
+fn prev_result(call: &Call<'_>) -> Option<AddResult> {
+    call.conf.prev_result().unwrap_or_else(|error| {
+        call.notes.note(format_args!("prevResult is not used: {error}"));
+        None
+    })
 }
 
-fn remove_links(call: &Call<'_>, mark: &Mark) -> Result<()> {
+fn remove_links(call: &Call<'_>, mark: &Mark, prev: Option<&AddResult>) -> Result<()> {
     let host = Netlink::open()?;
     let netns = match call.netns.as_deref().map(Netns::open) {
         None => None,
@@ -56,7 +66,7 @@ fn remove_links(call: &Call<'_>, mark: &Mark) -> Result<()> {
     let Some(netns) = netns else { return by_mark(&host, mark) };
     let container = host.open_in(&netns)?;
     if let Some(inner) = container.find_link(&call.ifname)? {
-        remove_inner(call, mark, &host, &container, &inner)?;
+        remove_inner(call, mark, &host, &container, &inner, prev)?;
     }
     // The host's end of an earlier ADD whose DEL was lost.
     by_name(&host, mark).map(drop)
@@ -68,7 +78,14 @@ fn no_error() -> Error {
 }
 
 /// Deletes CNI_IFNAME if it is ours as far as can be told (D3 of the decisions).
-fn remove_inner(call: &Call<'_>, mark: &Mark, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
+fn remove_inner(
+    call: &Call<'_>,
+    mark: &Mark,
+    host: &Netlink,
+    container: &Netlink,
+    inner: &Link,
+    prev: Option<&AddResult>,
+) -> Result<()> {
     let outer = match inner.peer_index {
         Some(index) => host.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(inner.index)),
         None => None,
@@ -83,7 +100,11 @@ fn remove_inner(call: &Call<'_>, mark: &Mark, host: &Netlink, container: &Netlin
     let ours = match alias.filter(|alias| Mark::parse(alias).is_some()) {
         Some(_) => mark.is_on(alias),
         // Made by a Go plugin, or cut off before it was marked.
-        None => inner.is_veth() && expected_mac(call).is_none_or(|expected| inner.mac == Some(expected)),
+        None => {
+            inner.is_veth()
+                && expected_mac(call, prev).is_none_or(|expected| inner.mac == Some(expected))
+                && !outer.is_some_and(|outer| is_of_an_earlier_plugin(&outer, prev))
+        }
     };
     if ours {
         container.purge_link(inner.index)?;
@@ -97,16 +118,16 @@ fn remove_inner(call: &Call<'_>, mark: &Mark, host: &Netlink, container: &Netlin
     Ok(())
 }
 
+/// Whether another plugin made the pair and a chained use of ours has given it back already. A bridge plugin, ours or
+/// Go's, lists the bridge before the port; what an earlier plugin made stands first.
+fn is_of_an_earlier_plugin(outer: &Link, prev: Option<&AddResult>) -> bool {
+    let mut on_host = prev.into_iter().flat_map(|prev| &prev.interfaces).filter(|interface| interface.sandbox.is_empty());
+    on_host.next().is_some_and(|first| first.name == outer.name)
+}
+
 /// The interface's MAC by `prevResult`, if that is there and says one.
-fn expected_mac(call: &Call<'_>) -> Option<Mac> {
-    let prev = match call.conf.prev_result() {
-        Ok(prev) => prev?,
-        Err(error) => {
-            call.notes.note(format_args!("prevResult is not used: {error}"));
-            return None;
-        }
-    };
-    let inner = prev
+fn expected_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
+    let inner = prev?
         .interfaces
         .iter()
         .find(|interface| interface.name == call.ifname && interface.sandbox == attach::sandbox(call))?;

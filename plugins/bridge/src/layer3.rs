@@ -53,6 +53,11 @@ impl Layer3 {
         Ok(layer3)
     }
 
+    /// The container's addresses, with their prefixes.
+    pub(crate) fn addresses(&self) -> Vec<Cidr> {
+        self.ips.iter().map(|ip| ip.address).collect()
+    }
+
     /// One default route per family. One that IPAM lists without a gateway means ours.
     fn add_default_routes(&mut self) {
         for is_ipv4 in [true, false] {

@@ -2,7 +2,7 @@
 //! the bridge is to be the gateway, a way out.
 //!
 //! Rooms: `conf` reads the configuration; `device` finds or makes the bridge, `port` the veth pair, `layer3` the
-//! addresses and routes; `attach` puts them together for ADD, `chained` for a use after another plugin; `check`,
+//! addresses and routes, `masquerade` the rules for what leaves the network; `attach` puts them together for ADD, `chained` for a use after another plugin; `check`,
 //! `detach` (DEL) and `collect` (GC) are the other verbs.
 //!
 //! Easy to get wrong: the bridge is everybody's. It, its gateway addresses and the forwarding sysctls are never undone;
@@ -16,6 +16,7 @@ mod conf;
 mod detach;
 mod device;
 mod layer3;
+mod masquerade;
 mod port;
 mod record;
 
@@ -39,10 +40,6 @@ impl Plugin for Bridge {
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(call)?;
-        if conf.masquerade {
-            let msg = "\"ipMasq\": true: masquerading is not supported yet by this plugin";
-            return Err(Error::new(Code::UNSUPPORTED_FIELD, msg));
-        }
         match call.conf.prev_result()? {
             Some(prev) => chained::add(call, &conf, prev),
             None => attach::add(call, &conf),
@@ -75,6 +72,7 @@ impl Plugin for Bridge {
         if conf.spoof_check {
             SpoofCheck::open().map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
         }
+        masquerade::status(call, &conf)?;
         match &conf.ipam {
             Some(kind) => Delegate::find(call, kind).map_err(not_ready)?.status(),
             None => Ok(()),

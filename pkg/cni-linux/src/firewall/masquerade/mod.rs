@@ -8,6 +8,7 @@
 //! (but those of iptables-legacy, for what that one holds) and no knowledge of how the rules were made. A newcomer's
 //! mistake: taking "no rules of this attachment" for an error when removing. It is how most calls end.
 
+use std::cell::RefCell;
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -17,6 +18,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::iptables::{FAMILIES, Folders, Iptables};
+use super::nft::Nft;
 use crate::error::{Cause, Error, Result};
 use crate::mark::Mark;
 use crate::route::Family;
@@ -51,10 +53,21 @@ impl FromStr for Backend {
 }
 
 /// Masquerading in one network namespace.
+///
+/// The kernel frees removed rules after an RCU grace period, for which the closing of a connection waits. Those that have
+/// removed something are kept until this is dropped: [`purge`](Masquerade::purge) before a link is deleted, which waits
+/// for one too, and drop this after.
 pub struct Masquerade<'m> {
     machine: &'m dyn Machine,
     notes: Notes,
     folders: Folders,
+    kept: RefCell<Kept<'m>>,
+}
+
+#[derive(Default)]
+struct Kept<'m> {
+    nft: Vec<Nft>,
+    iptables: Vec<Iptables<'m>>,
 }
 
 impl fmt::Debug for Masquerade<'_> {
@@ -71,7 +84,7 @@ impl<'m> Masquerade<'m> {
 
     /// The same with iptables' programs from these folders.
     pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
-        Masquerade { machine, notes, folders }
+        Masquerade { machine, notes, folders, kept: RefCell::default() }
     }
 
     /// Puts rules in force for the attachment's addresses, each with its network's prefix; what it had before is
@@ -100,7 +113,8 @@ impl<'m> Masquerade<'m> {
                     Err(_) => {
                         self.notes
                             .note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
-                        self.purge_iptables(mark, &[])?;
+                        // With the addresses, so that no rule of another interface's is taken for a remainder of this.
+                        self.purge_iptables(mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
                         nftables::ensure(mark, addresses)
                     }
                 }
@@ -130,13 +144,24 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are told.
     pub fn purge(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
-        first_error([nftables::purge(mark), self.purge_iptables(mark, addresses)])
+        first_error([self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)])
     }
 
     fn purge_iptables(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
-        let mut iptables = self.iptables(OnSigterm::Finish)?;
         let chain = iptables::chain_name(&mark.network, &mark.container);
-        self.clean(&mut iptables, &[&chain], |nat| iptables::purge(nat, mark, addresses))
+        self.clean(&[&chain], |nat| iptables::purge(nat, mark, addresses))
+    }
+
+    fn in_nftables(&self, remove: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
+        let removed = Nft::open().and_then(|mut nft| {
+            let removed = remove(&mut nft);
+            self.kept.borrow_mut().nft.push(nft);
+            removed
+        });
+        match removed {
+            Err(error) if error.is_unsupported() => Ok(()),
+            done => done,
+        }
     }
 
     /// Removes the rules of `network` that belong to no attachment of `valid` (containerID, ifname), in both backends.
@@ -144,21 +169,20 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// As [`purge`](Masquerade::purge).
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        let gc_iptables = || {
-            let mut iptables = self.iptables(OnSigterm::Finish)?;
+        first_error([
+            self.in_nftables(|nft| nftables::gc(nft, network, valid)),
             // Without this chain no rule of anybody's leads anywhere.
-            self.clean(&mut iptables, &[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid))
-        };
-        first_error([nftables::gc(network, valid), gc_iptables()])
+            self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
+        ])
     }
 
     /// Plans a removal in every family and variant that may hold one of the chains.
     fn clean(
         &self,
-        iptables: &mut Iptables<'m>,
         chains: &[&str],
         mut plan: impl FnMut(&mut super::iptables::Nat<'_>) -> Result<super::iptables::Edit>,
     ) -> Result<()> {
+        let mut iptables = self.iptables(OnSigterm::Finish)?;
         let mut results = Vec::new();
         for family in FAMILIES {
             for variant in iptables.holders(family, chains)? {
@@ -172,6 +196,7 @@ impl<'m> Masquerade<'m> {
                 }
             }
         }
+        self.kept.borrow_mut().iptables.push(iptables);
         first_error(results)
     }
 

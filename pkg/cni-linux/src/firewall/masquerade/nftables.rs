@@ -145,32 +145,26 @@ fn hooked_in(nft: &mut Nft) -> Result<bool> {
 }
 
 /// Removes the attachment's rules. Table and chains stay, as with Go.
-pub(super) fn purge(mark: &Mark) -> Result<()> {
+pub(super) fn purge(nft: &mut Nft, mark: &Mark) -> Result<()> {
     let key = key(&mark.network, &mark.container, &mark.ifname);
-    remove(|listed| is_of(listed, &key))
+    remove(nft, |listed| is_of(listed, &key))
 }
 
 /// Removes the rules of the network that belong to no valid attachment.
-pub(super) fn gc(network: &str, valid: &[(&str, &str)]) -> Result<()> {
+pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
     let all = network_key(network);
     let valid: Vec<String> = valid.iter().map(|(container, ifname)| key(network, container, ifname)).collect();
-    remove(|listed| is_of(listed, &all) && !valid.iter().any(|key| is_of(listed, key)))
+    remove(nft, |listed| is_of(listed, &all) && !valid.iter().any(|key| is_of(listed, key)))
 }
 
-fn remove(is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
-    let removed = Nft::open().and_then(|mut nft| {
-        retry(|| {
-            let mut batch = Batch::new();
-            for old in nft.rules(TABLE, CHECKS)?.iter().filter(|listed| is_garbage(listed)) {
-                batch.delete_rule(TABLE, CHECKS, old.handle);
-            }
-            nft.commit(batch)
-        })
-    });
-    match removed {
-        Err(error) if error.is_unsupported() => Ok(()),
-        done => done,
-    }
+fn remove(nft: &mut Nft, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
+    retry(|| {
+        let mut batch = Batch::new();
+        for old in nft.rules(TABLE, CHECKS)?.iter().filter(|listed| is_garbage(listed)) {
+            batch.delete_rule(TABLE, CHECKS, old.handle);
+        }
+        nft.commit(batch)
+    })
 }
 
 /// What is not in force, in sentences.

@@ -12,7 +12,7 @@ fn ensure(mark: &Mark, addresses: &[&str]) {
 }
 
 fn purge(mark: &Mark) {
-    nftables::purge(mark).unwrap();
+    nftables::purge(&mut Nft::open().unwrap(), mark).unwrap();
 }
 
 fn rules() -> Vec<String> {
@@ -114,11 +114,11 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         }
         ensure(&Mark::new("net2", "c2", "eth0"), &[NET4]);
         nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"somebody's\"");
-        nftables::gc("net", &[("c1", "eth1")]).unwrap();
+        nftables::gc(&mut Nft::open().unwrap(), "net", &[("c1", "eth1")]).unwrap();
         let left = rules();
         assert_eq!(left.len(), 4, "{left:#?}");
         assert!(!left.iter().any(|rule| rule.contains(", net: net, if: eth0")));
-        nftables::gc("net", &[]).unwrap();
+        nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
         assert_eq!(rules().len(), 2);
     });
 }
@@ -146,7 +146,7 @@ fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
 fn where_there_is_nothing_nothing_is_made() {
     on_a_host(|| {
         purge(&mark("c1", "eth0"));
-        nftables::gc("net", &[]).unwrap();
+        nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
         nftables::probe().unwrap();
         assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap().is_empty());
         assert_eq!(ruleset(), "");

@@ -1,0 +1,49 @@
+//! `ipMasq`: what leaves the network goes with the host's address.
+//!
+//! Only ADD asks what the configuration wants; DEL and GC take away whatever there is, in both backends, since the
+//! configuration may have changed. The rules know addresses, not interfaces, so they can be there before the interface is
+//! up: its first packet is masqueraded already.
+
+use cni::rollback::Rollback;
+use cni::skel::Call;
+use cni::{Cidr, Code, Error, Result};
+use cni_linux::Mark;
+use cni_linux::firewall::{Backend, Masquerade};
+
+use crate::conf::{Conf, Masquerading};
+
+/// Masquerading on this host, for one call.
+pub(crate) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
+    Masquerade::new(call.machine.0, call.notes.clone())
+}
+
+/// ADD: puts the rules in force, if they are wanted.
+pub(crate) fn ensure<'a>(
+    call: &'a Call<'_>,
+    conf: &Conf,
+    mark: &Mark,
+    addresses: &[Cidr],
+    rollback: &mut Rollback<'a>,
+) -> Result<()> {
+    let Masquerading::On(backend) = conf.masquerade else { return Ok(()) };
+    // Before the effect: one of two families may be done when the other fails.
+    let (mine, its) = (mark.clone(), addresses.iter().map(Cidr::address).collect::<Vec<_>>());
+    rollback.push(format!("remove the masquerade rules of {}", mark.ifname), move || open(call).purge(&mine, &its));
+    open(call).ensure(mark, backend, addresses).map_err(|error| {
+        let error = Error::from(error).context(key(backend));
+        // Does this host have what it takes at all?
+        if open(call).probe(backend).is_err() { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }
+    })
+}
+
+/// STATUS: whether the next ADD's rules could be made.
+pub(crate) fn status(call: &Call<'_>, conf: &Conf) -> Result<()> {
+    let Masquerading::On(backend) = conf.masquerade else { return Ok(()) };
+    open(call).probe(backend).map_err(|error| Error::from(error).context(key(backend)).with_code(Code::NOT_AVAILABLE))
+}
+
+/// The keys that ask for it, as the configuration has them.
+fn key(backend: Option<Backend>) -> String {
+    let backend = backend.map(|backend| format!(", \"ipMasqBackend\": \"{backend}\"")).unwrap_or_default();
+    format!("\"ipMasq\": true{backend}")
+}
