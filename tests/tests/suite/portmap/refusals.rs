@@ -1,1 +1,82 @@
-//! refusals
+//! Configurations that are refused, with Go's words, before anything is changed.
+
+use cni_testkit::require;
+use conformance::patched;
+use serde_json::{Value, json};
+
+use super::world::{Backend, World, map};
+
+#[test]
+fn what_makes_no_sense_is_code_7_and_changes_nothing() {
+    require!(Backend::Nftables.probe());
+    let world = World::new(Backend::Nftables);
+    let pod = world.dual();
+    let good = world.config(json!([map(8080, 80, "tcp")]));
+    let before = world.rules();
+    let mapping = |patch: Value| json!({"runtimeConfig": {"portMappings": [patched(map(8080, 80, "tcp"), patch)]}});
+    for (patch, beginning) in [
+        (mapping(json!({"hostPort": 0})), "Invalid host port number: 0"),
+        (mapping(json!({"hostPort": -1})), "Invalid host port number: -1"),
+        (mapping(json!({"hostPort": 65536})), "Invalid host port number: 65536"),
+        (mapping(json!({"containerPort": 0})), "Invalid container port number: 0"),
+        (mapping(json!({"containerPort": 70000})), "Invalid container port number: 70000"),
+        (mapping(json!({"protocol": "icmp"})), "Invalid protocol"),
+        (mapping(json!({"hostIP": "192.0.2"})), "Invalid host IP"),
+        (json!({"markMasqBit": 32}), "MasqMarkBit must be between 0 and 31"),
+        (json!({"markMasqBit": 1, "externalSetMarkChain": "X"}), "Cannot specify externalSetMarkChain and markMasqBit"),
+        (json!({"backend": "pf"}), "unrecognized backend \"pf\""),
+        (
+            json!({"backend": "iptables", "conditionsV4": ["ip", "saddr"]}),
+            "iptables backend was requested but configuration contains nftables-specific options [conditionsV4]",
+        ),
+        (
+            json!({"conditionsV6": ["-s", "fd00::1"]}),
+            "nftables backend was requested but configuration contains iptables-specific options [conditionsV6]",
+        ),
+        (json!({"backend": "iptables", "conditionsV4": ["-s", "1.2.3.4", "-j", "ACCEPT"]}), "conditionsV4: \"-j\""),
+        (json!({"backend": "iptables", "conditionsV4": ["-s", "1.2.3.4\n-A INPUT"]}), "conditionsV4: \"1.2.3.4"),
+        (
+            json!({"backend": "iptables", "conditionsV4": ["-m", "comment", "--comment", "COMMIT"]}),
+            "conditionsV4: \"COMMIT",
+        ),
+        (json!({"backend": "iptables", "externalSetMarkChain": "X\nCOMMIT"}), "externalSetMarkChain"),
+        (json!({"conditionsV4": ["ip saddr 1.2.3.4 accept"]}), "conditionsV4: \"accept\""),
+        (json!({"conditionsV4": ["ip saddr 1.2.3.4; flush ruleset"]}), "conditionsV4: \"flush\""),
+    ] {
+        let config = patched(good.clone(), patch);
+        let attachment = pod.network.clone().config(patched(config, json!({"prevResult": pod.result})));
+        let call = |verb: &str| {
+            let call = world.node.plugin("portmap").command(verb).container(&pod.container);
+            call.bad_config(&attachment.config).run()
+        };
+        call("ADD").fails_with(7, &format!("failed to parse config: {beginning}"));
+        call("CHECK").fails_with(7, beginning);
+        call("DEL").success();
+    }
+    assert_eq!((world.rules(), world.ran()), (before, vec![]));
+    pod.leave();
+}
+
+#[test]
+fn a_bad_mapping_is_named_by_its_place() {
+    require!(Backend::Nftables.probe());
+    let world = World::new(Backend::Nftables);
+    let pod = world.dual();
+    let config = world.config(json!([map(8080, 80, "tcp"), {"hostPort": 8081, "containerPort": 0}]));
+    let call = pod.invocation(&cni_testkit::bin_dir(), "ADD", &world.config(json!([])), None);
+    call.bad_config(&patched(config, json!({"prevResult": pod.result}))).run().fails_naming(7, &["portMappings[1]"]);
+    let twice = world.config(json!([map(8080, 80, "tcp"), map(8080, 81, "tcp")]));
+    pod.add(&twice).fails_naming(7, &["portMappings[1]", "portMappings[0]"]);
+    pod.leave();
+}
+
+#[test]
+fn it_must_stand_behind_another_plugin() {
+    require!(Backend::Nftables.probe());
+    let world = World::new(Backend::Nftables);
+    let pod = world.dual();
+    let config = world.config(json!([map(8080, 80, "tcp")]));
+    pod.call_by(&cni_testkit::bin_dir(), "ADD", &config, None).fails_with(7, "must be called as chained plugin");
+    pod.call_by(&cni_testkit::bin_dir(), "CHECK", &config, None).fails_with(7, "Required prevResult missing");
+    pod.leave();
+}

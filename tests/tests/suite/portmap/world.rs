@@ -39,24 +39,46 @@ impl Backend {
         }
     }
 
-    /// A PATH in which `iptables` is the one meant.
+    fn multi(self) -> &'static str {
+        if self == Backend::IptablesLegacy { "xtables-legacy-multi" } else { "xtables-nft-multi" }
+    }
+
+    /// A PATH in which `iptables` is the one meant, and in which every program that is run leaves a line.
     pub(crate) fn path(self, node: &Node) -> String {
-        let system = std::env::var("PATH").unwrap_or_default();
-        if self == Backend::Nftables {
-            return system;
+        let folder = node.dir().join("bin");
+        let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+        if folder.exists() {
+            return path;
         }
-        let multi = if self == Backend::IptablesNft { "xtables-nft-multi" } else { "xtables-legacy-multi" };
-        let folder = node.dir().join(format!("bin-{multi}"));
-        if !folder.exists() {
-            std::fs::create_dir(&folder).unwrap();
-            for family in ["iptables", "ip6tables"] {
+        std::fs::create_dir(&folder).unwrap();
+        let script = |name: &str, program: String| {
+            let log = node.dir().join("ran");
+            let text = format!("#!/bin/sh\necho \"${{0##*/}}\" >> {}\nexec {program} \"$@\"\n", log.display());
+            let path = folder.join(name);
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        };
+        script("nft", "/usr/sbin/nft".to_owned());
+        for family in ["iptables", "ip6tables"] {
+            for (multi, variants) in [
+                ("xtables-nft-multi", ["-nft", if self.multi() == "xtables-nft-multi" { "" } else { "-nft" }]),
+                (
+                    "xtables-legacy-multi",
+                    ["-legacy", if self.multi() == "xtables-legacy-multi" { "" } else { "-legacy" }],
+                ),
+            ] {
                 for job in ["", "-save", "-restore"] {
-                    let link = folder.join(format!("{family}{job}"));
-                    std::os::unix::fs::symlink(Path::new("/usr/sbin").join(multi), link).unwrap();
+                    // The plugin tells the variant by the name of the file behind the link.
+                    let file = format!("{}-{family}{job}", &multi[..multi.len() - 6]);
+                    script(&file, format!("/usr/sbin/{multi} {family}{job}"));
+                    for variant in variants {
+                        let link = folder.join(format!("{family}{variant}{job}"));
+                        let _ = std::os::unix::fs::symlink(&file, link);
+                    }
                 }
             }
         }
-        format!("{}:{system}", folder.display())
+        path
     }
 }
 
@@ -118,13 +140,20 @@ impl World {
                "capabilities": {"portMappings": true}, "runtimeConfig": {"portMappings": mappings}})
     }
 
+    /// The programs that have run since this was last asked.
+    pub(crate) fn ran(&self) -> Vec<String> {
+        let log = self.node.dir().join("ran");
+        let text = std::fs::read_to_string(&log).unwrap_or_default();
+        let _ = std::fs::remove_file(log);
+        text.lines().map(str::to_owned).collect()
+    }
+
     /// All rules and chains of the backend, comparable: for iptables what its save program says of `nat`.
     pub(crate) fn rules(&self) -> String {
         match self.backend {
             Backend::Nftables => self.node.exec(&["nft", "list", "ruleset"]),
             backend => {
-                let path = backend.path(&self.node);
-                let folder = path.split(':').next().unwrap();
+                let multi = format!("/usr/sbin/{}", backend.multi());
                 // The save program of the older iptables makes the table it looks for.
                 let save = |family: &str| {
                     let names = if family == "iptables" { "ip_tables_names" } else { "ip6_tables_names" };
@@ -132,12 +161,15 @@ impl World {
                     if legacy && !self.node.exec(&["cat", &format!("/proc/net/{names}")]).contains("nat") {
                         return String::new();
                     }
-                    self.node.exec(&[&format!("{folder}/{family}-save"), "-t", "nat"])
+                    self.node.exec(&[&multi, &format!("{family}-save"), "-t", "nat"])
                 };
                 let text = save("iptables") + "\nv6\n" + &save("ip6tables");
                 let lines = text.lines().filter(|line| !line.starts_with('#'));
                 // Counters.
-                lines.map(|line| line.split(" [").next().unwrap().to_owned() + "\n").collect()
+                let without = |line: &str| {
+                    if line.starts_with(':') { line.split(" [").next().unwrap_or(line) } else { line }.to_owned()
+                };
+                lines.map(|line| without(line) + "\n").collect()
             }
         }
     }
@@ -146,7 +178,7 @@ impl World {
 /// A container with an attachment and its result.
 pub(crate) struct Pod<'w> {
     pub(crate) world: &'w World,
-    pub(crate) container: Container,
+    pub(crate) container: std::rc::Rc<Container>,
     pub(crate) network: Attachment<'w>,
     pub(crate) result: Value,
 }
@@ -155,7 +187,7 @@ impl<'w> Pod<'w> {
     #[track_caller]
     fn join(world: &'w World, container: Container, network: &Value, ifname: &str) -> Pod<'w> {
         let attachment = Attachment::new(&world.node, &container, network.clone()).ifname(ifname);
-        let result = attachment.add().success();
+        let (result, container) = (attachment.add().success(), std::rc::Rc::new(container));
         // The bridge's own address answers only after duplicate address detection.
         let tentative = || world.node.exec(&["ip", "-6", "address", "show", "tentative"]);
         for _ in 0..500 {
@@ -177,9 +209,20 @@ impl<'w> Pod<'w> {
     /// A call of portmap, by the plugins of a folder.
     #[track_caller]
     pub(crate) fn call_by(&self, dir: &Path, verb: &str, config: &Value, prev: Option<&Value>) -> Outcome {
+        self.invocation(dir, verb, config, prev).run()
+    }
+
+    #[track_caller]
+    pub(crate) fn invocation(
+        &self,
+        dir: &Path,
+        verb: &str,
+        config: &Value,
+        prev: Option<&Value>,
+    ) -> cni_testkit::Invocation<'w> {
         let attachment = self.network.clone().config(config.clone()).by(dir);
         let path = self.world.backend.path(&self.world.node);
-        attachment.invocation(verb, prev).env("PATH", path).run()
+        attachment.invocation(verb, prev).env("PATH", path)
     }
 
     #[track_caller]
@@ -197,10 +240,19 @@ impl<'w> Pod<'w> {
         self.call_by(&bin_dir(), "DEL", config, Some(&self.result))
     }
 
+    /// Another interface of the same container.
+    #[track_caller]
+    pub(crate) fn also(&self, network: &Value, ifname: &str) -> Pod<'w> {
+        let attachment = Attachment::new(&self.world.node, &self.container, network.clone()).ifname(ifname);
+        let result = attachment.add().success();
+        Pod { world: self.world, container: self.container.clone(), network: attachment, result }
+    }
+
     /// DEL of portmap as many runtimes send it, without runtimeConfig and prevResult, then DEL of bridge.
     #[track_caller]
     pub(crate) fn leave(&self) {
-        let config = patched(self.world.config(json!([])), json!({"runtimeConfig": null}));
+        let name = self.network.config["name"].clone();
+        let config = patched(self.world.config(json!([])), json!({"runtimeConfig": null, "name": name}));
         self.call_by(&bin_dir(), "DEL", &config, None).success();
         self.network.del_with(&self.result).success();
     }
@@ -278,4 +330,3 @@ pub(crate) fn each(backends: &[Backend], test: impl Fn(&World)) {
 pub(crate) fn go() -> PathBuf {
     cni_testkit::go_bin_dir()
 }
-
