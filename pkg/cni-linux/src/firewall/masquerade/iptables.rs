@@ -185,7 +185,7 @@ pub(super) fn ensure(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Resu
         edit.delete(&shape.chain, &stale.rule);
     }
     let mut there: Vec<Cidr> = Vec::new();
-    for jump in nat.rules(POSTROUTING)?.iter().filter(|rule| shape.is_jump(rule)) {
+    for jump in nat.leading_to(POSTROUTING, &shape.chain)?.iter().filter(|rule| shape.is_jump(rule)) {
         let from = source(jump);
         match from {
             // What Go doubled when two of them raced.
@@ -267,7 +267,7 @@ fn remove(
         chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.whose));
     let (mut jumps_left, mut unmarked_left) = (0, 0);
     let mut kept: Vec<Cidr> = Vec::new();
-    for jump in nat.rules(POSTROUTING)?.iter().filter(|rule| rule.target() == Some(name)) {
+    for jump in &nat.leading_to(POSTROUTING, name)? {
         let from = source(jump);
         let goes = if shape.is_some_and(|shape| !shape.is_jump(jump)) {
             false
@@ -317,8 +317,12 @@ pub(super) fn check(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Resul
     let Some(chain) = nat.chain(&shape.chain)?.cloned() else {
         return Ok(vec![format!("iptables chain {} is missing from table nat", shape.chain)]);
     };
-    let jumps: Vec<Cidr> =
-        nat.rules(POSTROUTING)?.iter().filter(|rule| shape.is_jump(rule)).filter_map(source).collect();
+    let jumps: Vec<Cidr> = nat
+        .leading_to(POSTROUTING, &shape.chain)?
+        .iter()
+        .filter(|rule| shape.is_jump(rule))
+        .filter_map(source)
+        .collect();
     let mut missing = Vec::new();
     let mut want = |words: Vec<String>| {
         if !chain.rules.iter().any(|rule| rule.is(&words)) {

@@ -111,7 +111,7 @@ pub(super) fn ensure(mark: &Mark, addresses: &[Cidr]) -> Result<()> {
         if !hooked_in(&mut nft)? {
             shared(&mut batch);
         }
-        for old in nft.rules(TABLE, CHECKS)?.iter().filter(|listed| is_of(listed, &key)) {
+        for old in nft.rules_with(TABLE, CHECKS, &key)?.iter().filter(|listed| is_of(listed, &key)) {
             batch.delete_rule(TABLE, CHECKS, old.handle);
         }
         for address in addresses {
@@ -147,20 +147,22 @@ fn hooked_in(nft: &mut Nft) -> Result<bool> {
 /// Removes the attachment's rules. Table and chains stay, as with Go.
 pub(super) fn purge(nft: &mut Nft, mark: &Mark) -> Result<()> {
     let key = key(&mark.network, &mark.container, &mark.ifname);
-    remove(nft, |listed| is_of(listed, &key))
+    remove(nft, &key, |_| true)
 }
 
 /// Removes the rules of the network that belong to no valid attachment.
 pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
     let all = network_key(network);
     let valid: Vec<String> = valid.iter().map(|(container, ifname)| key(network, container, ifname)).collect();
-    remove(nft, |listed| is_of(listed, &all) && !valid.iter().any(|key| is_of(listed, key)))
+    remove(nft, &all, |listed| !valid.iter().any(|key| is_of(listed, key)))
 }
 
-fn remove(nft: &mut Nft, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
+/// Removes the rules whose comments begin with `key` and that are garbage.
+fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
-        for old in nft.rules(TABLE, CHECKS)?.iter().filter(|listed| is_garbage(listed)) {
+        let rules = nft.rules_with(TABLE, CHECKS, key)?;
+        for old in rules.iter().filter(|listed| is_of(listed, key) && is_garbage(listed)) {
             batch.delete_rule(TABLE, CHECKS, old.handle);
         }
         nft.commit(batch)
@@ -169,15 +171,15 @@ fn remove(nft: &mut Nft, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
 
 /// What is not in force, in sentences.
 pub(super) fn check(mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
+    let key = key(&mark.network, &mark.container, &mark.ifname);
     let read = || {
         let mut nft = Nft::open()?;
-        Ok((hooked_in(&mut nft)?, nft.rules(TABLE, CHECKS)?))
+        Ok((hooked_in(&mut nft)?, nft.rules_with(TABLE, CHECKS, &key)?))
     };
     let (hooked_in, rules) = match read() {
         Err(error) if crate::Error::is_unsupported(&error) => (false, Vec::new()),
         read => read?,
     };
-    let key = key(&mark.network, &mark.container, &mark.ifname);
     let mut missing = Vec::new();
     for address in addresses {
         let (family, wanted) = (Family::of(address.address()), rule(*address));

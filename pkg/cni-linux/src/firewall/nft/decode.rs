@@ -151,11 +151,19 @@ fn base(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
     })
 }
 
+const NFTA_RULE_TABLE: u16 = 1;
+const NFTA_RULE_CHAIN: u16 = 2;
+const NFTA_RULE_HANDLE: u16 = 3;
+
+/// The table and the chain that a dumped rule is in, and its handle.
+pub fn place(payload: &[u8]) -> Option<(&[u8], &[u8], u64)> {
+    let bytes = payload.get(NFGENMSG..)?;
+    let name = |wanted| attribute(bytes, wanted)?.split(|byte| *byte == 0).next();
+    Some((name(NFTA_RULE_TABLE)?, name(NFTA_RULE_CHAIN)?, u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?))
+}
+
 /// A dumped rule, with the table and the chain it is in.
 pub fn rule(payload: &[u8]) -> Option<(String, String, Listed)> {
-    const NFTA_RULE_TABLE: u16 = 1;
-    const NFTA_RULE_CHAIN: u16 = 2;
-    const NFTA_RULE_HANDLE: u16 = 3;
     const NFTA_RULE_EXPRESSIONS: u16 = 4;
     const NFTA_RULE_USERDATA: u16 = 7;
     let bytes = payload.get(NFGENMSG..)?;
@@ -299,7 +307,14 @@ mod tests {
     }
 
     fn read_everything(bytes: &[u8]) {
-        let _ = (rule(bytes), chain(bytes), generation(bytes), whole_generation(bytes), userdata::decode(bytes));
+        let _ = (
+            rule(bytes),
+            place(bytes),
+            chain(bytes),
+            generation(bytes),
+            whole_generation(bytes),
+            userdata::decode(bytes),
+        );
         for message in messages(bytes) {
             let _ = (rule(message.payload), chain(message.payload), answer(&message));
         }

@@ -167,6 +167,24 @@ impl Nft {
         })
     }
 
+    /// Those rules of the chain, in order, in which these bytes occur: in a comment, a tag, or as the chain a rule leads
+    /// to. The others are read too, and passed over, which takes a fraction of the time. That the bytes are where they
+    /// are looked for is for the caller to see.
+    pub fn rules_with(&mut self, table: Table<'_>, chain: &str, bytes: &str) -> Result<Vec<Listed>> {
+        let what = format!("failed to list nft chain {table} {chain}");
+        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        let rules = self.dump(&what, table, request, |payload| {
+            let (in_table, in_chain, handle) = decode::place(payload)?;
+            if (in_table, in_chain) != (table.name.as_bytes(), chain.as_bytes()) {
+                return None;
+            }
+            let occurs = payload.windows(bytes.len().max(1)).any(|window| window == bytes.as_bytes());
+            Some((handle, occurs.then(|| decode::rule(payload)).flatten().map(|(.., listed)| listed)))
+        })?;
+        Ok(rules.into_iter().flatten().collect())
+    }
+
     /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
     pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
         let what = format!("failed to list the chains of nft table {table}");
