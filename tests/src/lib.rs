@@ -16,7 +16,7 @@ pub const VERSIONS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1
 pub const VERSION: &str = "1.0.0";
 
 /// The plugins of the suite.
-pub const PLUGINS: [&str; 3] = ["bridge", "host-local", "loopback"];
+pub const PLUGINS: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
 
 /// `ipam` for host-local on this node, over these ranges: one set per element.
 pub fn ipam(node: &Node, subnets: &[&str]) -> Value {

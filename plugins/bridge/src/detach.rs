@@ -102,8 +102,12 @@ fn remove_inner(
         // Made by a Go plugin, or cut off before it was marked.
         None => {
             inner.is_veth()
-                && expected_mac(call, prev).is_none_or(|expected| inner.mac == Some(expected))
-                && !outer.is_some_and(|outer| is_of_an_earlier_plugin(&outer, prev))
+                && match outer.and_then(|outer| place_in(prev, &outer)) {
+                    // A bridge plugin, ours or Go's, lists the bridge before the port. What stands first was made by an
+                    // earlier plugin, and a chained use of ours has given it back already.
+                    Some(place) => place > 0,
+                    None => expected_mac(call, prev).is_none_or(|expected| inner.mac == Some(expected)),
+                }
         }
     };
     if ours {
@@ -118,11 +122,11 @@ fn remove_inner(
     Ok(())
 }
 
-/// Whether another plugin made the pair and a chained use of ours has given it back already. A bridge plugin, ours or
-/// Go's, lists the bridge before the port; what an earlier plugin made stands first.
-fn is_of_an_earlier_plugin(outer: &Link, prev: Option<&AddResult>) -> bool {
-    let mut on_host = prev.into_iter().flat_map(|prev| &prev.interfaces).filter(|interface| interface.sandbox.is_empty());
-    on_host.next().is_some_and(|first| first.name == outer.name)
+/// Where `prevResult` names the host's end among the interfaces of the host. It knows it by name, which no later plugin
+/// changes; the container end's MAC it may give as `tuning` set it, and has set it back since.
+fn place_in(prev: Option<&AddResult>, outer: &Link) -> Option<usize> {
+    let mut on_host = prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    on_host.position(|interface| interface.name == outer.name)
 }
 
 /// The interface's MAC by `prevResult`, if that is there and says one.

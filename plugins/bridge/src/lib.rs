@@ -70,7 +70,8 @@ impl Plugin for Bridge {
             return Err(Error::new(Code::NOT_AVAILABLE, msg));
         }
         if conf.spoof_check {
-            SpoofCheck::open().map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
+            let probed = SpoofCheck::open().and_then(|mut spoof| spoof.probe());
+            probed.map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
         }
         masquerade::status(call, &conf)?;
         match &conf.ipam {
