@@ -64,7 +64,7 @@ fn a_pod_reaches_another_and_itself_through_the_host_port() {
 fn a_host_address_limits_the_mapping_to_it() {
     each(&BACKENDS, |world| {
         world.node.exec(&["ip", "address", "add", "192.0.2.2/24", "dev", "up0"]);
-        let on = |host_ip: &str, port: u16| json!({"hostPort": port, "containerPort": 80, "hostIP": host_ip});
+        let on = |host_ip: &str, port: u16| json!({"hostPort": port, "containerPort": 80, "protocol": "tcp", "hostIP": host_ip});
         let pod = world.mapped(json!([on("192.0.2.2", 8080), on("0.0.0.0", 8081), on("::", 8082), on(HOST[1], 8083)]));
         pod.serve_tcp(80, "pod");
         for (to, reached) in [

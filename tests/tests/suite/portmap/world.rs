@@ -1,5 +1,6 @@
 //! A node with an uplink, a client beyond it, containers on a bridge, servers in them, and three backends.
 
+use std::cell::RefCell;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::path::{Path, PathBuf};
@@ -181,6 +182,8 @@ pub(crate) struct Pod<'w> {
     pub(crate) container: std::rc::Rc<Container>,
     pub(crate) network: Attachment<'w>,
     pub(crate) result: Value,
+    /// What portmap was told to ADD.
+    added: RefCell<Vec<Value>>,
 }
 
 impl<'w> Pod<'w> {
@@ -192,7 +195,7 @@ impl<'w> Pod<'w> {
         let tentative = || world.node.exec(&["ip", "-6", "address", "show", "tentative"]);
         for _ in 0..500 {
             if tentative().trim().is_empty() {
-                return Pod { world, container, network: attachment, result };
+                return Pod { world, container, network: attachment, result, added: RefCell::default() };
             }
             thread::sleep(Duration::from_millis(10));
         }
@@ -209,6 +212,9 @@ impl<'w> Pod<'w> {
     /// A call of portmap, by the plugins of a folder.
     #[track_caller]
     pub(crate) fn call_by(&self, dir: &Path, verb: &str, config: &Value, prev: Option<&Value>) -> Outcome {
+        if verb == "ADD" {
+            self.added.borrow_mut().push(config.clone());
+        }
         self.invocation(dir, verb, config, prev).run()
     }
 
@@ -245,15 +251,21 @@ impl<'w> Pod<'w> {
     pub(crate) fn also(&self, network: &Value, ifname: &str) -> Pod<'w> {
         let attachment = Attachment::new(&self.world.node, &self.container, network.clone()).ifname(ifname);
         let result = attachment.add().success();
-        Pod { world: self.world, container: self.container.clone(), network: attachment, result }
+        Pod {
+            world: self.world,
+            container: self.container.clone(),
+            network: attachment,
+            result,
+            added: RefCell::default(),
+        }
     }
 
-    /// DEL of portmap as many runtimes send it, without runtimeConfig and prevResult, then DEL of bridge.
+    /// DEL of portmap for everything that was added to this attachment, then DEL of bridge.
     #[track_caller]
     pub(crate) fn leave(&self) {
-        let name = self.network.config["name"].clone();
-        let config = patched(self.world.config(json!([])), json!({"runtimeConfig": null, "name": name}));
-        self.call_by(&bin_dir(), "DEL", &config, None).success();
+        for config in self.added.take() {
+            self.del(&config).success();
+        }
         self.network.del_with(&self.result).success();
     }
 
