@@ -372,3 +372,87 @@ fn destination(family: Family, revision: u32, info: &[u8]) -> Option<String> {
         _ => Some(format!("{address}:{first}")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::firewall::nft::Rule as Raw;
+    use crate::firewall::nft::expr::{Reg, daddr, masked, saddr};
+    use proptest::prelude::*;
+
+    fn in_words(exprs: Vec<Expr>) -> Vec<String> {
+        words(Family::V4, &exprs)
+    }
+
+    #[test]
+    fn a_prefix_is_read_from_a_mask_as_from_a_shorter_load() {
+        let network = daddr("10.1.0.0".parse().unwrap());
+        let (Expr::Payload { base, offset, to, .. }, data) = (network[0].clone(), vec![10, 1, 0, 0]) else { panic!() };
+        let mask = Expr::Bitwise { reg: to, mask: vec![255, 255, 0, 0], xor: vec![0; 4] };
+        let older = vec![
+            Expr::Payload { base, offset, len: 4, to },
+            mask.clone(),
+            Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: data.clone() },
+        ];
+        assert_eq!(in_words(older), ["-d", "10.1.0.0/16"]);
+        assert_eq!(in_words(masked(network, 16)), ["-d", "10.1.0.0/16"]);
+        // A mask with a hole is none.
+        let hole = Expr::Bitwise { reg: to, mask: vec![255, 0, 255, 0], xor: vec![0; 4] };
+        let odd = [Expr::Payload { base, offset, len: 4, to }, hole, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }];
+        assert_eq!(in_words(odd.into()), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_comment_in_nfts_own_place_is_found() {
+        let mut exprs = saddr("10.1.2.3".parse().unwrap());
+        exprs.push(Expr::Verdict(Verdict::Jump("CNI-A".into())));
+        let listed = Listed { handle: 7, rule: Raw::new(exprs).with_comment("name: \"n\"") };
+        let rule = rule(Family::V4, listed);
+        assert_eq!(
+            (rule.comment(), rule.target(), rule.value("-s")),
+            (Some("name: \"n\""), Some("CNI-A"), Some("10.1.2.3/32"))
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn arbitrary_structures_never_panic(
+            name in "comment|multiport|addrtype|mark|tcp|udp|sctp|MASQUERADE|DNAT|MARK|x",
+            revision in 0_u32..4,
+            info in proptest::collection::vec(any::<u8>(), 0..320),
+        ) {
+            for family in [Family::V4, Family::V6] {
+                let (a, b) = (name.clone(), name.clone());
+                let exprs = [
+                    Expr::XtMatch { name: a, revision, info: info.clone() },
+                    Expr::XtTarget { name: b, revision, info: info.clone() },
+                ];
+                drop(words(family, &exprs));
+            }
+        }
+
+        #[test]
+        fn arbitrary_comparisons_never_panic(
+            key in 0_u32..20,
+            offset in 0_u32..30,
+            len in 0_u32..20,
+            mask in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..20)),
+            data in proptest::collection::vec(any::<u8>(), 0..40),
+        ) {
+            for family in [Family::V4, Family::V6] {
+                for base in [Base::NETWORK, Base::TRANSPORT] {
+                    let mask = mask.clone().map(|mask| Expr::Bitwise { reg: Reg::R1, xor: vec![0; mask.len()], mask });
+                    let cmp = Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: data.clone() };
+                    let payload = Expr::Payload { base, offset, len, to: Reg::R1 };
+                    let meta = Expr::Meta { key: MetaKey(key), to: Reg::R1 };
+                    for load in [payload, meta] {
+                        let exprs: Vec<Expr> = [Some(load), mask.clone(), Some(cmp.clone())].into_iter().flatten().collect();
+                        drop(words(family, &exprs));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -264,15 +264,17 @@ fn what_can_never_work_is_told_with_the_programs_words_and_not_repeated() {
 fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
     with_each(|variant, family| {
         let netns = crate::Netns::current().unwrap();
+        let looks = std::sync::atomic::AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for number in 0..50 {
-                let netns = &netns;
+                let (netns, looks) = (&netns, &looks);
                 scope.spawn(move || {
                     // Threads inherit the namespace.
                     assert!(crate::Netns::current().unwrap().is_same(netns));
                     let machine = machine();
                     let chain = format!("CNI-{number}");
                     let plan = |nat: &mut Nat<'_>| {
+                        looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
                         let mut edit = Edit::new();
                         if !nat.has("CNI-SHARED")? {
                             edit.create_chain("CNI-SHARED");
@@ -286,6 +288,7 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                 });
             }
         });
+        assert_eq!(looks.into_inner(), 50, "nobody came in between");
         let saved = saved(variant, family);
         assert_eq!(saved.iter().filter(|line| line.starts_with(":CNI")).count(), 51);
         assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), 1);

@@ -1,7 +1,7 @@
 //! Masquerading: what leaves a container for outside its network goes with the host's address.
 //!
-//! [`Masquerade`] is what plugins see: one attachment ([`Mark`]) and its addresses, kept by one of two backends,
-//! [`iptables`] or [`nftables`], in the shapes of the Go plugins. Where new rules go is chosen once, at ADD; everything else
+//! [`Masquerade`] is what plugins see: one attachment ([`Mark`]) and its addresses, kept by one of two
+//! [`Backend`]s in the shapes of the Go plugins. Where new rules go is chosen once, at ADD; everything else
 //! looks at both, since configuration and host may have changed since.
 //!
 //! Acts in the network namespace of the calling thread, which must be the host's. Removing needs no address, no program

@@ -117,6 +117,51 @@ fn two_interfaces_on_one_network_go_one_after_the_other() {
 }
 
 #[test]
+fn an_interface_without_rules_takes_none_of_anothers() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4]);
+        rig.purge(&mark("c1", "eth1"), &[]);
+        rig.purge(&mark("c1", "eth1"), &["10.88.0.3"]);
+        assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
+        // Nor what cannot be told from it by its address.
+        rig.purge(&mark("c1", "eth1"), &["10.88.0.2"]);
+        assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
+    });
+}
+
+#[test]
+fn an_interface_with_rules_of_ours_takes_none_of_gos() {
+    with_each(|rig| {
+        let Some(go) = Go::new("c1", "eth1", &["10.88.0.3/24"]) else { return };
+        go.add(rig);
+        rig.ensure(&c1(), &[NET4]);
+        rig.purge(&c1(), &[]);
+        assert_eq!(rig.missing(&mark("c1", "eth1"), &["10.88.0.3/24"]), NONE, "{:#?}", rig.saved());
+        rig.purge(&mark("c1", "eth1"), &[]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
+fn what_an_interface_alone_needed_goes_with_it_and_a_damaged_one_keeps_its_own() {
+    with_each(|rig| {
+        let eth1 = mark("c1", "eth1");
+        rig.ensure(&c1(), &[NET4]);
+        rig.ensure(&eth1, &["10.99.0.2/24"]);
+        rig.iptables(&format!(
+            "-t nat -D POSTROUTING -s 10.99.0.2 -m comment --comment 'name: \"net\" id: \"c1\"' -j {}",
+            chain()
+        ));
+        rig.purge(&c1(), &[]);
+        let saved = rig.saved();
+        assert!(!saved.iter().any(|line| line.contains("10.88")), "{saved:#?}");
+        assert!(saved.iter().any(|line| line.contains("-d 10.99.0.0/24") && line.contains("ACCEPT")), "{saved:#?}");
+        rig.ensure(&eth1, &["10.99.0.2/24"]);
+        assert_eq!(rig.missing(&eth1, &["10.99.0.2/24"]), NONE);
+    });
+}
+
+#[test]
 fn after_go_has_flushed_the_chain_of_two_the_rest_still_goes() {
     with_each(|rig| {
         let Some([go, _other]) = two(rig, false) else { return };
@@ -147,8 +192,16 @@ fn networks_with_one_hash_do_not_touch_each_other() {
         assert_eq!(iptables::chain_name("ab", "c"), iptables::chain_name("a", "bc"));
         rig.ensure(&one, &[NET4]);
         rig.ensure(&other, &["10.99.0.2/24"]);
+        // One without our line too, as Go makes it.
+        let theirs = format!(
+            "POSTROUTING -s 10.77.0.2 -m comment --comment 'name: \"a\" id: \"bc\"' -j {}",
+            iptables::chain_name("a", "bc")
+        );
+        rig.iptables(&format!("-t nat -A {theirs}"));
         rig.purge(&one, &["10.88.0.2"]);
+        rig.purge(&one, &[]);
         assert_eq!(rig.missing(&other, &["10.99.0.2/24"]), NONE, "{:#?}", rig.saved());
+        rig.iptables(&format!("-t nat -D {theirs}"));
         rig.purge(&other, &[]);
         assert_eq!(rig.saved(), NONE);
     });

@@ -114,12 +114,17 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         }
         ensure(&Mark::new("net2", "c2", "eth0"), &[NET4]);
         nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"somebody's\"");
+        // The key, but not where a key is.
+        let key = rules().iter().find_map(|rule| Some(rule.split("comment \"").nth(1)?[..33].to_owned())).unwrap();
+        nft(&format!(
+            "add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.8 masquerade comment \"not {key}\""
+        ));
         nftables::gc(&mut Nft::open().unwrap(), "net", &[("c1", "eth1")]).unwrap();
         let left = rules();
-        assert_eq!(left.len(), 4, "{left:#?}");
+        assert_eq!(left.len(), 5, "{left:#?}");
         assert!(!left.iter().any(|rule| rule.contains(", net: net, if: eth0")));
         nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
-        assert_eq!(rules().len(), 2);
+        assert_eq!(rules().len(), 3);
     });
 }
 
