@@ -1,1 +1,79 @@
-//! The iptables backend against the real kernel, in both variants.
+//! What is read of a container's chain. The backend as a whole is tested through the plugin, with packets, in both
+//! variants.
+
+use super::shape::{Section, sections};
+use super::*;
+use crate::firewall::iptables::split;
+
+fn rules(lines: &[&str]) -> Vec<Rule> {
+    lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true }).collect()
+}
+
+fn mapping(port: u16, to: &str) -> [String; 2] {
+    [
+        format!("-s 10.0.0.0/24 -p tcp -m tcp --dport {port} -j CNI-HOSTPORT-SETMARK"),
+        format!("-p tcp -m tcp --dport {port} -j DNAT --to-destination {to}"),
+    ]
+}
+
+fn summary(sections: &[Section]) -> Vec<(Option<&str>, Vec<u16>)> {
+    let ports = |section: &Section| section.claims().map(|claim| claim.host_port).collect();
+    sections.iter().map(|section| (section.alias(), ports(section))).collect()
+}
+
+#[test]
+fn a_chain_is_read_as_the_sections_of_its_attachments() {
+    let (a, b, c, again) = (
+        mapping(8080, "10.0.0.2:80"),
+        mapping(8081, "10.0.0.3:80"),
+        mapping(8082, "10.0.0.4:80"),
+        mapping(8083, "10.0.0.3:81"),
+    );
+    let chain = rules(&[
+        &c[0],
+        &c[1],
+        "-i veth1 -m comment --comment \"cni:net/c/eth0\"",
+        &a[0],
+        &a[1],
+        "-m comment --comment cni:net/c/eth1",
+        &b[0],
+        &b[1],
+        &again[0],
+        &again[1],
+        // Appended by Go for another interface.
+        &c[0],
+        &c[1],
+    ]);
+    let found = sections(&chain);
+    let expected =
+        [(None, vec![8082, 8082]), (Some("cni:net/c/eth0"), vec![8080]), (Some("cni:net/c/eth1"), vec![8081, 8083])];
+    assert_eq!(summary(&found), expected);
+    assert!(found[1].is_witnessed() && !found[2].is_witnessed() && !found[0].is_witnessed());
+    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
+}
+
+#[test]
+fn what_is_unknown_in_a_chain_is_kept_with_what_stands_before_it() {
+    let chain = rules(&["-j RETURN", "-m comment --comment cni:net/c/eth0", "-p tcp -j DNAT", "-j LOG"]);
+    let found = sections(&chain);
+    assert_eq!(summary(&found), [(None, vec![]), (Some("cni:net/c/eth0"), vec![])]);
+    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len());
+    assert_eq!(sections(&[]).len(), 1);
+}
+
+#[test]
+fn a_way_to_a_chain_serves_the_ports_it_names() {
+    let of = |line: &str| Jump::of(&rules(&[line])[0]).unwrap();
+    let claim = |port| Claim {
+        protocol: super::super::Protocol::Tcp,
+        host_ip: None,
+        host_port: port,
+        container: "10.0.0.2:80".parse().unwrap(),
+    };
+    let jump =
+        of("-p tcp -m comment --comment \"dnat name: \\\"n\\\" id: \\\"c\\\"\" -m multiport --dports 80,81 -j D");
+    assert!(jump.plain && jump.serves(&claim(80)) && jump.serves(&claim(81)) && !jump.serves(&claim(82)));
+    assert!(!of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D").plain);
+    assert!(!of("-p udp -m multiport --dports 80 -j D").serves(&claim(80)));
+    assert!(of("-p tcp -j D").serves(&claim(80)), "every port");
+}

@@ -1,1 +1,137 @@
 //! The nft backend against the real kernel.
+
+use super::super::{Mapping, Protocol, SetMark};
+use super::*;
+use crate::firewall::play::{nft, on_a_host, ruleset};
+use crate::testing::machine;
+
+fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwarding {
+    let cidr = |text: String| text.parse().unwrap();
+    Forwarding {
+        mark: Mark::new("net", container, ifname),
+        containers: vec![cidr(format!("10.9.0.{number}/16")), cidr(format!("fd00:9::{number}/64"))],
+        mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: port, container_port: 80 }],
+        snat: Snat::Hairpin,
+        set_mark: SetMark::Bit(13),
+        conditions_v4: Vec::new(),
+        conditions_v6: Vec::new(),
+        policy: Policy::Judge,
+    }
+}
+
+fn ensure(wanted: &Forwarding) -> Ensured {
+    NftPortMap::open().unwrap().ensure(&machine(), wanted).unwrap()
+}
+
+fn is_changed(ensured: Ensured) -> bool {
+    matches!(ensured, Ensured::Done { changed: true, .. })
+}
+
+#[test]
+fn every_verb_is_one_transaction_or_none() {
+    on_a_host(|| {
+        let mut backend = NftPortMap::open().unwrap();
+        let mut wanted = forwarding("c", "eth0", 2, 8080);
+        let mut transactions = |work: &dyn Fn(&mut NftPortMap)| {
+            let before = backend.nft.generation().unwrap().0;
+            work(&mut backend);
+            backend.nft.generation().unwrap().0 - before
+        };
+        let purge = |backend: &mut NftPortMap| drop(backend.purge(&Mark::new("net", "c", "eth0"), &[]).unwrap());
+        let add =
+            |wanted: Forwarding| move |backend: &mut NftPortMap| drop(backend.ensure(&machine(), &wanted).unwrap());
+        assert_eq!(transactions(&purge), 0);
+        assert_eq!(transactions(&add(wanted.clone())), 1, "both families, the shared chains too");
+        assert_eq!(transactions(&add(wanted.clone())), 0, "all is in place");
+        wanted.mappings[0].host_port = 9090;
+        assert_eq!(transactions(&add(wanted)), 1);
+        assert!(!ruleset().contains("8080"));
+        assert_eq!(transactions(&|backend| drop(backend.check(&forwarding("c", "eth0", 2, 9090)).unwrap())), 0);
+        assert_eq!(transactions(&purge), 1);
+        assert_eq!(transactions(&purge), 0);
+    });
+}
+
+#[test]
+fn many_at_once_on_a_clean_host_are_all_there_and_nothing_is_double() {
+    on_a_host(|| {
+        let all = |what: &(dyn Fn(u8) + Sync)| {
+            std::thread::scope(|scope| (1..=30).for_each(|number| drop(scope.spawn(move || what(number)))));
+        };
+        let wanted = |number: u8| forwarding(&format!("c{number}"), "eth0", number, 8000 + u16::from(number));
+        all(&|number| assert!(is_changed(ensure(&wanted(number)))));
+        for number in 1..=30 {
+            assert_eq!(NftPortMap::open().unwrap().check(&wanted(number)).unwrap(), Vec::<String>::new());
+        }
+        assert_eq!(ruleset().matches("jump hostports_all").count(), 4, "{}", ruleset());
+        assert_eq!(ruleset().matches("dnat to").count(), 60);
+        // The same attachment from all sides is there once.
+        all(&|_| drop(ensure(&wanted(1))));
+        assert_eq!(ruleset().matches("dnat to").count(), 60);
+        all(&|number| drop(NftPortMap::open().unwrap().purge(&wanted(number).mark, &[]).unwrap()));
+        assert!(!ruleset().contains("comment \"c"), "{}", ruleset());
+    });
+}
+
+#[test]
+fn of_many_who_want_one_port_all_find_each_other() {
+    on_a_host(|| {
+        std::thread::scope(|scope| {
+            for number in 1..=20_u8 {
+                scope.spawn(move || ensure(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
+            }
+        });
+        // Nothing is known of any of them, so all stand; and each but the first has been told of all before it.
+        assert_eq!(ruleset().matches("dnat to").count(), 40);
+        let late = ensure(&forwarding("late", "eth0", 99, 8080));
+        assert!(matches!(late, Ensured::Done { remarks, .. } if remarks.len() == 40));
+    });
+}
+
+#[test]
+fn rules_that_have_lost_their_tags_go_by_their_address() {
+    on_a_host(|| {
+        let (one, other) = (forwarding("c", "eth0", 2, 8080), forwarding("c", "eth1", 3, 8081));
+        assert!(is_changed(ensure(&one)) && is_changed(ensure(&other)));
+        let listing = ruleset();
+        nft(&format!("flush ruleset\n{listing}"));
+        let addresses: Vec<IpAddr> = one.containers.iter().map(|container| container.address()).collect();
+        let mut backend = NftPortMap::open().unwrap();
+        assert_eq!(backend.check(&one).unwrap(), Vec::<String>::new());
+        let claims = backend.purge(&one.mark, &addresses).unwrap();
+        assert_eq!(claims.len(), 2);
+        assert!(!ruleset().contains("8080") && ruleset().contains("8081"), "{}", ruleset());
+        // Without an address, as Go: all of the container.
+        assert_eq!(backend.purge(&one.mark, &[]).unwrap().len(), 2);
+        assert!(!ruleset().contains("comment \"c\""), "{}", ruleset());
+    });
+}
+
+#[test]
+fn a_long_container_id_is_no_obstacle() {
+    on_a_host(|| {
+        for len in [128, 129, 200, 300] {
+            let mut wanted = forwarding(&"x".repeat(len), "eth0", 2, 8080);
+            wanted.policy = Policy::Ignore;
+            assert!(is_changed(ensure(&wanted)));
+            let mut backend = NftPortMap::open().unwrap();
+            assert_eq!(backend.check(&wanted).unwrap(), Vec::<String>::new(), "{len}");
+            assert_eq!(backend.collect_garbage("net", std::slice::from_ref(&wanted.mark)).unwrap(), []);
+            assert_eq!(backend.collect_garbage("ne", &[]).unwrap(), []);
+            assert_eq!(backend.collect_garbage("net", &[]).unwrap().len(), 2);
+            assert!(!ruleset().contains("xxx"), "{}", ruleset());
+        }
+    });
+}
+
+#[test]
+fn a_base_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
+    on_a_host(|| {
+        nft("table ip cni_hostport { chain prerouting { type filter hook prerouting priority 0; }; }");
+        let before = ruleset();
+        let refusal = NftPortMap::open().unwrap().ensure(&machine(), &forwarding("c", "eth0", 2, 1)).unwrap_err();
+        let Refusal::Kernel(error) = refusal else { panic!("{refusal:?}") };
+        assert!(error.to_string().starts_with("failed to use nft chain ip cni_hostport prerouting"), "{error}");
+        assert_eq!(ruleset(), before);
+    });
+}
