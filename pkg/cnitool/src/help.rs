@@ -145,7 +145,8 @@ attached to this network: name its attachments too.
 Nothing of the network may be added or deleted meanwhile.
 
   --keep ID/IFNAME     this attachment is valid; can be repeated
-  --all                go on even if nothing is valid, which removes everything
+  --all                go on even if nothing is valid, which removes everything, or
+                       if a file of cnitool's memory does not tell whose it is
   --dry-run            tell what would be removed and change nothing
   and the options of every verb: cnitool --help
 

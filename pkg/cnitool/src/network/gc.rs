@@ -20,6 +20,8 @@ use crate::target::Presence;
 struct Plan<'a> {
     network: &'a str,
     judged: Vec<Judged>,
+    /// What is remembered and cannot be understood. Its attachment is in use, for all anybody knows, and not in `valid`.
+    unreadable: Vec<String>,
     valid: ValidAttachments,
     /// From 1.1.0 on the plugins remove what else they find.
     asks_plugins: bool,
@@ -43,6 +45,11 @@ impl Network<'_, '_> {
             let details = "name what is in use with --keep CONTAINER-ID/IFNAME, see what would go with --dry-run, or confirm with --all";
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
+        if plan.acts && plan.may_remove_what_is_in_use() && !self.command.all {
+            let msg = "whose these files are cannot be told, so what they stand for would be removed";
+            let details = "name it with --keep CONTAINER-ID/IFNAME if it is in use, then confirm with --all; 'cnitool del' removes it, and its file";
+            return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
+        }
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
@@ -61,13 +68,14 @@ impl Network<'_, '_> {
     fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
         let asks_plugins = list.version()? >= Version::V1_1_0;
         let remembered = self.runtime.stale(list, &ValidAttachments::default())?;
-        let judged: Vec<Judged> = remembered.into_iter().map(|entry| self.judge(entry)).collect();
+        let unreadable = remembered.problems;
+        let judged: Vec<Judged> = remembered.entries.into_iter().map(|entry| self.judge(entry)).collect();
         let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.key());
         let kept = kept.map(|Key { container_id, ifname, .. }| (container_id.to_owned(), ifname.to_owned()));
         // What is named need not be remembered: it may be another runtime's.
         let valid = kept.chain(self.command.keep.iter().cloned()).collect();
         let acts = !self.command.dry_run && !list.disable_gc();
-        Ok(Plan { network: &self.command.network, judged, valid, asks_plugins, acts })
+        Ok(Plan { network: &self.command.network, judged, unreadable, valid, asks_plugins, acts })
     }
 
     fn judge(&self, entry: Entry) -> Judged {
@@ -92,6 +100,11 @@ impl Plan<'_> {
         self.valid.iter().next().is_none() && (self.asks_plugins || !self.judged.is_empty())
     }
 
+    /// Below 1.1.0 nothing is removed but what is remembered, and understood.
+    fn may_remove_what_is_in_use(&self) -> bool {
+        self.asks_plugins && !self.unreadable.is_empty()
+    }
+
     fn text(&self) -> String {
         let mut text = String::new();
         for Judged { entry, keeps, why } in &self.judged {
@@ -104,6 +117,9 @@ impl Plan<'_> {
             if !self.judged.iter().any(|judged| is_it(judged.entry.key())) {
                 text += &format!("keep    {id}/{ifname}  (named with --keep; not one of cnitool's)\n");
             }
+        }
+        for problem in &self.unreadable {
+            text += &format!("unknown {problem}\n");
         }
         if self.asks_plugins {
             let valid = match self.valid.iter().count() {
@@ -130,6 +146,7 @@ impl Plan<'_> {
             "network": self.network,
             "changed": self.acts,
             "removed": removed.collect::<Vec<_>>(),
+            "unreadable": self.unreadable,
             "valid": valid.collect::<Vec<_>>(),
         })
     }

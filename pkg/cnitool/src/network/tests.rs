@@ -189,6 +189,30 @@ fn gc_never_removes_everything_unless_told_so() {
 }
 
 #[test]
+fn gc_removes_nothing_while_it_cannot_tell_whose_a_file_is_unless_told_so() {
+    let node = Node::new();
+    node.done("add net x --container-id c");
+    let results = node.folder.path().join("cache/results");
+    std::fs::write(results.join("net-empty-eth0"), "").unwrap();
+    std::fs::write(results.join("net-old-eth0"), r#"{"cniVersion":"0.4.0","dns":{}}"#).unwrap();
+    node.asked();
+    let said = node.say("gc net");
+    assert!(said.exit == Exit::Failed && said.stderr.contains("103: refused by cnitool"), "{}", said.stderr);
+    for file in ["net-empty-eth0", "net-old-eth0"] {
+        assert!(said.stderr.contains(&format!("/{file}: ")), "{}", said.stderr);
+        let dry = node.done("gc net --dry-run");
+        assert!(dry.contains(&format!("unknown {}: ", results.join(file).display())), "{dry}");
+    }
+    let json = node.say("gc net --dry-run --json").json();
+    assert_eq!(json["unreadable"].as_array().map(Vec::len), Some(2), "{json}");
+    assert_eq!(node.calls(), "");
+    node.done("gc net --all --keep old/eth0");
+    assert_eq!(node.calls(), "a GC, b GC");
+    node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"}]}"#);
+    assert!(node.done("gc net").contains("know no GC"), "nobody is asked to remove what is not remembered");
+}
+
+#[test]
 fn gc_keeps_what_it_cannot_judge_and_lets_disable_gc_rule() {
     let node = Node::new();
     node.done("add net /secret --container-id c");

@@ -5,7 +5,7 @@
 
 use serde_json::value::RawValue;
 
-use super::cache::{Entry, Key, in_version};
+use super::cache::{Entry, Key, Listing, in_version};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::plugin::{Variables, blame};
@@ -140,20 +140,22 @@ impl Runtime<'_> {
         Error::join(errors).map_or(Ok(()), Err)
     }
 
-    /// Which remembered attachments of a network are not in `valid`. Files that cannot be understood are noted.
+    /// Which remembered attachments of a network are not in `valid`, and the files that cannot be understood: whose
+    /// they are, and so whether those are in `valid`, nobody knows.
     ///
     /// # Errors
     /// Code 5 if the memory cannot be read.
-    pub fn stale(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<Vec<Entry>> {
+    pub fn stale(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<Listing> {
         ident::check_network_name(list.name())?;
-        let listing = self.cache.list(list.name())?;
-        listing.problems.iter().for_each(|problem| self.notes.note(format_args!("ignored: {problem}")));
-        let is_valid = |entry: &Entry| valid.contains(&entry.attachment.container_id, &entry.attachment.ifname);
-        Ok(listing.entries.into_iter().filter(|entry| !is_valid(entry)).collect())
+        let mut listing = self.cache.list(list.name())?;
+        listing
+            .entries
+            .retain(|Entry { attachment, .. }| !valid.contains(&attachment.container_id, &attachment.ifname));
+        Ok(listing)
     }
 
     /// GC: a full DEL of every remembered attachment that is not in `valid`, then, from 1.1.0 on, GC of every plugin.
-    /// Nothing at all with `disableGC`.
+    /// Nothing at all with `disableGC`. Files of the memory that cannot be understood are noted and left alone.
     ///
     /// # Errors
     /// All that went wrong, after everything has been tried.
@@ -166,9 +168,10 @@ impl Runtime<'_> {
         let mut errors = Vec::new();
         let stale = self.stale(list, valid).unwrap_or_else(|error| {
             errors.push(error.context("failed to find stale attachments"));
-            Vec::new()
+            Listing::default()
         });
-        for Entry { attachment, .. } in stale {
+        stale.problems.iter().for_each(|problem| self.notes.note(format_args!("ignored: {problem}")));
+        for Entry { attachment, .. } in stale.entries {
             if let Err(error) = self.del(list, &attachment, OnError::GoOn) {
                 let Attachment { container_id, ifname, .. } = &attachment;
                 errors.push(error.context(format_args!("failed to delete stale attachment {container_id} {ifname}")));
