@@ -1,9 +1,8 @@
-//! VERSION: what a plugin speaks, and whether a network's plugins speak its version.
+//! VERSION: what a plugin says it speaks. Whether that fits a network is for the caller to say.
 
 use serde::Deserialize;
 
 use super::Runtime;
-use super::list::NetworkList;
 use super::plugin::Variables;
 use crate::json::Json;
 use crate::skel::Verb;
@@ -44,23 +43,5 @@ impl Runtime<'_> {
             (_, true) => Err(failed("it lacks supportedVersions".to_owned())),
             (_, false) => Ok(reply.supported_versions),
         }
-    }
-
-    /// That every plugin of the network is there and speaks the network's version. What the network can be given: the
-    /// capabilities of its plugins.
-    ///
-    /// # Errors
-    /// All that is wrong.
-    pub fn validate<'a>(&self, list: &'a NetworkList) -> Result<Vec<&'a str>> {
-        let expected = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
-        let check = |kind: &str| {
-            if self.supported_versions(kind)?.iter().any(|version| version == expected) {
-                return Ok(());
-            }
-            let msg = format!("plugin {kind} does not support config version {expected:?}");
-            Err(Error::new(Code::INCOMPATIBLE_VERSION, msg))
-        };
-        let errors = list.plugins().iter().filter_map(|plugin| check(plugin.kind()).err());
-        Error::join(errors).map_or_else(|| Ok(list.capabilities()), Err)
     }
 }

