@@ -19,6 +19,14 @@ use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::watch::Watch;
 
+/// Whether the kernel has noticed that the interface has a carrier.
+///
+/// A bridge that has never lost its carrier is in state "unknown" for ever, and works. A veth is in that state for a moment
+/// after it was made, before the kernel has noticed that it has none.
+fn has_carrier(link: &Link) -> bool {
+    link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
+}
+
 /// A bridge to be made.
 #[derive(Clone, Copy, Debug)]
 pub struct BridgeSpec<'a> {
@@ -113,8 +121,9 @@ impl Netlink {
         })
     }
 
-    /// Waits until a bridge's port lets frames pass: both ends up, and the spanning tree agreed. `watch` must have
-    /// been opened in this connection's namespace, before the port was touched.
+    /// Waits until a bridge's port lets frames pass: both ends up, and the bridge has agreed. A spanning tree may take half
+    /// a minute to agree, so on a bridge that runs one this waits for the carrier alone. `watch` must have been opened in
+    /// this connection's namespace, before the port was touched.
     ///
     /// # Errors
     /// [`Error::is_deadline`], [`Error::is_terminated`], or the port is gone, or no port.
@@ -132,6 +141,11 @@ impl Netlink {
             match link.port {
                 // A port just made is taken to work until the kernel has judged it, and forwards for that moment.
                 Some(port) if port.state == PortState::Forwarding && link.oper_state == OperState::Up => Ok(Some(link)),
+                Some(port) if port.state == PortState::HeldBack && link.oper_state == OperState::Up => {
+                    let bridge = link.master.map(|master| self.find_link_by_index(master)).transpose()?.flatten();
+                    let spanning_tree = bridge.and_then(|link| link.bridge).is_some_and(|bridge| bridge.spanning_tree);
+                    Ok(spanning_tree.then_some(link))
+                }
                 Some(_) => Ok(None),
                 None => {
                     Err(Error::new(format_args!("failed to wait for {}", link.name), Cause::text("it is on no bridge")))
@@ -158,7 +172,7 @@ impl Netlink {
         machine: &dyn cni::machine::Machine,
     ) -> Result<()> {
         watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
-            Some(link) => Ok((link.oper_state == OperState::Up).then_some(())),
+            Some(link) => Ok(has_carrier(&link).then_some(())),
             None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
         })
     }

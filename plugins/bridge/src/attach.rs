@@ -10,7 +10,7 @@ use cni::delegate::Delegate;
 use cni::result::{AddResult, Interface};
 use cni::skel::{Added, Call};
 use cni::{Error, Result};
-use cni_linux::link::OperState;
+use cni_linux::link::{OperState, PortState};
 use cni_linux::{Link, Mac, Netlink, Netns, Target, VethSpec, VlanFlags, Watch};
 
 use crate::conf::{Conf, vlan_gateway_name};
@@ -133,9 +133,13 @@ fn wait_for_frames(call: &Call<'_>, ends: &Ends<'_>, watch: &Watch, on_host: &[u
     let machine = call.machine.0;
     let wait = || -> cni_linux::Result<()> {
         if let [port, others @ ..] = on_host {
-            ends.host.wait_port_forwarding(watch, *port, deadline, machine)?;
-            for link in others {
-                ends.host.wait_carrier(watch, *link, deadline, machine)?;
+            let port = ends.host.wait_port_forwarding(watch, *port, deadline, machine)?;
+            if port.port.is_some_and(|state| state.state == PortState::Forwarding) {
+                for link in others {
+                    ends.host.wait_carrier(watch, *link, deadline, machine)?;
+                }
+            } else {
+                call.notes.note(format_args!("{}: the bridge's spanning tree holds the port back for now", port.name));
             }
         }
         // By now it nearly always has its own; only otherwise is it worth a visit to its namespace.
@@ -156,6 +160,13 @@ pub(crate) fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result
     };
     let name = vlan_gateway_name(&bridge.name, vlan);
     if let Some(link) = host.find_link(&name)? {
+        // Down: whoever made it was cut off. Up is what the making ends with.
+        if !link.up
+            && let Some(port) = link.peer_index.map(|port| host.find_link_by_index(port)).transpose()?.flatten()
+            && port.alias.as_deref() == Some(VLAN_GATEWAY)
+        {
+            ready_vlan_gateway(host, port.index, link.index, vlan)?;
+        }
         return Ok(link);
     }
     let (mac, peer_mac) = (device::made_up_mac()?, device::made_up_mac()?);
@@ -169,17 +180,9 @@ pub(crate) fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result
     };
     match host.create_veth(&spec) {
         Ok(veth) => {
-            let ready = || -> cni_linux::Result<()> {
-                for old in host.vlans(veth.index)? {
-                    host.del_vlan(veth.index, old.vid, Target::Master)?;
-                }
-                host.add_vlan(veth.index, vlan, VlanFlags::Access, Target::Master)?;
-                host.set_up(veth.peer_index)
-            };
-            // Half of it would pass for the whole at the next ADD.
-            if let Err(error) = ready() {
+            if let Err(error) = ready_vlan_gateway(host, veth.index, veth.peer_index, vlan) {
                 host.purge_link(veth.index)?;
-                return Err(error.into());
+                return Err(error);
             }
             device::no_router_advertisements(&name);
         }
@@ -188,6 +191,15 @@ pub(crate) fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result
         Err(error) => return Err(error.into()),
     }
     Ok(host.link(&name)?)
+}
+
+/// Puts the port of a VLAN gateway into its VLAN, and last of all the gateway's end up. May be done again.
+fn ready_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
+    for old in host.vlans(port)?.iter().filter(|old| old.vid != vlan) {
+        host.del_vlan(port, old.vid, Target::Master)?;
+    }
+    host.add_vlan(port, vlan, VlanFlags::Access, Target::Master)?;
+    Ok(host.set_up(gateway)?)
 }
 
 /// An interface of the host, as the result names it.

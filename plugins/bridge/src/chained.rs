@@ -8,7 +8,7 @@ use std::rc::Rc;
 use cni::delegate::Delegate;
 use cni::result::AddResult;
 use cni::skel::{Added, Call};
-use cni::{Code, Error, Result};
+use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Link, Mark, Netlink, Netns};
 
 use crate::attach::{self, Ends, bring_up, gateway_link};
@@ -20,23 +20,32 @@ use crate::{device, mark, masquerade};
 /// The kernel keeps 255 bytes of an alias.
 const ALIAS_MAX: usize = 255;
 
-/// The alias of a port that another plugin made: `cni-port:<mark> <alias it had before>`.
+/// Room for the numbers that [`note_addresses`] fills in later.
+const NUMBERS: usize = 8;
+
+/// The alias of a port that another plugin made: `cni-port:<mark> <first>+<count> <alias it had before>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PortMark {
     /// The mark it would have if we had made it.
     pub(crate) mark: String,
+    /// Which of the result's addresses are ours: the first one's place, and how many. The earlier plugin's stay.
+    pub(crate) addresses: (usize, usize),
     /// What to put back.
     pub(crate) before: String,
 }
 
 impl PortMark {
     pub(crate) fn parse(alias: &str) -> Option<PortMark> {
-        let (mark, before) = alias.strip_prefix("cni-port:")?.split_once(' ')?;
-        Some(PortMark { mark: mark.to_owned(), before: before.to_owned() })
+        let mut parts = alias.strip_prefix("cni-port:")?.splitn(3, ' ');
+        let (mark, addresses, before) = (parts.next()?, parts.next()?, parts.next()?);
+        let (first, count) = addresses.split_once('+')?;
+        let addresses = (first.parse().ok()?, count.parse().ok()?);
+        Some(PortMark { mark: mark.to_owned(), addresses, before: before.to_owned() })
     }
 
     fn alias(&self) -> String {
-        format!("cni-port:{} {}", self.mark, self.before)
+        let (first, count) = self.addresses;
+        format!("cni-port:{} {first}+{count} {}", self.mark, self.before)
     }
 
     /// Whether the port was given to the bridge by this attachment.
@@ -87,6 +96,14 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
         let mut layer3 = Layer3::new(&ipam, conf, interface)?;
         masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
+        // The interface stays whatever happens, so our addresses must go from it before IPAM gets them back.
+        let (undo, addresses) = (container.clone(), layer3.addresses());
+        let (inner_index, was_up) = (inner.index, inner.up);
+        rollback.push(format!("take our addresses off {}", inner.name), move || {
+            purge_addresses(&undo, inner_index, &addresses)?;
+            if was_up { Ok(()) } else { undo.set_down(inner_index) }
+        });
+        note_addresses(&host, &link, &mark, result.ips.len(), layer3.ips.len())?;
         let gateway = gateway_link(&host, &bridge, conf)?;
         bring_up(
             call,
@@ -148,6 +165,11 @@ fn take(host: &Netlink, bridge: &Link, link: &Link, mark: &Mark) -> Result<()> {
     }
     let before = link.alias.clone().unwrap_or_default();
     let port_mark = match PortMark::parse(&before) {
+        // A port already: the attachment lives. Only marked: an ADD was cut off right here.
+        Some(port_mark) if port_mark.is(mark) && link.master.is_some() => {
+            let msg = format!("{} is a port of {} for this attachment already", link.name, bridge.name);
+            return Err(Error::new(Code::CONFLICT, msg).with_details("DEL it before it is added again"));
+        }
         Some(port_mark) if port_mark.is(mark) => port_mark,
         Some(_) => {
             return Err(Error::new(
@@ -155,9 +177,9 @@ fn take(host: &Netlink, bridge: &Link, link: &Link, mark: &Mark) -> Result<()> {
                 format!("{} was given to a bridge by another attachment", link.name),
             ));
         }
-        None => PortMark { mark: mark.alias(), before },
+        None => PortMark { mark: mark.alias(), addresses: (0, 0), before },
     };
-    if port_mark.alias().len() > ALIAS_MAX {
+    if port_mark.alias().len() + NUMBERS > ALIAS_MAX {
         let msg = format!("the alias of {} is too long to be kept beside our mark: {:?}", link.name, port_mark.before);
         return Err(Error::config(msg));
     }
@@ -170,6 +192,30 @@ fn take(host: &Netlink, bridge: &Link, link: &Link, mark: &Mark) -> Result<()> {
         return Err(error.into());
     }
     Ok(())
+}
+
+/// Remembers on the port which of the result's addresses are ours, for DEL.
+fn note_addresses(host: &Netlink, link: &Link, mark: &Mark, first: usize, count: usize) -> Result<()> {
+    let before = link.alias.as_deref();
+    // As it was before `take`, or as an ADD that was cut off left it.
+    let before = match before.and_then(PortMark::parse) {
+        Some(port_mark) => port_mark.before,
+        None => before.unwrap_or_default().to_owned(),
+    };
+    let port_mark = PortMark { mark: mark.alias(), addresses: (first, count), before };
+    Ok(host.set_alias(link.index, &port_mark.alias())?)
+}
+
+/// Takes addresses off an interface. What is not there is fine.
+pub(crate) fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr]) -> cni_linux::Result<()> {
+    let mut first = Ok(());
+    for address in addresses {
+        match netlink.delete_address(index, *address) {
+            Err(error) if !error.is_not_found() && first.is_ok() => first = Err(error),
+            _ => {}
+        }
+    }
+    first
 }
 
 /// Takes a marked link off its bridge and gives it its alias back.
@@ -189,11 +235,14 @@ mod tests {
     fn a_port_mark_keeps_the_alias_it_covers() {
         let mark = Mark::new("net", "c1", "eth0");
         for before in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
-            let port_mark = PortMark { mark: mark.alias(), before: before.to_owned() };
+            let port_mark = PortMark { mark: mark.alias(), addresses: (1, 2), before: before.to_owned() };
             assert_eq!(PortMark::parse(&port_mark.alias()), Some(port_mark.clone()));
             assert!(port_mark.is(&mark));
         }
         assert_eq!(PortMark::parse("cni:net/c1/eth0"), None);
-        assert_eq!(Mark::parse(&PortMark { mark: mark.alias(), before: String::new() }.alias()), None);
+        assert_eq!(
+            Mark::parse(&PortMark { mark: mark.alias(), addresses: (0, 0), before: String::new() }.alias()),
+            None
+        );
     }
 }

@@ -228,9 +228,8 @@ fn settle(
     inner: &Link,
     layer3: &Layer3,
 ) -> Result<()> {
-    let forwarding = |link: &Link| link.port.is_some_and(|port| port.state == PortState::Forwarding);
     let deadline = call.machine.now() + SETTLE;
-    if !forwarding(outer) {
+    if outer.port.is_none_or(|port| port.state != PortState::Forwarding) {
         let watch = Watch::open()?;
         host.wait_port_forwarding(&watch, outer.index, deadline, call.machine.0)
             .map_err(|error| failed(format!("{} does not forward: {error}", outer.name)))?;

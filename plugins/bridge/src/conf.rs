@@ -13,6 +13,9 @@ use cni_linux::firewall::Backend;
 use cni_linux::mac::Mac;
 use serde::Deserialize;
 
+/// The bridge that is meant when none is named.
+pub(crate) const DEFAULT_BRIDGE: &str = "cni0";
+
 /// A sound configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
@@ -102,7 +105,7 @@ struct Raw {
     port_isolation: bool,
     dns: Dns,
     args: RawArgs,
-    runtime_config: RawMac,
+    runtime_config: RawRuntime,
     ipam: RawIpam,
 }
 
@@ -128,6 +131,14 @@ struct RawMac {
     mac: String,
 }
 
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawRuntime {
+    mac: String,
+    #[serde(rename = "ipRanges")]
+    ip_ranges: Option<cni::json::Json>,
+}
+
 /// What host-local's keys say about gateways. Wrong types in there are IPAM's to complain about.
 #[derive(Default, Deserialize)]
 #[serde(default)]
@@ -150,7 +161,7 @@ impl Conf {
 
     fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
-        let bridge = if raw.bridge.is_empty() { "cni0".to_owned() } else { raw.bridge };
+        let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
         ident::check_interface_name(&bridge)
             .map_err(|error| Error::config(format!("bridge {bridge:?}: {}", error.msg())))?;
         if raw.hairpin_mode && raw.promisc_mode {
@@ -181,7 +192,7 @@ impl Conf {
         Ok(Conf {
             mtu: mtu(raw.mtu)?,
             mac: mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])?,
-            own_gateways: own_gateways(&raw.ipam),
+            own_gateways: own_gateways(&raw.ipam, raw.runtime_config.ip_ranges.as_ref()),
             dns: Some(raw.dns).filter(|dns| !dns.is_empty()),
             bridge,
             gateway,
@@ -275,7 +286,7 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
 
 /// The gateways of host-local's ranges. Two ranges of one family give a bridge two addresses, and neither of them is
 /// a stranger that `forceAddress` would have to remove.
-fn own_gateways(ipam: &RawIpam) -> Vec<Cidr> {
+fn own_gateways(ipam: &RawIpam, of_runtime: Option<&cni::json::Json>) -> Vec<Cidr> {
     use cni::json::Json;
     let gateway = |subnet: Option<&Json>, gateway: Option<&Json>| {
         let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
@@ -285,7 +296,8 @@ fn own_gateways(ipam: &RawIpam) -> Vec<Cidr> {
         }
     };
     let mut gateways: Vec<Cidr> = gateway(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
-    if let Some(Json::Array(sets)) = &ipam.ranges {
+    for sets in [ipam.ranges.as_ref(), of_runtime].into_iter().flatten() {
+        let Json::Array(sets) = sets else { continue };
         for set in sets {
             let Json::Array(ranges) = set else { continue };
             gateways.extend(ranges.iter().filter_map(|range| gateway(range.get("subnet"), range.get("gateway"))));
@@ -391,10 +403,10 @@ mod tests {
     #[test]
     fn the_gateways_of_the_ranges_are_known() {
         let conf = parse(
-            r#","ipam":{"type":"host-local","subnet":"10.1.0.0/24","ranges":[[{"subnet":"10.2.0.0/16","gateway":"10.2.9.9"},{"Subnet":"fd00::/64"}],5]}"#,
+            r#","runtimeConfig":{"ipRanges":[[{"subnet":"10.3.0.0/24"}]]},"ipam":{"type":"host-local","subnet":"10.1.0.0/24","ranges":[[{"subnet":"10.2.0.0/16","gateway":"10.2.9.9"},{"Subnet":"fd00::/64"}],5]}"#,
             "",
         );
         let texts: Vec<String> = conf.unwrap().own_gateways.iter().map(Cidr::to_string).collect();
-        assert_eq!(texts, ["10.1.0.1/24", "10.2.9.9/16", "fd00::1/64"]);
+        assert_eq!(texts, ["10.1.0.1/24", "10.2.9.9/16", "fd00::1/64", "10.3.0.1/24"]);
     }
 }

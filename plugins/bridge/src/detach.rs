@@ -4,20 +4,22 @@
 //! end is found by its mark, rules by the attachment's name, and IPAM is always asked. Every step runs, whatever the ones
 //! before it met; the errors are told together.
 //!
-//! The rules go first: the kernel frees them after an RCU grace period, for which the closing of their sockets waits.
+//! The masquerade rules go first: the kernel frees them after an RCU grace period, for which the closing of their sockets waits.
 //! The deletion of the link, which comes next, waits for one too, and so they wait together.
 
 use std::net::IpAddr;
 use std::path::Path;
 
 use cni::delegate::Delegate;
+use cni::json::Json;
 use cni::result::AddResult;
 use cni::skel::Call;
-use cni::{Error, Result};
+use cni::{Cidr, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mac, Mark, Netlink, Netns};
 
-use crate::chained::{PortMark, give_back};
+use crate::chained::{PortMark, give_back, purge_addresses};
+use crate::conf::DEFAULT_BRIDGE;
 use crate::{attach, mark, masquerade};
 
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
@@ -28,8 +30,9 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
     let masquerade = masquerade::open(call);
     errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
-    let spoof = SpoofCheck::open().and_then(|mut spoof| spoof.purge(&mark.container, &mark.ifname).map(|()| spoof));
     errors.extend(remove_links(call, &mark, prev.as_ref()).err());
+    // After the link, although its wait then comes on top: up to its end the container must not get frames past them.
+    let spoof = SpoofCheck::open().and_then(|mut spoof| spoof.purge(&mark.container, &mark.ifname));
     // Only now: an address that is free again must not answer any more.
     if !call.conf.ipam_type().is_empty() {
         let released = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.del());
@@ -64,12 +67,18 @@ fn remove_links(call: &Call<'_>, mark: &Mark, prev: Option<&AddResult>) -> Resul
         }
     };
     let Some(netns) = netns else { return by_mark(&host, mark) };
-    let container = host.open_in(&netns)?;
-    if let Some(inner) = container.find_link(&call.ifname)? {
-        remove_inner(call, mark, &host, &container, &inner, prev)?;
+    let inside = || -> Result<()> {
+        let container = host.open_in(&netns)?;
+        match container.find_link(&call.ifname)? {
+            Some(inner) => remove_inner(call, mark, &host, &container, &inner, prev),
+            None => Ok(()),
+        }
+    };
+    // And the host's end of an earlier ADD whose DEL was lost.
+    match Error::join([inside().err(), by_name(&host, mark).err()].into_iter().flatten()) {
+        Some(error) => Err(error),
+        None => Ok(()),
     }
-    // The host's end of an earlier ADD whose DEL was lost.
-    by_name(&host, mark).map(drop)
 }
 
 /// [`Error::join`] of at least one error is some error.
@@ -93,20 +102,30 @@ fn remove_inner(
     let alias = outer.as_ref().and_then(|outer| outer.alias.as_deref());
     if let (Some(outer), Some(port_mark)) = (&outer, alias.and_then(PortMark::parse)) {
         if port_mark.is(mark) {
+            let (first, count) = port_mark.addresses;
+            let ours = prev.into_iter().flat_map(|prev| prev.ips.iter().skip(first).take(count));
+            let ours: Vec<Cidr> = ours.map(|ip| ip.address).collect();
+            purge_addresses(container, inner.index, &ours)?;
             give_back(host, outer)?;
         }
         return Ok(());
     }
+    let port = outer.clone();
     let ours = match alias.filter(|alias| Mark::parse(alias).is_some()) {
         Some(_) => mark.is_on(alias),
         // Made by a Go plugin, or cut off before it was marked.
         None => {
             inner.is_veth()
-                && match outer.and_then(|outer| place_in(prev, &outer)) {
+                && match port.as_ref().and_then(|outer| place_in(prev, outer)) {
                     // A bridge plugin, ours or Go's, lists the bridge before the port. What stands first was made by an
                     // earlier plugin, and a chained use of ours has given it back already.
                     Some(place) => place > 0,
-                    None => expected_mac(call, prev).is_none_or(|expected| inner.mac == Some(expected)),
+                    None => match expected_mac(call, prev) {
+                        Some(expected) => inner.mac == Some(expected),
+                        // Nothing says what it should look like: an ADD that failed because somebody else's interface
+                        // has this name is followed by a DEL too. What Go made is a port of the bridge.
+                        None => is_port_of(host, call, port.as_ref())?,
+                    },
                 }
         }
     };
@@ -120,6 +139,14 @@ fn remove_inner(
         ));
     }
     Ok(())
+}
+
+/// Whether the host's end is a port of the configuration's bridge, as far as the configuration can be read.
+fn is_port_of(host: &Netlink, call: &Call<'_>, outer: Option<&Link>) -> Result<bool> {
+    let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
+    let named = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
+    let bridge = host.find_link(named.unwrap_or(DEFAULT_BRIDGE))?;
+    Ok(bridge.is_some_and(|bridge| bridge.index == master))
 }
 
 /// Where `prevResult` names the host's end among the interfaces of the host. It knows it by name, which no later plugin
@@ -138,12 +165,15 @@ fn expected_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
     inner.mac.parse().ok()
 }
 
-/// The host's end by the names it may have. Returns whether there was one.
+/// The host's end by the names it may have; several, where an ADD was cut off and another one followed. Returns whether
+/// there was one.
 fn by_name(host: &Netlink, mark: &Mark) -> Result<bool> {
-    match host.find_host_end(mark)? {
-        Some(link) => Ok(host.purge_link(link.index)?),
-        None => Ok(false),
+    let mut found = false;
+    while let Some(link) = host.find_host_end(mark)? {
+        host.purge_link(link.index)?;
+        found = true;
     }
+    Ok(found)
 }
 
 /// Without a namespace: the host's end by its names. If there is none, a port that another plugin made may still be

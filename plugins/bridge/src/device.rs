@@ -97,7 +97,10 @@ fn pin(host: &Netlink, link: Link) -> Result<Link> {
         return Ok(link);
     }
     let record = record::HostVeths::default();
-    if !host.list_ports(link.index)?.iter().all(|port| is_cni_port(port, &record)) {
+    let ports = host.list_ports(link.index)?;
+    let zero = link.mac.is_none_or(Mac::is_zero);
+    // Without ports it may be waiting for its uplink, to take that one's MAC.
+    if !ports.iter().all(|port| is_cni_port(port, &record)) || (ports.is_empty() && !zero) {
         return Ok(link);
     }
     let mac = match link.mac {
@@ -120,8 +123,17 @@ fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
     marked || (port.is_veth() && record.contains(&port.name))
 }
 
-/// VLAN filtering drops other people's tagged traffic the moment it is switched on.
 fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf) -> Result<()> {
+    check_foreign_ports(host, link)?;
+    host.set_vlan_filtering(link.index).map_err(|error| {
+        let unsupported = error.is_unsupported();
+        let error = Error::from(error);
+        if unsupported { no_vlan_filtering(error, conf) } else { error }
+    })
+}
+
+/// That VLAN filtering could be switched on: it drops other people's tagged traffic at once.
+pub(crate) fn check_foreign_ports(host: &Netlink, link: &Link) -> Result<()> {
     let record = record::HostVeths::default();
     let ports = host.list_ports(link.index)?;
     let foreign: Vec<&str> =
@@ -134,9 +146,5 @@ fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf) -> Result<
             foreign.join(", ")
         )));
     }
-    host.set_vlan_filtering(link.index).map_err(|error| {
-        let unsupported = error.is_unsupported();
-        let error = Error::from(error);
-        if unsupported { no_vlan_filtering(error, conf) } else { error }
-    })
+    Ok(())
 }

@@ -8,6 +8,7 @@ use cni::result::{AddResult, IpConfig, Route as ResultRoute};
 use cni::rollback::Notes;
 use cni::skel::{Call, MachineRef};
 use cni::{Cidr, Code, Error, Result};
+use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Dad, Netlink, Netns, Route, Watch, announce, sysctl};
 
 use crate::conf::{Conf, Gateway, first_address};
@@ -17,9 +18,6 @@ const DAD_DEADLINE: Duration = Duration::from_secs(5);
 
 /// The scope from which on a destination is on the link itself, so that a gateway makes no sense.
 const SCOPE_LINK: u8 = 253;
-
-/// The routing table that is meant when none is named.
-const MAIN_TABLE: u32 = 254;
 
 /// What is to be configured, once nothing can be wrong with it any more.
 #[derive(Clone, Debug)]
@@ -183,9 +181,11 @@ pub(crate) fn configure(
         }
         // Routes of this result to one destination with several gateways are one route over several paths.
         let mut paths = vec![*route];
+        let mut places = vec![position];
         for (other, rival) in wanted.iter().enumerate().skip(position + 1) {
             if rival.is_rival_of(route) {
                 done.push(other);
+                places.push(other);
                 if !paths.iter().any(|path| path.is_same(rival)) {
                     paths.push(*rival);
                 }
@@ -203,7 +203,7 @@ pub(crate) fn configure(
                     return Err(error.into());
                 }
                 notes.note(format_args!("{route} was not added: another network's default route is there already"));
-                skipped.insert(position);
+                skipped.extend(places);
             }
             Err(error) => return Err(error.into()),
         }

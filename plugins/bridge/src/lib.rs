@@ -63,11 +63,14 @@ impl Plugin for Bridge {
         let conf = Conf::new(call)?;
         let not_ready = |error: Error| error.with_code(Code::NOT_AVAILABLE);
         let host = Netlink::open().map_err(|error| not_ready(error.into()))?;
-        if let Some(link) = host.find_link(&conf.bridge).map_err(|error| not_ready(error.into()))?
-            && !link.is_bridge()
-        {
-            let msg = format!("{:?} already exists but is not a bridge", conf.bridge);
-            return Err(Error::new(Code::NOT_AVAILABLE, msg));
+        if let Some(link) = host.find_link(&conf.bridge).map_err(|error| not_ready(error.into()))? {
+            let Some(bridge) = &link.bridge else {
+                let msg = format!("{:?} already exists but is not a bridge", conf.bridge);
+                return Err(Error::new(Code::NOT_AVAILABLE, msg));
+            };
+            if conf.vlans.is_some() && !bridge.vlan_filtering {
+                device::check_foreign_ports(&host, &link).map_err(not_ready)?;
+            }
         }
         if conf.spoof_check {
             let probed = SpoofCheck::open().and_then(|mut spoof| spoof.probe());

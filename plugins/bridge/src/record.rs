@@ -5,11 +5,15 @@
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, DirEntry, File};
+use std::io::Read;
+use std::path::Path;
 
 use cni::json::Json;
 
 const CACHE: &str = "/var/lib/cni/results";
+/// Longer than any result that a plugin may be given.
+const LONGEST: u64 = 64 << 20;
 
 /// The host's interfaces in all cached results; read when first asked.
 #[derive(Debug, Default)]
@@ -18,14 +22,24 @@ pub(crate) struct HostVeths(OnceCell<BTreeSet<String>>);
 impl HostVeths {
     /// Whether a cached result names this link on the host.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        self.0.get_or_init(read).contains(name)
+        self.0.get_or_init(|| read(Path::new(CACHE))).contains(name)
     }
 }
 
 /// What cannot be read says nothing: then the port counts as foreign, which is the cautious side.
-fn read() -> BTreeSet<String> {
-    let files = fs::read_dir(CACHE).into_iter().flatten().flatten();
-    files.filter_map(|file| fs::read(file.path()).ok()).flat_map(|bytes| host_interfaces(&bytes)).collect()
+fn read(folder: &Path) -> BTreeSet<String> {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.filter_map(|file| content(&file)).flat_map(|bytes| host_interfaces(&bytes)).collect()
+}
+
+/// A regular file's content, unless it is far too long. The kind is asked first: opening a FIFO waits for its other end.
+fn content(file: &DirEntry) -> Option<Vec<u8>> {
+    if !file.file_type().ok()?.is_file() {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    File::open(file.path()).ok()?.take(LONGEST + 1).read_to_end(&mut bytes).ok()?;
+    (bytes.len() as u64 <= LONGEST).then_some(bytes)
 }
 
 fn host_interfaces(cached: &[u8]) -> Vec<String> {
@@ -41,6 +55,22 @@ fn host_interfaces(cached: &[u8]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_regular_files_of_a_sane_length_are_read() {
+        let folder = std::env::temp_dir().join(format!("cni-bridge-record-{}", std::process::id()));
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("a"), r#"{"interfaces":[{"name":"veth1"}]}"#).unwrap();
+        fs::create_dir(folder.join("b")).unwrap();
+        File::create(folder.join("c")).unwrap().set_len(LONGEST + 1).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(folder.join("d")).status().unwrap().success());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let path = folder.clone();
+        std::thread::spawn(move || sender.send(read(&path)));
+        let found = receiver.recv_timeout(std::time::Duration::from_secs(20));
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(found.unwrap(), BTreeSet::from(["veth1".to_owned()]));
+    }
 
     #[test]
     fn both_layouts_of_the_cache_are_read_and_garbage_says_nothing() {

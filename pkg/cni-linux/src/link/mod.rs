@@ -10,8 +10,8 @@ use std::fmt;
 
 use rtnetlink::packet_route::RouteNetlinkMessage;
 use rtnetlink::packet_route::link::{
-    BridgePortState, InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, LinkAttribute, LinkExtentMask,
-    LinkFlags, LinkInfo, LinkLayerType, LinkMessage, State,
+    BridgePortState, BridgeStpState, InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, LinkAttribute,
+    LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage, State,
 };
 
 pub use change::Promisc;
@@ -133,6 +133,8 @@ pub struct BridgeInfo {
     pub vlan_filtering: bool,
     /// The VLAN every new port is put into, untagged; 0 for none. A port just added is in no other.
     pub default_pvid: u16,
+    /// Whether it runs a spanning tree, which holds a new port back for twice the forward delay.
+    pub spanning_tree: bool,
 }
 
 impl Link {
@@ -284,11 +286,12 @@ fn decode_info(link: &mut Link, infos: Vec<LinkInfo>) {
             LinkInfo::Kind(InfoKind::Veth) => link.kind = LinkKind::Veth,
             LinkInfo::Kind(kind) => link.kind = LinkKind::Other(kind.to_string()),
             LinkInfo::Data(InfoData::Bridge(options)) => {
-                let mut bridge = BridgeInfo { vlan_filtering: false, default_pvid: 0 };
+                let mut bridge = BridgeInfo { vlan_filtering: false, default_pvid: 0, spanning_tree: false };
                 for option in options {
                     match option {
                         InfoBridge::VlanFiltering(on) => bridge.vlan_filtering = on,
                         InfoBridge::VlanDefaultPvid(vid) => bridge.default_pvid = vid,
+                        InfoBridge::StpState(state) => bridge.spanning_tree = state != BridgeStpState::Disabled,
                         _ => {}
                     }
                 }

@@ -96,11 +96,9 @@ impl Environment {
 
     /// Which verb is asked for; `None` if none is, which is a person at a terminal.
     pub(super) fn verb(&self, plugin: &str) -> Result<Option<Verb>> {
-        if let Some(name) = self.not_text.first() {
-            return Err(Error::new(
-                Code::INVALID_ENVIRONMENT,
-                format!("environment variable {name} is not valid UTF-8"),
-            ));
+        let bad_command = self.not_text.iter().any(|name| name == "CNI_COMMAND");
+        if bad_command {
+            return Err(not_text("CNI_COMMAND"));
         }
         if self.command.is_empty() {
             return Ok(None);
@@ -114,6 +112,9 @@ impl Environment {
 
     /// That what the verb needs is there and sound. An invalid value is reported before a missing later one, as in Go.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
+        if let Some(name) = self.not_text.first() {
+            return Err(not_text(name));
+        }
         type Rule<'a> = (&'static str, &'a str, bool, fn(&str) -> Result<()>);
         let attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
         let rules: [Rule<'_>; 4] = [
@@ -143,6 +144,10 @@ impl Environment {
     pub fn plugin_folders(&self) -> Vec<PathBuf> {
         std::env::split_paths(&self.path).filter(|folder| !folder.as_os_str().is_empty()).collect()
     }
+}
+
+fn not_text(name: &str) -> Error {
+    Error::new(Code::INVALID_ENVIRONMENT, format!("environment variable {name} is not valid UTF-8"))
 }
 
 /// Code 4 for variables that are not there, all of them at once.

@@ -195,7 +195,7 @@ pub fn dispatch(
     mut streams: Streams<'_>,
 ) -> Result<(), Failed> {
     let mut version = Version::NEWEST;
-    let outcome = serve(plugin, machine, environment, &mut streams, &mut version);
+    let outcome = unwinding(plugin, || serve(plugin, machine, environment, &mut streams, &mut version));
     outcome.map_err(|error| {
         let written = streams.stdout.write_all(&encode_error(&error, version)).and_then(|()| streams.stdout.flush());
         if let Err(why) = written {
@@ -233,6 +233,7 @@ fn serve(
         return Ok(());
     };
     if verb == Verb::Version {
+        // Never fails, whatever else the environment holds.
         return write_out(streams.stdout, &version_reply(&mut streams.stdin));
     }
     environment.check(verb)?;

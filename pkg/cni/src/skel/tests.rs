@@ -206,8 +206,10 @@ fn a_variable_that_is_not_text_is_named() {
     let mut pairs: Vec<_> = BASE.iter().map(|(key, value)| (key.into(), value.into())).collect();
     pairs.push(("CNI_COMMAND".into(), "ADD".into()));
     pairs.push(("CNI_ARGS".into(), std::ffi::OsString::from_vec(vec![0xff])));
-    let said = say(&Recorder::default(), &Environment::new(pairs), CONF);
+    let said = say(&Recorder::default(), &Environment::new(pairs.clone()), CONF);
     assert_eq!((said.code(), said.msg().contains("CNI_ARGS")), (4, true));
+    pairs.push(("CNI_COMMAND".into(), "VERSION".into()));
+    assert!(!say(&Recorder::default(), &Environment::new(pairs), CONF).failed, "VERSION never fails");
 }
 
 #[test]

@@ -63,6 +63,22 @@ fn the_second_del_of_a_chained_use_deletes_no_interface_either() {
 }
 
 #[test]
+fn the_second_add_of_a_chained_use_fails_and_harms_nothing() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let result = attachment.add_after(&prev).success();
+    attachment.add_after(&prev).failure();
+    assert_eq!((node.reservations("net1").len(), node.ports("br0")), (1, vec!["host0".to_owned()]));
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert_eq!(node.reservations("net1"), []);
+    assert_eq!(container.addresses("eth0"), Vec::<String>::new(), "an address that is free again must not answer");
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
 fn ipam_is_asked_only_if_it_is_named() {
     let node = Node::new();
     let container = node.container();

@@ -141,6 +141,21 @@ fn an_existing_interface_stays_untouched() {
     container.exec(&["ip", "link", "del", "eth0"]);
 }
 
+/// A runtime follows a failed ADD with a DEL, and has no result to give it.
+#[test]
+fn the_del_after_it_leaves_an_existing_interface_untouched_too() {
+    let node = Node::new();
+    let container = node.container();
+    container.exec(&["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "other"]);
+    let before = container.link("eth0").unwrap();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    attachment.add().failure();
+    let outcome = attachment.del();
+    outcome.success();
+    assert_eq!(container.link("eth0").as_ref(), Some(&before), "{}", outcome.report());
+    container.exec(&["ip", "link", "del", "eth0"]);
+}
+
 #[test]
 fn the_second_add_of_an_attachment_fails_and_changes_nothing() {
     let node = Node::new();

@@ -10,6 +10,17 @@ fn port_flag(node: &Node, result: &Value, flag: &str) -> Value {
     link["linkinfo"]["info_slave_data"][flag].clone()
 }
 
+/// A spanning tree holds a new port back for half a minute. That is the administrator's choice, and no failure.
+#[test]
+fn a_bridge_that_runs_a_spanning_tree_is_no_failure() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge", "stp_state", "1"]);
+    node.exec(&["ip", "link", "set", "br0", "up"]);
+    let (_container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
 #[test]
 fn a_layer_2_network_has_no_addresses() {
     let node = Node::new();
