@@ -8,7 +8,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{self, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::Instant;
 
@@ -65,6 +65,8 @@ impl Running {
         if let Some(env) = &child.env {
             command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
         }
+        // Ctrl-C goes to a whole process group: a child outside ours is ended by us alone, and after a rollback of ours.
+        command.process_group(0);
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
         let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
@@ -348,6 +350,12 @@ mod tests {
         let ignored = u64::from_str_radix(&mask("SigIgn:"), 16).unwrap();
         assert_eq!(ignored & (1 << (Signal::SIGPIPE as i32 - 1)), 0, "SigIgn: {ignored:x}");
         assert_eq!(text.lines().last().unwrap().trim(), String::from_utf8(inherited).unwrap().trim());
+    }
+
+    #[test]
+    fn what_a_terminal_sends_to_our_process_group_does_not_reach_the_child() {
+        let output = shell("read pid name state parent group rest < /proc/$$/stat; echo $(($$ - group))", b"", LONG);
+        assert_eq!(String::from_utf8(output.unwrap().stdout).unwrap(), "0\n", "it leads a group of its own");
     }
 
     #[test]

@@ -49,8 +49,8 @@ pub(crate) enum Cause {
     /// An event did not come in time.
     #[error("it did not happen within {} s", .0.as_secs_f32())]
     Deadline(Duration),
-    /// SIGTERM came first.
-    #[error("interrupted by SIGTERM")]
+    /// SIGTERM, SIGINT or SIGHUP came first.
+    #[error("interrupted by a signal")]
     Terminated,
     /// Anything that has no errno.
     #[error("{0}")]

@@ -1,10 +1,12 @@
 //! The operating system as the protocol sees it: signals, the clock, programs, and whether two namespaces are one.
 //!
-//! SIGTERM is blocked and read from a descriptor: no handler, nothing asynchronous. Whoever waits, waits on that
-//! descriptor too; the rollback then runs on the main thread like after any other failure.
+//! SIGTERM, SIGINT and SIGHUP mean one thing, to end, and are blocked and read from a descriptor: no handler, nothing
+//! asynchronous. Whoever waits, waits on that descriptor too; the rollback then runs on the main thread like after any
+//! other failure. Where the comments say SIGTERM, they mean all three.
 //!
 //! The newcomer's mistakes: a signal is blocked per *thread*, and a thread inherits the mask of its maker, so
-//! [`LinuxMachine::install`] is `main`'s first act; and SIGPIPE needs nothing: Rust's runtime ignores it.
+//! [`LinuxMachine::install`] is `main`'s first act; a signal that is ignored comes all the same once it is blocked, so
+//! under nohup SIGHUP must not be; and SIGPIPE needs nothing: Rust's runtime ignores it.
 
 use std::cell::Cell;
 use std::io;
@@ -20,6 +22,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::child;
 use crate::netns::Netns;
+use crate::sys;
+
+/// What ends this process: a runtime's signal, a terminal's Ctrl-C, its hang-up.
+const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+
+/// [`ENDING`] as a set.
+pub(crate) fn ending() -> SigSet {
+    ENDING.into_iter().collect()
+}
 
 /// The real machine.
 #[derive(Debug)]
@@ -29,12 +40,15 @@ pub struct LinuxMachine {
 }
 
 impl LinuxMachine {
-    /// Blocks SIGTERM and SIGCHLD in the calling thread, and in those it will make, and opens a descriptor that tells
-    /// of them.
+    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread, and in those it will make, and opens a
+    /// descriptor that tells of them. What our starter made us ignore stays ignored.
     pub fn install() -> io::Result<LinuxMachine> {
-        let mut signals = SigSet::empty();
-        signals.add(Signal::SIGTERM);
-        signals.add(Signal::SIGCHLD);
+        let mut signals = SigSet::from(Signal::SIGCHLD);
+        for signal in ENDING {
+            if !sys::is_ignored(signal)? {
+                signals.add(signal);
+            }
+        }
         signals.thread_block()?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         Ok(LinuxMachine { signals, terminated: Cell::new(false) })
@@ -56,7 +70,7 @@ impl Machine for LinuxMachine {
     fn terminated(&self) -> bool {
         // A signal is read once, so it must be remembered. SIGCHLD only ends a wait; who waits then looks at its child.
         while let Ok(Some(signal)) = self.signals.read_signal() {
-            if i32::try_from(signal.ssi_signo) == Ok(Signal::SIGTERM as i32) {
+            if i32::try_from(signal.ssi_signo) != Ok(Signal::SIGCHLD as i32) {
                 self.terminated.set(true);
             }
         }
@@ -95,15 +109,20 @@ mod tests {
     use nix::sys::signal::raise;
 
     #[test]
-    fn sigterm_is_noticed_once_and_remembered() {
-        std::thread::spawn(|| {
-            let machine = machine();
-            assert!(!machine.terminated());
-            raise(Signal::SIGTERM).unwrap();
-            assert!(machine.terminated() && machine.terminated());
-        })
-        .join()
-        .unwrap();
+    fn what_is_to_end_us_is_noticed_once_and_remembered_unless_we_were_told_to_ignore_it() {
+        for signal in ENDING {
+            std::thread::spawn(move || {
+                let machine = machine();
+                raise(Signal::SIGCHLD).unwrap();
+                assert!(!machine.terminated());
+                raise(signal).unwrap();
+                // Under nohup, or behind a shell's `&`, it is ignored.
+                let comes = !sys::is_ignored(signal).unwrap();
+                assert_eq!((machine.terminated(), machine.terminated()), (comes, comes), "{signal}");
+            })
+            .join()
+            .unwrap();
+        }
     }
 
     #[test]

@@ -5,9 +5,13 @@
 #![allow(unsafe_code, reason = "the workspace's one room for it")]
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::ptr;
+
+use nix::sys::signal::Signal;
 
 /// Turns a C result into an `io::Result`.
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
@@ -32,6 +36,15 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     let fd = libc::c_int::try_from(fd).map_err(io::Error::other)?;
     // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Whether this process ignores the signal, because whoever started it did (nohup).
+pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: without a new action nothing changes; the old one is written to memory of ours that has its type.
+    check(unsafe { libc::sigaction(signal as libc::c_int, ptr::null(), action.as_mut_ptr()) }.into())?;
+    // SAFETY: all zeroes is a sigaction, and the call has filled it in.
+    Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
 }
 
 /// Makes the child die by SIGKILL when the thread that starts it dies. std itself gives the child an empty signal

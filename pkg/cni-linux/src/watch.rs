@@ -11,12 +11,11 @@ use std::time::Instant;
 use cni::machine::Machine;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
-use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket};
 
 use crate::error::{Cause, Error, Result};
-use crate::machine::wait_ready;
+use crate::machine::{ending, wait_ready};
 use crate::netns::Netns;
 
 /// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR.
@@ -96,11 +95,9 @@ fn listen() -> Result<OwnedFd, Errno> {
     Ok(events)
 }
 
-/// Readable as soon as SIGTERM is pending. It is never read here: the machine does that, and remembers.
+/// Readable as soon as SIGTERM, SIGINT or SIGHUP is pending. It is never read here: the machine does that, and remembers.
 pub(crate) fn term_descriptor() -> Result<SignalFd, Errno> {
-    let mut signals = SigSet::empty();
-    signals.add(Signal::SIGTERM);
-    SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+    SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }
 
 #[cfg(test)]
@@ -109,6 +106,7 @@ mod tests {
     use crate::testing::{in_new_netns, machine, new_netns};
     use crate::{BridgeSpec, Netlink};
     use nix::sys::pthread::{pthread_kill, pthread_self};
+    use nix::sys::signal::Signal;
     use std::sync::mpsc::channel;
     use std::thread;
     use std::time::Duration;

@@ -169,7 +169,7 @@ impl<'n> Invocation<'n> {
         let out = if self.closed_stdout { Stdio::from(broken_pipe()) } else { Stdio::from(out) };
         let mut command = Command::new(&self.program);
         command.args(&self.args).env_clear().envs(&self.env).stdin(stdin).stdout(out).stderr(err);
-        // A group of its own, so that a deadline takes the delegates too.
+        // A group of its own, so that a deadline takes Go's delegates too. Ours die with their plugin.
         command.process_group(0).current_dir("/");
         let child = self.node.enter(|| command.spawn());
         let child = child.unwrap_or_else(|error| panic!("to run {}: {error}", self.program.display()));
@@ -219,6 +219,12 @@ impl Started {
     pub fn terminate(&self) {
         let pid = Pid::from_raw(i32::try_from(self.child.id()).expect("a pid"));
         nix::sys::signal::kill(pid, Signal::SIGTERM).expect("to signal our own child");
+    }
+
+    /// Sends this signal to its whole process group, as a terminal does with SIGINT and SIGHUP.
+    pub fn signal_group(&self, signal: Signal) {
+        let group = Pid::from_raw(i32::try_from(self.child.id()).expect("a pid"));
+        killpg(group, signal).expect("to signal our own child");
     }
 
     /// Ends its standard input and waits for its end.

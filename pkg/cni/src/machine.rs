@@ -12,7 +12,7 @@ pub trait Machine {
     /// Whether `path` is the network namespace this process runs in. An error if it cannot be opened or is none.
     fn is_own_netns(&self, path: &Path) -> io::Result<bool>;
 
-    /// Whether SIGTERM has been received. Waits end early when it is.
+    /// Whether SIGTERM has been received, or SIGINT or SIGHUP, which mean the same. Waits end early when it is.
     fn terminated(&self) -> bool;
 
     /// The monotonic clock.
@@ -98,7 +98,7 @@ impl std::fmt::Display for RunError {
         match self {
             RunError::Start(error) => write!(f, "it could not be started: {error}"),
             RunError::Timeout(limit) => write!(f, "it was killed after {} s without an answer", limit.as_secs_f32()),
-            RunError::Terminated => f.write_str("it was killed because this process received SIGTERM"),
+            RunError::Terminated => f.write_str("it was killed because this process received a signal to end"),
             RunError::Io(error) => write!(f, "talking to it failed: {error}"),
         }
     }

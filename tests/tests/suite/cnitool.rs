@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir, probe, require};
 use conformance::bridge;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 const SPY: &str = r#"#!/bin/sh
@@ -216,6 +217,52 @@ fn a_del_that_fails_stops_and_can_be_repeated() {
     fs::remove_file(operator.file("log.fail.spy2.DEL")).unwrap();
     succeeded(&operator.run("del"));
     assert_eq!(operator.cached(), Vec::<String>::new());
+}
+
+#[test]
+fn ctrl_c_and_a_hang_up_end_an_add_and_leave_nothing() {
+    require!(probe::plugin("cnitool"));
+    // Hangs in ADD, and says so.
+    let script = "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || { touch \"${0%/*}/deleted\"; exit 0; }\necho $$ > \"${0%/*}/pid\"\nexec sleep 60\n";
+    for signal in [Signal::SIGINT, Signal::SIGHUP] {
+        let operator = Operator::new();
+        let folder = crate::delegation::executable(&operator.node, "slow", script);
+        let slow = json!({"name": null, "ipam": {"type": "slow", "ranges": null, "dataDir": null}});
+        let plugin = conformance::patched(bridge(&operator.node, &[]), slow);
+        operator.configuration("10.conflist", &json!({"cniVersion": "1.0.0", "name": "net1", "plugins": [plugin]}));
+        // Whoever runs the tests may ignore these signals.
+        let call = Invocation::new(&operator.node, "/usr/bin/env").arg("--default-signal=INT,HUP");
+        let call = call.arg(bin_dir().join("cnitool")).arg("add").arg("net1").arg(operator.netns());
+        let call = call.env("NETCONFPATH", operator.node.dir().join("net.d"));
+        let mut started = call.cni_path(format!("{}:{}", folder.display(), bin_dir().display())).start();
+        started.release();
+        crate::delegation::wait_for(&folder.join("pid"));
+        started.signal_group(signal);
+        let outcome = started.finish();
+        failed(&outcome, &["it was killed because this process received a signal to end"]);
+        assert!(folder.join("deleted").exists(), "{}", outcome.report());
+        assert!(operator.container.link("eth0").is_none() && operator.node.ports("br0").is_empty());
+        assert_eq!(operator.cached(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn under_nohup_a_hang_up_ends_nothing() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let script = "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || exit 0\ncd ${0%/*} && mkfifo go && echo $$ > pid && read line < go && echo '{\"cniVersion\":\"1.0.0\"}'\n";
+    let folder = crate::delegation::executable(&operator.node, "slow", script);
+    let list = json!({"cniVersion": "1.0.0", "name": "net1", "plugins": [{"type": "slow"}]});
+    operator.configuration("10.conflist", &list);
+    let call = Invocation::new(&operator.node, "/usr/bin/env").arg("--ignore-signal=HUP");
+    let call = call.arg(bin_dir().join("cnitool")).arg("add").arg("net1").arg(operator.netns());
+    let mut started = call.env("NETCONFPATH", operator.node.dir().join("net.d")).cni_path(&folder).start();
+    started.release();
+    crate::delegation::wait_for(&folder.join("pid"));
+    started.signal_group(Signal::SIGHUP);
+    fs::write(folder.join("go"), "on\n").unwrap();
+    succeeded(&started.finish());
+    succeeded(&operator.run("del"));
 }
 
 #[test]

@@ -295,7 +295,7 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
     unwinding(plugin, || {
         let Added { result, rollback } = plugin.add(call)?;
         if call.machine.terminated() {
-            return Err(Error::new(Code::TRY_AGAIN, "interrupted by SIGTERM: all of this ADD was rolled back"));
+            return Err(Error::new(Code::TRY_AGAIN, "interrupted by a signal: all of this ADD was rolled back"));
         }
         let bytes = result.encode(call.conf.version()).map_err(|error| {
             let doing = format!("failed to express the result in version {}", call.conf.version());
