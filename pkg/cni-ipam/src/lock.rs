@@ -100,9 +100,9 @@ pub(crate) fn acquire(
     }
 }
 
-/// No folder, or a name that no folder can have.
+/// No folder, a name that no folder can have, or a plain file where a folder would be.
 fn cannot_exist(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(nix::libc::ENOENT | nix::libc::ENAMETOOLONG))
+    matches!(error.raw_os_error(), Some(nix::libc::ENOENT | nix::libc::ENAMETOOLONG | nix::libc::ENOTDIR))
 }
 
 /// As Go opens it. Not blocking, in case somebody put a FIFO there.
@@ -333,6 +333,18 @@ mod tests {
         assert_eq!(mode & 0o777 & !0o750, 0, "Go creates it with 0750");
         let long = base.path().join("x".repeat(300));
         assert!(acquire(&long, Missing::Leave, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap().is_none());
+    }
+
+    #[test]
+    fn below_a_plain_file_there_is_no_folder_and_none_can_be_made() {
+        let base = tempfile::tempdir().unwrap();
+        let (file, machine) = (base.path().join("file"), TestMachine::default());
+        std::fs::write(&file, "").unwrap();
+        for path in [file.join("net"), file] {
+            assert!(acquire(&path, Missing::Leave, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap().is_none());
+            let error = acquire(&path, Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap_err();
+            assert_eq!(error.code(), Code::IO);
+        }
     }
 
     #[test]

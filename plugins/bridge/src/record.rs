@@ -66,10 +66,13 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(folder.join("d")).status().unwrap().success());
         let (sender, receiver) = std::sync::mpsc::channel();
         let path = folder.clone();
-        std::thread::spawn(move || sender.send(read(&path)));
+        std::thread::spawn(move || {
+            let contents = fs::read_dir(&path).unwrap().flatten().filter_map(|file| content(&file)).count();
+            sender.send((contents, read(&path)))
+        });
         let found = receiver.recv_timeout(std::time::Duration::from_secs(20));
         fs::remove_dir_all(&folder).unwrap();
-        assert_eq!(found.unwrap(), BTreeSet::from(["veth1".to_owned()]));
+        assert_eq!(found.unwrap(), (1, BTreeSet::from(["veth1".to_owned()])));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
 use super::bits::Family;
-use super::table::{HEADER, hash};
+use super::table::{HEADER, SLOT, hash};
 
 /// Changes with the format of the page, of the slots, or of [`hash`].
 const MAGIC: &[u8; 8] = b"cni-ix\x00\x01";
@@ -15,6 +15,8 @@ const MAGIC: &[u8; 8] = b"cni-ix\x00\x01";
 pub(crate) const STATE: u64 = 8;
 /// How many ranges are counted at a time.
 pub(crate) const COUNTERS: usize = 32;
+/// A table of more slots is not believed: 1 GiB, good for some five million reservations.
+const MAX_SLOTS: u64 = 1 << 24;
 
 /// The folder as a header remembers it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -133,7 +135,12 @@ impl Header {
         page.0
     }
 
-    /// Reads a page; `None` if it is no header of this format.
+    /// How long the file of this header is.
+    pub(crate) fn file_size(&self) -> Option<u64> {
+        self.slots.checked_mul(SLOT as u64)?.checked_add(HEADER)
+    }
+
+    /// Reads a page; `None` if it is no header of this format, or of a table that cannot be.
     pub(crate) fn decode(page: &[u8]) -> Option<Header> {
         let mut page = Reader(page);
         if page.take::<8>()? != *MAGIC {
@@ -151,7 +158,8 @@ impl Header {
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
         (header.machine, header.boot, header.sequence) = (body.u64()?, body.u64()?, body.u64()?);
         let counters = body.u64()?;
-        if counters > COUNTERS as u64 || !header.slots.is_power_of_two() || header.used >= header.slots {
+        let possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
+        if counters > COUNTERS as u64 || !possible {
             return None;
         }
         for _ in 0..counters {
@@ -189,6 +197,16 @@ mod tests {
         let bytes = sample().encode();
         assert!(bytes.len() <= HEADER as usize);
         assert_eq!(Header::decode(&bytes), Some(sample()));
+    }
+
+    #[test]
+    fn a_table_that_cannot_be_has_no_header() {
+        for (slots, used) in [(1 << 58, 7), (1 << 63, 7), (MAX_SLOTS * 2, 7), (0, 0), (513, 7), (512, 512)] {
+            let forged = Header { slots, used, ..sample() }.encode();
+            assert_eq!(Header::decode(&forged), None, "{used} of {slots} slots");
+        }
+        let largest = Header { slots: MAX_SLOTS, ..sample() };
+        assert_eq!(Header::decode(&largest.encode()), Some(largest));
     }
 
     #[test]

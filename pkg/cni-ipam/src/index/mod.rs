@@ -45,13 +45,15 @@ use crate::host::Host;
 use crate::ranges::{Range, number};
 use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_address};
-use table::{HEADER, Key, PAYLOAD, SLOT, Storage, Table, TableError};
+use table::{HEADER, Key, PAYLOAD, Storage, Table, TableError};
 
 pub(crate) use rebuild::{Content, names_in, read, read_name, scan};
 pub(crate) use record::{Holder, Record};
 pub(crate) use table::hash;
 
 const HOLDER: u8 = 2;
+/// How many records room is made for before one of them has been read.
+const ROOM: usize = 1 << 16;
 
 /// The index of one folder, while its lock is held.
 #[derive(Debug)]
@@ -66,22 +68,28 @@ pub(crate) struct Index {
 
 /// Opens the index if it is true for the folder as it is now.
 pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
-    let file = OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_NOFOLLOW).open(path).ok()?;
+    let file = open_file(path, OpenOptions::new().read(true).write(true)).ok()?;
     let header = read_header(&file)?;
     if !header.clean || header.stamp != *folder || header.machine != host.machine() || header.boot != host.boot() {
-        return None;
-    }
-    if file.metadata().ok()?.len() != HEADER + header.slots * SLOT as u64 {
         return None;
     }
     let table = Table::over(Storage::File(file), header.slots, header.used);
     Some(Index { table, header, path: Some(path.to_owned()), marked: false })
 }
 
+/// Opens a file of the sidecar: a regular one, whatever else somebody has put there. It is never waited for, and a
+/// symbolic link never followed.
+fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let file = options.custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no regular file")) }
+}
+
+/// The header, if the file is as long as it says: nothing is sized by what it says otherwise.
 fn read_header(file: &File) -> Option<Header> {
     let mut page = [0; HEADER as usize];
     file.read_exact_at(&mut page, 0).ok()?;
-    Header::decode(&page)
+    let header = Header::decode(&page)?;
+    (header.file_size()? == file.metadata().ok()?.len()).then_some(header)
 }
 
 /// Asks a question of an index without the lock, for STATUS: the answer counts only if header and folder agreed
@@ -91,7 +99,7 @@ pub(crate) fn peek<T>(
     folder: impl Fn() -> Option<Stamp>,
     ask: impl FnOnce(&Index) -> Result<Option<T>, TableError>,
 ) -> Option<T> {
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NOFOLLOW).open(path).ok()?;
+    let file = open_file(path, OpenOptions::new().read(true)).ok()?;
     let header = read_header(&file).filter(|header| header.clean)?;
     let again = file.try_clone().ok()?;
     if folder()? != header.stamp {
@@ -108,12 +116,9 @@ pub(crate) fn peek<T>(
 /// The records an index holds, whatever state it is in: each is true for the file whose inode and times it names.
 pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Vec<Counter>) {
     let read = || -> Option<(HashMap<IpAddr, Record>, Vec<Counter>)> {
-        let file = File::open(path).ok()?;
+        let file = open_file(path, OpenOptions::new().read(true)).ok()?;
         let header = read_header(&file)?;
-        if file.metadata().ok()?.len() != HEADER + header.slots * SLOT as u64 {
-            return None;
-        }
-        let mut records = HashMap::with_capacity(header.used as usize / 2);
+        let mut records = HashMap::with_capacity(ROOM.min(header.used as usize / 2));
         let read = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
             if key.tag == RECORD {
                 let mut record = Record::decode(key, payload);
@@ -199,7 +204,7 @@ impl Index {
         }
         self.marked = false;
         self.header.clean = true;
-        self.header.sequence += 1;
+        self.header.sequence = self.header.sequence.wrapping_add(1);
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         Ok(self.table.storage.write(&self.header.encode(), 0)?)
     }
@@ -208,15 +213,14 @@ impl Index {
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         self.header.clean = self.marked;
-        self.header.sequence += 1;
+        self.header.sequence = self.header.sequence.wrapping_add(1);
         let page = self.header.encode();
         let Storage::Memory(bytes) = &mut self.table.storage else { return Ok(()) };
         bytes[..page.len()].copy_from_slice(&page);
         // One writer at a time: the lock is held. What a killed one left is overwritten.
         let temporary = path.with_extension("new");
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(true).mode(0o600).custom_flags(nix::libc::O_NOFOLLOW);
-        let file = options.open(&temporary)?;
+        let file = open_file(&temporary, options.read(true).write(true).create(true).truncate(true).mode(0o600))?;
         file.write_all_at(bytes, 0)?;
         std::fs::rename(&temporary, path)?;
         self.table = Table::over(Storage::File(file), self.header.slots, self.header.used);
@@ -292,7 +296,8 @@ impl Index {
         }
         for counter in self.header.counters.iter_mut() {
             if counter.has(family, number) {
-                counter.used = if occupied(after) { counter.used + 1 } else { counter.used.saturating_sub(1) };
+                let used = counter.used;
+                counter.used = if occupied(after) { used.saturating_add(1) } else { used.saturating_sub(1) };
             }
         }
         Ok(())

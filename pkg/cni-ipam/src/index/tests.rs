@@ -170,6 +170,50 @@ fn marks_are_in_the_past_and_never_alike() {
     }
 }
 
+/// An index file whose header says what it likes.
+fn forge(path: &Path, header: &Header, length: u64) {
+    let file = File::create(path).unwrap();
+    file.write_all_at(&header.encode(), 0).unwrap();
+    file.set_len(length).unwrap();
+}
+
+#[test]
+fn a_forged_header_neither_panics_nor_takes_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("index");
+    let sizes = [(1 << 58, 7), (1 << 63, (1 << 63) - 1), (1 << 62, (1 << 62) - 1), (512, 511)];
+    for (slots, used) in sizes {
+        let header = Header { clean: true, slots, used, ..Header::default() };
+        // As long as its size wraps to, and of the length of a small index.
+        for length in [HEADER, HEADER + 512 * 64] {
+            forge(&path, &header, length);
+            let believed = slots == 512 && length > HEADER;
+            assert_eq!(open(&path, &Stamp::default(), &Host::default()).is_some(), believed, "{slots} {length}");
+            let peeked = peek(&path, || Some(Stamp::default()), |_| Ok(Some(())));
+            assert_eq!(peeked.is_some(), believed, "{slots} {length}");
+            assert!(old_records(&path, &Host::default()).0.is_empty());
+        }
+    }
+    // A sparse file may be as long as one likes: room is made for what is read, not for what is promised.
+    forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, HEADER + (64 << 20));
+    assert!(old_records(&path, &Host::default()).0.capacity() < 4 * ROOM);
+}
+
+#[test]
+fn forged_counters_saturate() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("index");
+    let counter =
+        Counter { family: bits::Family::V4, first: 0, last: u128::from(u32::MAX), used: u64::MAX, asked: u64::MAX };
+    let header = Header { clean: true, slots: 512, sequence: u64::MAX, counters: vec![counter], ..Header::default() };
+    forge(&path, &header, HEADER + 512 * 64);
+    let mut index = open(&path, &Stamp::default(), &Host::default()).unwrap();
+    index.put(&record(v4(1), Holder::Content(7))).unwrap();
+    index.marked = true;
+    index.finish().unwrap();
+    assert_eq!(index.header.counters[0].used, u64::MAX);
+}
+
 #[test]
 fn garbage_is_no_index() {
     let folder = tempfile::tempdir().unwrap();

@@ -145,6 +145,9 @@ impl Folder {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         let mode = Mode::from_bits_truncate(0o600);
         let mut file = File::from(openat(self.file.as_fd(), last_reserved_name(set).as_str(), flags, mode)?);
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::other("it is no regular file"));
+        }
         let text = address.to_string();
         // Not truncated first: ext4 would start writing to the disk when such a file is closed.
         file.write_all(text.as_bytes())?;

@@ -217,15 +217,21 @@ impl Locked {
     /// Code 5, after trying all of them.
     pub fn undo(&mut self, made: &[Made]) -> Result<()> {
         use std::os::unix::fs::MetadataExt;
-        let mut still = Vec::new();
+        let (mut still, mut errors) = (Vec::new(), Vec::new());
         for made in made {
             let path = self.folder.path.join(made.address.to_string());
             let same = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == made.inode);
-            if same && self.read(made.address)? == Content::Text(made.content.trim().as_bytes().to_vec()) {
-                still.push(made.address);
+            if !same {
+                continue;
+            }
+            match self.read(made.address) {
+                Ok(Content::Text(text)) if text == made.content.trim().as_bytes() => still.push(made.address),
+                Ok(_) => {}
+                Err(error) => errors.push(error),
             }
         }
-        self.remove(&still).1.map_or(Ok(()), Err)
+        errors.extend(self.remove(&still).1);
+        Error::join(errors).map_or(Ok(()), Err)
     }
 }
 

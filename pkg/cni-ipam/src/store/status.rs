@@ -97,13 +97,14 @@ impl Store {
 
 /// What the index has counted in a set; `None` if one of its ranges is not counted.
 fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
-    let mut sum = 0;
+    let mut sum: u128 = 0;
     for range in set.ranges() {
         let Some(used) = index.counted(range) else { return Ok(None) };
         sum += u128::from(used);
     }
     for gateway in set.inner_gateways() {
-        sum -= u128::from(index.is_occupied(gateway)?);
+        // Not below nothing, even if the counter is damaged.
+        sum = sum.saturating_sub(u128::from(index.is_occupied(gateway)?));
     }
     Ok(Some(sum))
 }

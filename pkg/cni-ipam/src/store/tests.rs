@@ -206,6 +206,109 @@ fn a_hostile_folder_does_no_harm_and_comes_to_none() {
     assert!(before.iter().filter(|name| *name != "last_reserved_ip.0").all(|name| net.names().contains(name)));
 }
 
+fn fifo(path: &Path) {
+    nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+}
+
+/// Runs what must not wait for anybody. If it does, the thread is left behind.
+fn at_once<T: Send + 'static>(doing: &str, run: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(run()));
+    match receiver.recv_timeout(Duration::from_secs(20)) {
+        Ok(outcome) => outcome,
+        Err(error) => panic!("{doing}: {error}"),
+    }
+}
+
+#[test]
+fn fifos_in_the_sidecar_are_never_waited_for() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/24"]);
+    net.add("a", &pool).unwrap();
+    let data = net.data.path().to_owned();
+    let sidecar = net.data.path().join(".cni/net");
+    let put_fifos = || {
+        for name in ["index", "index.new", "new.1"] {
+            drop(fs::remove_file(sidecar.join(name)));
+            fifo(&sidecar.join(name));
+        }
+    };
+    put_fifos();
+    let (path, usage_pool) = (data.clone(), pool.clone());
+    let usage = at_once("STATUS", move || Net::open(&path).usage(&usage_pool).unwrap());
+    assert_eq!(usage[0].used, 1);
+    let path = data.clone();
+    let added = at_once("ADD", move || {
+        let mut locked = Net::open(&path).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+        locked.reserve(&owner("b"), &pool, &Requested::none()).unwrap().made()[0].address().to_string()
+    });
+    assert_eq!(added, "10.0.0.3");
+    put_fifos();
+    let released = at_once("DEL", move || {
+        Net::open(&data).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap().release(&owner("b")).unwrap()
+    });
+    assert_eq!(released.len(), 1);
+    assert!(fs::metadata(net.index()).unwrap().is_file(), "the FIFO has made way for an index");
+}
+
+#[test]
+fn fifos_in_the_folder_are_never_waited_for_and_get_nothing() {
+    use std::io::Read;
+    use std::os::unix::fs::OpenOptionsExt;
+    let net = Net::new();
+    fs::create_dir_all(net.store.path()).unwrap();
+    for name in ["lock", "10.0.0.2", "last_reserved_ip.0"] {
+        fifo(&net.path(name));
+    }
+    // With somebody at the other end, one could write to it.
+    let mut reader = fs::OpenOptions::new();
+    let mut reader =
+        reader.read(true).custom_flags(nix::libc::O_NONBLOCK).open(net.path("last_reserved_ip.0")).unwrap();
+    let data = net.data.path().to_owned();
+    let outcome = at_once("the verbs", move || {
+        let mut locked = Net::open(&data).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+        let lease = locked.reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap();
+        let removed = locked.collect(&[]).unwrap().removed.len();
+        (lease.made()[0].address().to_string(), removed, locked.list().unwrap().len())
+    });
+    assert_eq!(outcome, ("10.0.0.3".to_owned(), 1, 0));
+    let mut got = String::new();
+    reader.read_to_string(&mut got).unwrap();
+    assert_eq!(got, "");
+    assert_eq!(net.names(), ["10.0.0.2", "last_reserved_ip.0", "lock"]);
+}
+
+#[test]
+fn status_survives_a_counter_that_counts_less_than_the_gateway() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/24"]);
+    net.add("a", &pool).unwrap();
+    net.write("10.0.0.1", "somebody has the gateway");
+    let mut locked = net.lock();
+    locked.reserved_by(&owner("a")).unwrap();
+    drop(locked);
+    let mut file = fs::OpenOptions::new().read(true).write(true).open(net.index()).unwrap();
+    let mut page = vec![0; 4096];
+    std::io::Read::read_exact(&mut file, &mut page).unwrap();
+    let mut header = index::header::Header::decode(&page).unwrap();
+    header.counters.iter_mut().for_each(|counter| counter.used = 0);
+    std::os::unix::fs::FileExt::write_all_at(&file, &header.encode(), 0).unwrap();
+    assert_eq!(net.store.usage(&pool).unwrap()[0].used, 0);
+}
+
+#[test]
+fn undoing_tries_every_address_and_tells_every_failure() {
+    let net = Net::new();
+    let mut locked = net.lock();
+    let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
+    let made = locked.reserve(&owner("a"), &pools, &Requested::none()).unwrap().made();
+    // No folder any more, so that nothing in it can be read.
+    locked.folder.file = File::open(net.path("lock")).unwrap();
+    let error = locked.undo(&made).unwrap_err();
+    assert_eq!(error.code(), Code::IO);
+    assert!(error.msg().contains("net/10.0.0.2") && error.msg().contains("net/10.1.0.2"), "{error}");
+}
+
 #[test]
 fn a_sidecar_that_cannot_be_written_costs_time_and_one_line() {
     let net = Net::new();

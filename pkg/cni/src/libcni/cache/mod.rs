@@ -8,7 +8,7 @@
 //! file is, its content says.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -29,6 +29,9 @@ pub const DEFAULT_DIR: &str = "/var/lib/cni";
 
 /// How many may write at once: far more than there are, and an end to the search for a free name.
 const MAX_WRITERS: u32 = 4096;
+
+/// No entry is longer: a configuration and a result of the longest that a plugin reads are half of it.
+const LONGEST: u64 = 64 << 20;
 
 /// The folder of remembered attachments.
 #[derive(Clone, Debug)]
@@ -292,8 +295,12 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} others are writing at this moment")))
 }
 
-/// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place.
+/// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place, or it is none.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
+    // Asked first, since opening a FIFO waits for its other end. Nobody swaps them: the folder is root's alone.
+    if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        return Ok(None);
+    }
     let file = match options.open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -312,8 +319,16 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
 
 /// A file's content, or why it cannot be understood; `None` if there is no file.
 fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(Some(wire::decode(&bytes))),
+    // Asked first, as `lock` does. A folder is an error, since no entry can be written there.
+    let file = fs::metadata(path).and_then(|metadata| {
+        let openable = metadata.is_file() || metadata.is_dir();
+        if openable { File::open(path).map(Some) } else { Ok(None) }
+    });
+    let mut bytes = Vec::new();
+    match file.and_then(|file| file.map(|file| file.take(LONGEST + 1).read_to_end(&mut bytes)).transpose()) {
+        Ok(None) => Ok(Some(Err("it is no regular file".to_owned()))),
+        Ok(Some(length)) if length as u64 > LONGEST => Ok(Some(Err("it is longer than 64 MiB".to_owned()))),
+        Ok(Some(_)) => Ok(Some(wire::decode(&bytes))),
         // A key whose name is too long for a file was never written.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
         Err(error) => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),

@@ -168,6 +168,42 @@ fn what_a_crash_left_is_used_again_or_cleaned_but_never_anothers_live_file() {
 }
 
 #[test]
+fn what_is_no_regular_file_is_never_waited_for() {
+    let (_guard, cache) = cache();
+    make_folder(&cache.own_folder()).unwrap();
+    let (path, own) = (cache.path(KEY).unwrap(), cache.own_folder());
+    let slots = [own.join("slot-0"), own.join("slot-1")];
+    fs::create_dir(&slots[1]).unwrap();
+    assert!(std::process::Command::new("mkfifo").args([&path, &slots[0]]).status().unwrap().success());
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let found = cache.find(KEY).unwrap_err();
+        let listing = cache.list("n").unwrap();
+        cache.clean().unwrap();
+        cache.write(&entry(Key { container_id: "c2", ..KEY })).unwrap();
+        cache.reserve(KEY).unwrap();
+        cache.purge(KEY).unwrap();
+        sender.send((found, listing, cache.list("n").unwrap())).unwrap();
+    });
+    let (found, before, after) = receiver.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
+    assert!(found.code() == Code::DECODE && found.msg().ends_with("it is no regular file"), "{found}");
+    assert_eq!((before.entries.len(), before.problems.len()), (0, 1));
+    assert_eq!((after.entries.len(), after.problems.len()), (1, 0));
+    assert!(!path.exists() && slots.iter().all(|slot| slot.exists()));
+}
+
+#[test]
+fn a_file_far_too_long_is_garbage() {
+    let (_guard, cache) = cache_with(&[("n-c1-eth0", "")]);
+    let path = cache.path(KEY).unwrap();
+    File::create(&path).unwrap().set_len(LONGEST + 1).unwrap();
+    let error = cache.find(KEY).unwrap_err();
+    assert!(error.code() == Code::DECODE && error.msg().ends_with("it is longer than 64 MiB"), "{error}");
+    cache.purge(KEY).unwrap();
+    assert!(!path.exists());
+}
+
+#[test]
 fn writers_at_once_never_mix_their_entries() {
     let (_guard, cache) = cache();
     std::thread::scope(|scope| {
