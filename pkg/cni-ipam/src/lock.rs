@@ -3,7 +3,8 @@
 //! It knows nothing of what it protects. A free lock is taken at once. For a held one a second thread calls the
 //! blocking `flock` and so keeps its turn in the kernel's queue, while this thread waits in `ppoll` for that thread,
 //! the deadline, or SIGTERM. The signal is blocked meanwhile and seen through a descriptor of our own, which is only
-//! polled and never read: the signal stays pending for whatever way the machine has of noticing it.
+//! polled and never read: the signal stays pending for whatever way the machine has of noticing it. SIGINT and SIGHUP
+//! count as SIGTERM where the machine has blocked them; blocked here, they would come to those too who ignore them.
 //!
 //! What a newcomer gets wrong: owning the lock of a file proves nothing if somebody has removed the folder
 //! meanwhile, so the path is compared with the descriptor afterwards. And the thread that lost its wait cannot be
@@ -29,6 +30,9 @@ use nix::sys::time::TimeSpec;
 
 /// How long a verb waits for the lock unless the configuration says otherwise.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
+
+/// What ends a wait.
+const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
 /// What to do if there is no folder yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +151,7 @@ fn wait(
     let mut pending = false;
     loop {
         if sigterm == Sigterm::Ends && (pending || machine.terminated()) {
-            let why = format!("SIGTERM was received while waiting; {}", holder(&identity));
+            let why = format!("interrupted by a signal; {}", holder(&identity));
             return Err(Error::new(Code::TRY_AGAIN, format!("failed to lock {}: {why}", path.display())));
         }
         let left = deadline.saturating_duration_since(machine.now());
@@ -176,15 +180,14 @@ fn wait(
 /// SIGTERM is blocked in this thread, and in those it starts, until this is dropped.
 struct Blocked {
     outside: SigSet,
-    /// Readable while SIGTERM is pending.
+    /// Readable while SIGTERM, SIGINT or SIGHUP is pending.
     pending: SignalFd,
 }
 
 impl Blocked {
     fn new() -> io::Result<Blocked> {
-        let mut term = SigSet::empty();
-        term.add(Signal::SIGTERM);
-        let pending = SignalFd::with_flags(&term, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
+        let (term, ending) = (SigSet::from(Signal::SIGTERM), ENDING.into_iter().collect());
+        let pending = SignalFd::with_flags(&ending, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         Ok(Blocked { outside: term.thread_swap_mask(SigmaskHow::SIG_BLOCK)?, pending })
     }
 }
@@ -301,25 +304,27 @@ mod tests {
         machine.terminated.store(true, Ordering::SeqCst);
         let error = acquire(folder.path(), Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap_err();
         assert_eq!(error.code(), Code::TRY_AGAIN);
-        assert!(error.msg().contains("SIGTERM"), "{error}");
+        assert!(error.msg().contains("interrupted by a signal"), "{error}");
         let limit = Duration::from_millis(20);
         let error = acquire(folder.path(), Missing::Create, Sigterm::Waits, limit, &machine).unwrap_err();
         assert!(error.msg().contains("within 0.02 s"), "a rollback waits all the same: {error}");
     }
 
     #[test]
-    fn a_blocked_sigterm_ends_the_wait_and_stays_pending() {
+    fn a_blocked_signal_ends_the_wait_and_stays_pending() {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
         let _held = acquire(folder.path(), Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap();
-        let mut term = SigSet::empty();
-        term.add(Signal::SIGTERM);
-        term.thread_block().unwrap();
-        nix::sys::signal::raise(Signal::SIGTERM).unwrap();
-        let error = acquire(folder.path(), Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap_err();
-        assert!(error.msg().contains("SIGTERM"), "{error}");
-        assert_eq!(term.wait().unwrap(), Signal::SIGTERM, "the machine can still read it");
-        term.thread_unblock().unwrap();
+        for signal in ENDING {
+            let blocked = SigSet::from(signal);
+            blocked.thread_block().unwrap();
+            nix::sys::signal::raise(signal).unwrap();
+            let limit = Duration::from_secs(5);
+            let error = acquire(folder.path(), Missing::Create, Sigterm::Ends, limit, &machine).unwrap_err();
+            assert!(error.msg().contains("interrupted by a signal"), "{signal}: {error}");
+            assert_eq!(blocked.wait().unwrap(), signal, "the machine can still read it");
+            blocked.thread_unblock().unwrap();
+        }
     }
 
     #[test]
