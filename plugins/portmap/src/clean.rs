@@ -61,7 +61,9 @@ fn both(
         Err(error) if error.is_unsupported() => {}
         Err(error) => errors.push(Error::from(error)),
     }
-    match IptablesPortMap::open(call.machine.0, OnSigterm::Finish).and_then(|mut backend| iptables(&mut backend)) {
+    match IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Finish)
+        .and_then(|mut backend| iptables(&mut backend))
+    {
         Ok((found, remarks)) => {
             claims.extend(found);
             for remark in remarks {

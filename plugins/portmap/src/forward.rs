@@ -38,8 +38,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             nft.ensure(call.machine.0, &wanted).map_err(|error| refusal(error, Backend::Nftables))?
         }
         Backend::Iptables => {
-            let ensured =
-                IptablesPortMap::open(call.machine.0, OnSigterm::Kill).and_then(|mut tool| tool.ensure(&wanted));
+            let ensured = IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)
+                .and_then(|mut tool| tool.ensure(&wanted));
             // One family may be in force although the other failed.
             if !matches!(ensured, Ok(Ensured::Done { .. })) && wanted.families().count() > 1 {
                 take_back(call, &wanted);
@@ -127,7 +127,7 @@ pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
     }
-    let chosen = Iptables::open(call.machine.0, OnSigterm::Kill)?.chosen(Family::V4)?;
+    let chosen = Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)?.chosen(Family::V4)?;
     Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
 }
 

@@ -58,7 +58,7 @@ impl Plugin for Portmap {
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
-        let iptables = || Iptables::open(call.machine.0, OnSigterm::Kill)?.probe(route::Family::V4);
+        let iptables = || Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)?.probe(route::Family::V4);
         let nftables = || match nft_usable().map_err(not_ready) {
             Ok(true) => Ok(()),
             Ok(false) => Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables with NAT")),

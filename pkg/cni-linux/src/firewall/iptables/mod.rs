@@ -24,6 +24,7 @@ use std::fmt;
 use std::time::Duration;
 
 use cni::machine::{Machine, OnSigterm};
+use cni::rollback::Notes;
 
 use super::nft::{self, Batch, Nft, Table};
 use crate::error::{Cause, Error, Result};
@@ -82,6 +83,8 @@ pub struct Iptables<'m> {
     folders: Folders,
     /// `None`: a kernel without nf_tables.
     nft: Option<Nft>,
+    /// For what there is to say of the lock; taken when it has been said.
+    notes: Option<Notes>,
 }
 
 impl fmt::Debug for Iptables<'_> {
@@ -92,20 +95,25 @@ impl fmt::Debug for Iptables<'_> {
 
 impl<'m> Iptables<'m> {
     /// Opens a connection in the calling thread's namespace; programs are looked for in PATH, then in the system's
-    /// folders. SIGTERM ends waits and programs of an ADD or a CHECK ([`OnSigterm::Kill`]), not what cleans up
-    /// ([`OnSigterm::Finish`]).
-    pub fn open(machine: &'m dyn Machine, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
-        Iptables::open_with(machine, on_sigterm, Folders::new(std::env::var_os("PATH")))
+    /// folders. SIGTERM ends the wait for the lock in an ADD or a CHECK ([`OnSigterm::Kill`]), not in what cleans up
+    /// ([`OnSigterm::Finish`]); a program that runs is always finished. Remarks for the operator go to `notes`.
+    pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
+        Iptables::open_with(machine, notes, on_sigterm, Folders::new(std::env::var_os("PATH")))
     }
 
-    /// The same with programs from these folders.
-    pub fn open_with(machine: &'m dyn Machine, on_sigterm: OnSigterm, folders: Folders) -> Result<Iptables<'m>> {
+    /// The same with other folders.
+    pub fn open_with(
+        machine: &'m dyn Machine,
+        notes: Notes,
+        on_sigterm: OnSigterm,
+        folders: Folders,
+    ) -> Result<Iptables<'m>> {
         let nft = match Nft::open() {
             Ok(nft) => Some(nft),
             Err(error) if error.is_unsupported() => None,
             Err(error) => return Err(error),
         };
-        Ok(Iptables { runner: Runner { machine, on_sigterm }, folders, nft })
+        Ok(Iptables { runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
     /// The variant that the machine's owner has chosen, in which new rules are made; `None` if there is no
@@ -170,7 +178,13 @@ impl<'m> Iptables<'m> {
         variant: Variant,
         mut plan: impl FnMut(&mut Nat<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        let _lock = NetnsLock::acquire(self.runner.machine, self.runner.on_sigterm, LOCK_LIMIT)?;
+        let Runner { machine, on_sigterm } = self.runner;
+        let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.locks(), LOCK_LIMIT)?;
+        if let Some(remark) = lock.remark()
+            && let Some(notes) = self.notes.take()
+        {
+            notes.note(remark);
+        }
         let mut failed: Option<(String, Error)> = None;
         for _ in 0..ATTEMPTS {
             let edit = plan(&mut self.read(family, variant)?)?;

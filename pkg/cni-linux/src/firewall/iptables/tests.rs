@@ -21,6 +21,26 @@ pub(crate) fn with_each(body: impl Fn(Variant, Family) + Sync) {
     }
 }
 
+/// The host's programs; a lock of the test's own, so that nothing is left in /run.
+struct Rig {
+    machine: crate::LinuxMachine,
+    locks: tempfile::TempDir,
+}
+
+impl Rig {
+    fn new() -> Rig {
+        Rig { machine: machine(), locks: tempfile::tempdir().unwrap() }
+    }
+
+    fn folders(&self) -> Folders {
+        Folders::new(std::env::var_os("PATH")).with_locks(self.locks.path())
+    }
+
+    fn iptables(&self) -> Iptables<'_> {
+        Iptables::open_with(&self.machine, Notes::silent(), OnSigterm::Kill, self.folders()).unwrap()
+    }
+}
+
 fn program(variant: Variant, family: Family, job: &str) -> String {
     format!("ip{}tables-{variant}-{job}", if family == Family::V4 { "" } else { "6" })
 }
@@ -77,8 +97,8 @@ fn both_variants_are_read_as_their_own_program_prints_them() {
         let printed: Vec<Vec<String>> =
             saved(variant, family).iter().filter_map(|line| line.strip_prefix("-A CNI-A ")).map(split).collect();
         assert_eq!(printed, forms.iter().map(|form| split(form)).collect::<Vec<_>>(), "the test's own forms");
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         let mut nat = iptables.read(family, variant).unwrap();
         let rules = nat.rules("CNI-A").unwrap();
         assert_eq!(rules.iter().map(|rule| rule.words.clone()).collect::<Vec<_>>(), printed);
@@ -96,8 +116,8 @@ fn what_is_not_understood_still_has_its_comment_and_target() {
             family,
             ":CNI-A - [0:0]\n-A CNI-A -m statistic --mode nth --every 3 --packet 0 -m comment --comment c -j RETURN",
         );
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         let rule = iptables.read(family, variant).unwrap().rules("CNI-A").unwrap()[0].clone();
         assert_eq!(
             (rule.comment(), rule.target(), rule.is_whole()),
@@ -115,8 +135,8 @@ fn an_edit_adds_and_removes_what_it_says_and_nothing_else() {
             ":CNI-OLD - [0:0]\n-A CNI-OLD -m comment --comment \"a b\" -j RETURN\n\
             -A POSTROUTING -j CNI-OLD\n-A POSTROUTING -m comment --comment stays -j ACCEPT\n-A POSTROUTING -j CNI-OLD",
         );
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         let change = |nat: &mut Nat<'_>| {
             let mut edit = Edit::new();
             if !nat.has("CNI-NEW")? {
@@ -149,8 +169,8 @@ fn an_edit_adds_and_removes_what_it_says_and_nothing_else() {
 #[test]
 fn looking_makes_no_table() {
     in_new_netns(|| {
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         for family in FAMILIES {
             assert_eq!(iptables.holders(family, &["CNI-A", "POSTROUTING"]).unwrap(), []);
             for variant in VARIANTS {
@@ -166,8 +186,9 @@ fn looking_makes_no_table() {
 fn removing_over_netlink_needs_no_program() {
     in_new_netns(|| {
         restore(Variant::Nft, Family::V4, ":CNI-A - [0:0]\n-A CNI-A -j RETURN\n-A POSTROUTING -j CNI-A");
-        let machine = machine();
-        let mut iptables = Iptables::open_with(&machine, OnSigterm::Finish, Folders::only([])).unwrap();
+        let rig = Rig::new();
+        let folders = Folders::only([]).with_locks(rig.locks.path());
+        let mut iptables = Iptables::open_with(&rig.machine, Notes::silent(), OnSigterm::Finish, folders).unwrap();
         assert_eq!(iptables.chosen(Family::V4).unwrap(), None);
         assert!(iptables.can_remove(Family::V4, Variant::Nft).unwrap());
         assert!(!iptables.can_remove(Family::V4, Variant::Legacy).unwrap());
@@ -193,8 +214,8 @@ fn removing_over_netlink_needs_no_program() {
 #[test]
 fn a_chain_somebody_made_meanwhile_is_seen_at_the_second_look() {
     with_each(|variant, family| {
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         let mut looks = 0;
         let plan = |nat: &mut Nat<'_>| {
             looks += 1;
@@ -223,8 +244,8 @@ fn a_chain_somebody_made_meanwhile_is_seen_at_the_second_look() {
 fn a_rule_somebody_removed_meanwhile_is_no_failure() {
     with_each(|variant, family| {
         restore(variant, family, ":CNI-A - [0:0]\n-A POSTROUTING -j CNI-A");
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         let mut looks = 0;
         let plan = |nat: &mut Nat<'_>| {
             looks += 1;
@@ -245,8 +266,8 @@ fn a_rule_somebody_removed_meanwhile_is_no_failure() {
 #[test]
 fn what_can_never_work_is_told_with_the_programs_words_and_not_repeated() {
     with_each(|variant, family| {
-        let machine = machine();
-        let mut iptables = Iptables::open(&machine, OnSigterm::Kill).unwrap();
+        let rig = Rig::new();
+        let mut iptables = rig.iptables();
         let mut looks = 0;
         let plan = |_: &mut Nat<'_>| {
             looks += 1;
@@ -261,13 +282,30 @@ fn what_can_never_work_is_told_with_the_programs_words_and_not_repeated() {
 }
 
 #[test]
+fn a_lock_that_anybody_can_hold_up_is_used_with_one_remark() {
+    in_new_netns(|| {
+        let (machine, told) = (machine(), std::rc::Rc::new(std::cell::RefCell::new(Vec::new())));
+        let sink = std::rc::Rc::clone(&told);
+        let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
+        let folders = Folders::only([]).with_locks("/proc/cni");
+        let mut iptables = Iptables::open_with(&machine, notes, OnSigterm::Kill, folders).unwrap();
+        for family in FAMILIES {
+            iptables.change(family, Variant::Nft, |_| Ok(Edit::new())).unwrap();
+        }
+        assert_eq!(told.borrow().len(), 1, "{told:?}");
+        assert!(told.borrow()[0].contains("because /proc/cni/iptables-"), "{told:?}");
+    });
+}
+
+#[test]
 fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
     with_each(|variant, family| {
-        let netns = crate::Netns::current().unwrap();
+        let (netns, rig) = (crate::Netns::current().unwrap(), Rig::new());
+        let folders = rig.folders();
         let looks = std::sync::atomic::AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for number in 0..50 {
-                let (netns, looks) = (&netns, &looks);
+                let (netns, looks, folders) = (&netns, &looks, folders.clone());
                 scope.spawn(move || {
                     // Threads inherit the namespace.
                     assert!(crate::Netns::current().unwrap().is_same(netns));
@@ -284,7 +322,9 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                         edit.append("CNI-SHARED", ["-j", &chain]);
                         Ok(edit)
                     };
-                    Iptables::open(&machine, OnSigterm::Kill).unwrap().change(family, variant, plan).unwrap();
+                    let mut iptables =
+                        Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+                    iptables.change(family, variant, plan).unwrap();
                 });
             }
         });

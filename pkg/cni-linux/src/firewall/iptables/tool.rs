@@ -48,26 +48,42 @@ pub(crate) struct Runner<'m> {
     pub(crate) on_sigterm: OnSigterm,
 }
 
-/// Where to look for programs.
+/// Where the lock lies.
+const LOCKS: &str = "/run/cni";
+
+/// Where to look for programs, and where the lock lies.
 #[derive(Clone, Debug)]
-pub struct Folders(Vec<PathBuf>);
+pub struct Folders {
+    programs: Vec<PathBuf>,
+    locks: PathBuf,
+}
 
 impl Folders {
-    /// Those of `path` (as in the variable PATH), then the system's.
+    /// Programs in those of `path` (as in the variable PATH), then in the system's; the lock in /run/cni.
     pub fn new(path: Option<OsString>) -> Folders {
         let path = path.unwrap_or_default();
         let mut folders: Vec<PathBuf> = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).collect();
         folders.extend(FOLDERS.map(PathBuf::from));
-        Folders(folders)
+        Folders::only(folders)
     }
 
-    /// These alone.
+    /// Programs in these alone.
     pub fn only(folders: impl IntoIterator<Item = PathBuf>) -> Folders {
-        Folders(folders.into_iter().collect())
+        Folders { programs: folders.into_iter().collect(), locks: LOCKS.into() }
+    }
+
+    /// The lock elsewhere. All who are to keep out each other must agree.
+    #[must_use]
+    pub fn with_locks(self, folder: impl Into<PathBuf>) -> Folders {
+        Folders { locks: folder.into(), ..self }
+    }
+
+    pub(crate) fn locks(&self) -> &Path {
+        &self.locks
     }
 
     fn find(&self, name: &str) -> Option<PathBuf> {
-        self.0.iter().map(|folder| folder.join(name)).find(|path| is_executable(path))
+        self.programs.iter().map(|folder| folder.join(name)).find(|path| is_executable(path))
     }
 }
 
@@ -250,7 +266,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("iptables-restore"), "").unwrap();
         assert_eq!(chosen_in(&folder, Family::V4), None);
-        assert!(!Folders::new(Some("bin:/x".into())).0.contains(&PathBuf::from("bin")));
+        assert!(!Folders::new(Some("bin:/x".into())).programs.contains(&PathBuf::from("bin")));
     }
 
     #[test]

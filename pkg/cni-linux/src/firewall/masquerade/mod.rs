@@ -82,7 +82,7 @@ impl<'m> Masquerade<'m> {
         Masquerade::with_folders(machine, notes, Folders::new(std::env::var_os("PATH")))
     }
 
-    /// The same with iptables' programs from these folders.
+    /// The same with iptables' programs and lock in these folders.
     pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
         Masquerade { machine, notes, folders, kept: RefCell::default() }
     }
@@ -250,7 +250,7 @@ impl<'m> Masquerade<'m> {
     }
 
     fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
-        Iptables::open_with(self.machine, on_sigterm, self.folders.clone())
+        Iptables::open_with(self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
 }
 

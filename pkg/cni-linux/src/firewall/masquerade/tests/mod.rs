@@ -69,6 +69,11 @@ impl Rig {
         Rig { variant: None, folder: tempfile::tempdir().unwrap() }
     }
 
+    /// Its programs, and its own place for the lock: nothing is left in /run.
+    fn folders(&self) -> Folders {
+        Folders::only([self.folder.path().to_owned()]).with_locks(self.folder.path().join("locks"))
+    }
+
     fn log(&self) -> PathBuf {
         self.folder.path().join("log")
     }
@@ -82,8 +87,7 @@ impl Rig {
     }
 
     fn masquerade<T>(&self, work: impl FnOnce(&Masquerade<'_>) -> T) -> T {
-        let folders = Folders::only([self.folder.path().to_owned()]);
-        work(&Masquerade::with_folders(&machine(), Notes::silent(), folders))
+        work(&Masquerade::with_folders(&machine(), Notes::silent(), self.folders()))
     }
 
     #[track_caller]
@@ -263,8 +267,7 @@ fn a_missing_program_of_the_legacy_variant_fails_no_removal() {
         let (told, bare) = (std::rc::Rc::new(std::cell::RefCell::new(String::new())), Rig::bare());
         let sink = std::rc::Rc::clone(&told);
         let notes = Notes::new(move |line| sink.borrow_mut().push_str(line));
-        let folders = Folders::only([bare.folder.path().to_owned()]);
-        Masquerade::with_folders(&machine(), notes, folders).purge(&mark("c1", "eth0"), &[]).unwrap();
+        Masquerade::with_folders(&machine(), notes, bare.folders()).purge(&mark("c1", "eth0"), &[]).unwrap();
         assert!(told.borrow().contains("iptables-legacy"), "{}", told.borrow());
         rig.purge(&mark("c1", "eth0"), &[]);
         assert_eq!(rig.saved(), Vec::<String>::new());

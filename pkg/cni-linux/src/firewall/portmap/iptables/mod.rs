@@ -10,6 +10,7 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
+use cni::rollback::Notes;
 
 use super::conflict::{Fate, Judge};
 use super::{Claim, Ensured, Forwarding, Holder, Policy, SetMark, Snat};
@@ -32,9 +33,10 @@ pub struct IptablesPortMap<'m> {
 }
 
 impl<'m> IptablesPortMap<'m> {
-    /// Opens a connection in the calling thread's network namespace. `on_sigterm` is [`Iptables::open`]'s.
-    pub fn open(machine: &'m dyn Machine, on_sigterm: OnSigterm) -> Result<IptablesPortMap<'m>> {
-        Ok(IptablesPortMap { iptables: Iptables::open(machine, on_sigterm)? })
+    /// Opens a connection in the calling thread's network namespace. `notes` and `on_sigterm` are
+    /// [`Iptables::open`]'s.
+    pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<IptablesPortMap<'m>> {
+        Ok(IptablesPortMap { iptables: Iptables::open(machine, notes, on_sigterm)? })
     }
 
     /// The same on an iptables that is open already.
