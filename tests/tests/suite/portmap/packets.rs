@@ -48,11 +48,11 @@ fn a_pod_reaches_another_and_itself_through_the_host_port() {
         let pod = world.mapped(json!([map(8080, 80, "tcp")]));
         let other = world.dual();
         pod.serve_tcp(80, "pod");
-        for family in 0..HOST.len() {
+        for (family, host) in HOST.iter().enumerate() {
             for (who, from) in [("itself", &pod), ("another", &other)] {
                 let answer = from.container.enter(|| ask_tcp(&at(family, 8080)));
                 let fine = answer.is_some_and(|answer| answer.starts_with("pod "));
-                assert!(fine, "{who}, {} {:?}\n{}", HOST[family], world.backend, world.rules());
+                assert!(fine, "{who}, {host} {:?}\n{}", world.backend, world.rules());
             }
         }
         pod.leave();

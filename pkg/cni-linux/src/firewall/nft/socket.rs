@@ -33,6 +33,8 @@ pub struct Nft {
     socket: Socket,
     sequence: u32,
     buffer: Vec<u8>,
+    /// Whether a list counts at its first reading: between [`Nft::settle`] and the next commit.
+    settled: bool,
 }
 
 impl fmt::Debug for Nft {
@@ -50,6 +52,19 @@ pub fn raced(error: &Error) -> bool {
 /// How far the ruleset has come: every transaction, whoever makes it, takes it on by one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
+
+/// Whether `bytes` stand anywhere in a rule as the kernel sends it.
+pub fn occurs(rule: &[u8], bytes: &[u8]) -> bool {
+    let Some((first, rest)) = bytes.split_first() else { return true };
+    let mut from = rule;
+    while let Some(at) = from.iter().position(|byte| byte == first) {
+        from = &from[at + 1..];
+        if from.starts_with(rest) {
+            return true;
+        }
+    }
+    false
+}
 
 /// A failure that [`Error::is_unsupported`] recognises, with the kernel's vaguer words kept.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
@@ -71,7 +86,7 @@ impl Nft {
             Ok(socket)
         };
         match open() {
-            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE] }),
+            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE], settled: false }),
             Err(error) => Err(Error::new("failed to open a netfilter socket", error)),
         }
     }
@@ -91,8 +106,15 @@ impl Nft {
     fn transact(&mut self, batch: Batch, ending: Ending) -> Result<()> {
         const WHOLE: &str = "failed to change nftables";
         let generation = batch.generation();
+        self.settled = false;
         let mut changes = batch.into_changes()?;
-        let Some(last) = changes.last_mut() else { return Ok(()) };
+        let Some(last) = changes.last_mut() else {
+            // Even "nothing is to be done" holds only if nobody has changed anything meanwhile.
+            return match generation {
+                Some(wanted) if self.generation()? != wanted => Err(Error::new(WHOLE, Errno::ERESTART)),
+                _ => Ok(()),
+            };
+        };
         // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge the end itself.
         last.message.header.flags |= NLM_F_ACK;
         let first = self.sequence.wrapping_add(1);
@@ -168,9 +190,19 @@ impl Nft {
     }
 
     /// Those rules of the chain, in order, in which these bytes occur: in a comment, a tag, or as the chain a rule leads
-    /// to. The others are read too, and passed over, which takes a fraction of the time. That the bytes are where they
-    /// are looked for is for the caller to see.
+    /// to. That the bytes are where they are looked for is for the caller to see.
     pub fn rules_with(&mut self, table: Table<'_>, chain: &str, bytes: &str) -> Result<Vec<Listed>> {
+        self.rules_where(table, chain, |rule| occurs(rule, bytes.as_bytes()))
+    }
+
+    /// Those rules of the chain, in order, whose bytes, as the kernel sends them, could be what the caller looks for. The
+    /// others are read too, and passed over, which takes a fraction of the time.
+    pub fn rules_where(
+        &mut self,
+        table: Table<'_>,
+        chain: &str,
+        wanted: impl Fn(&[u8]) -> bool,
+    ) -> Result<Vec<Listed>> {
         let what = format!("failed to list nft chain {table} {chain}");
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
         let request = NfTablesMessage::GetRule(RuleMessage { attributes });
@@ -179,8 +211,7 @@ impl Nft {
             if (in_table, in_chain) != (table.name.as_bytes(), chain.as_bytes()) {
                 return None;
             }
-            let occurs = payload.windows(bytes.len().max(1)).any(|window| window == bytes.as_bytes());
-            Some((handle, occurs.then(|| decode::rule(payload)).flatten().map(|(.., listed)| listed)))
+            Some((handle, wanted(payload).then(|| decode::rule(payload)).flatten().map(|(.., listed)| listed)))
         })?;
         Ok(rules.into_iter().flatten().collect())
     }
@@ -209,7 +240,24 @@ impl Nft {
         }
     }
 
-    /// Where the ruleset of this network namespace stands, for [`Batch::only_at`].
+    /// Where the ruleset stands, for [`Batch::only_at`], once the transaction that brought it there is over. From here to
+    /// the next commit lists are read once: whatever disturbs a reading also takes the generation on, and that commit
+    /// fails. Not for chains into which others put rules at the front: if such a transaction is given up in the middle,
+    /// it has shifted the list and left no trace.
+    pub fn settle(&mut self) -> Result<Generation> {
+        const WHAT: &str = "failed to wait for the end of a change of nftables";
+        let generation = self.generation()?;
+        // The kernel announces a generation before it has taken removed rules off its lists. A transaction without
+        // changes has to wait for the one at work, and is none itself.
+        let mut bytes = Vec::new();
+        self.append(&mut bytes, control(ControlMessage::BatchBegin));
+        self.append(&mut bytes, control(ControlMessage::BatchEnd));
+        self.send(WHAT, &bytes)?;
+        self.settled = true;
+        Ok(generation)
+    }
+
+    /// Where the ruleset of this network namespace stands.
     pub fn generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to read nftables' generation";
         let any = Table { family: super::Family::Inet, name: "" };
@@ -244,7 +292,7 @@ impl Nft {
                     items.push(item);
                 }
             })?;
-            if undisturbed && whole && before.as_ref() == Some(&handles) {
+            if undisturbed && whole && (self.settled || before.as_ref() == Some(&handles)) {
                 return Ok(items);
             }
             before = Some(handles);

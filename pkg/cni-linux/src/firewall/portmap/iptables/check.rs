@@ -43,7 +43,7 @@ fn differences_of(nat: &mut Nat<'_>, wanted: &Forwarding, container: Cidr, claim
             differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
         }
     }
-    let jumps: Vec<Rule> = nat.rules(DNAT)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
+    let jumps = nat.leading_to(DNAT, &chain)?;
     let sections = shape::sections(nat.rules(&chain)?);
     let own = |section: &&Section| match section.alias() {
         Some(_) => belongs(section, &None, &wanted.mark),

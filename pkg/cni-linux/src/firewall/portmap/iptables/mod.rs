@@ -200,7 +200,7 @@ fn plan_removal(
     choose: impl Fn(&Section, &Named) -> bool,
 ) -> Result<Vec<Claim>> {
     let Some(there) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
-    let jumps: Vec<Rule> = nat.rules(DNAT)?.iter().filter(|rule| rule.target() == Some(chain)).cloned().collect();
+    let jumps = nat.leading_to(DNAT, chain)?;
     let comments = jumps.iter().filter_map(|rule| shape::read_comment(rule.comment()?));
     let named: Vec<(String, String)> = comments.map(|(network, id)| (network.to_owned(), id.to_owned())).collect();
     let named = Some(named).filter(|named| !named.is_empty());
@@ -250,14 +250,16 @@ fn plan(
     judge: &mut Judge,
 ) -> Result<Plan> {
     let mut plan = Plan::default();
+    let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
+    let ways = nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))?;
     if wanted.policy == Policy::Judge {
-        displace(nat, wanted, claims, judge, &mut plan)?;
+        displace(nat, wanted, claims, &ways, judge, &mut plan)?;
         if plan.held.is_some() {
             return Ok(plan);
         }
     }
     shared(nat, wanted, &mut plan.edit)?;
-    own(nat, wanted, container, claims, link, &mut plan)?;
+    own(nat, wanted, (container, claims), &ways, link, &mut plan)?;
     plan.changed |= !plan.edit.is_empty();
     Ok(plan)
 }
@@ -303,8 +305,8 @@ fn shared(nat: &mut Nat<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()>
 fn own(
     nat: &mut Nat<'_>,
     wanted: &Forwarding,
-    container: Cidr,
-    claims: &[Claim],
+    (container, claims): (Cidr, &[Claim]),
+    ways: &[Rule],
     link: Option<&str>,
     plan: &mut Plan,
 ) -> Result<()> {
@@ -337,7 +339,7 @@ fn own(
     }
     let still: Vec<Claim> = others.iter().flat_map(|section| section.claims()).collect();
     let conditions = wanted.conditions(Family::of(container.address()));
-    let jumps: Vec<Rule> = nat.rules(DNAT)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
+    let jumps: Vec<&Rule> = ways.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     let mut kept: Vec<usize> = Vec::new();
     for words in shape::jumps(wanted, conditions) {
         // What the kernel makes of conditions cannot be compared with what was asked for: they are always written anew.
@@ -360,14 +362,14 @@ fn displace(
     nat: &mut Nat<'_>,
     wanted: &Forwarding,
     claims: &[Claim],
+    rules: &[Rule],
     judge: &mut Judge,
     plan: &mut Plan,
 ) -> Result<()> {
     let own = shape::chain(&wanted.mark);
     let plain = wanted.conditions(nat.family()).is_empty();
-    let rules = nat.rules(DNAT)?.to_vec();
     let mut looked_at: Vec<String> = Vec::new();
-    for rule in &rules {
+    for rule in rules {
         let Some(jump) = Jump::of(rule).filter(|jump| jump.chain != own && !looked_at.contains(&jump.chain)) else {
             continue;
         };
@@ -413,7 +415,7 @@ fn displace(
             continue;
         }
         if left.is_empty() {
-            for rule in rules.iter().filter(|rule| rule.target() == Some(&jump.chain)) {
+            for rule in &nat.leading_to(DNAT, &jump.chain)? {
                 plan.edit.delete(DNAT, rule);
             }
             plan.edit.delete_chain(&jump.chain, &there);

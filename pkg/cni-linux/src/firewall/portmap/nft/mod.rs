@@ -17,7 +17,7 @@ use super::conflict::{Fate, Judge};
 use super::identity::{self, Identity, Witnessed};
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Snat};
 use crate::error::{Cause, Error, Result};
-use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, raced};
+use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, occurs, raced};
 use crate::mark::Mark;
 use crate::route::Family;
 
@@ -28,7 +28,7 @@ mod tests;
 
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
-/// How often an ADD is worked out anew because somebody else changed a rule meanwhile. Of n racing ADDs each loses at
+/// How often a change is worked out anew because somebody else changed a rule meanwhile. Of n racing changes each loses at
 /// most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
@@ -67,7 +67,7 @@ struct State {
     missing: Vec<&'static str>,
     /// The base chains without the way to [`ALL`], and [`ALL`] itself for each part it lacks.
     gaps: Vec<(&'static str, Vec<Expr>)>,
-    /// All rules of containers, chain by chain.
+    /// The rules of containers that were asked for, chain by chain.
     rules: Vec<(&'static str, Vec<Listed>)>,
 }
 
@@ -117,26 +117,19 @@ impl NftPortMap {
     fn transact(&mut self, wanted: &Forwarding) -> Result<Ensured> {
         let mut judge = Judge::default();
         let witnessed = if judge.bearer(&wanted.mark)?.is_some() { Witnessed::Yes } else { Witnessed::No };
-        for _ in 0..ATTEMPTS {
-            match self.attempt(wanted, witnessed, &mut judge) {
-                Err(error) if raced(&error) => {}
-                done => return done,
-            }
-        }
-        let cause = Cause::text(format!("the rules were changed under it {ATTEMPTS} times"));
-        Err(Error::new("failed to map host ports with nftables", cause))
+        repeat(|| self.attempt(wanted, witnessed, &mut judge))
     }
 
     fn attempt(&mut self, wanted: &Forwarding, witnessed: Witnessed, judge: &mut Judge) -> Result<Ensured> {
         let identity = Identity::new(&wanted.mark);
         let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
         let mut batch = Batch::new();
-        batch.only_at(self.nft.generation()?);
+        batch.only_at(self.nft.settle()?);
         let (mut changed, mut remarks) = (false, Vec::new());
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            let state = self.state(family, wanted.snat)?;
+            let state = self.state(family, wanted.snat, &identity, &claims)?;
             state.complete(&mut batch);
 
             // `None`: the program writes the mappings of this family, afterwards.
@@ -189,13 +182,13 @@ impl NftPortMap {
     /// the attachment had. Nothing there, or a kernel without nf_tables: that is fine.
     pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<Vec<Claim>> {
         let identity = Identity::new(mark);
-        self.purge_where(|rules| identity.own(rules, addresses, shape::container))
+        self.purge_where(&identity.comment, |rules| identity.own(rules, addresses, shape::container))
     }
 
     /// Removes every rule that names `network` and none of the valid attachments. Returns what they had.
     pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Result<Vec<Claim>> {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
-        self.purge_where(|rules| {
+        self.purge_where("", |rules| {
             let is_garbage = |rule: &Rule| {
                 identity::names_network(rule, network)
                     && !valid.iter().any(|identity| identity.owner(rule) == identity::Owner::This)
@@ -209,13 +202,15 @@ impl NftPortMap {
         })
     }
 
-    fn purge_where(&mut self, select: impl Fn(&[Listed]) -> Vec<&Listed>) -> Result<Vec<Claim>> {
-        let purged = crate::firewall::retry(|| {
+    /// Of the rules in which `within` occurs those selected.
+    fn purge_where(&mut self, within: &str, select: impl Fn(&[Listed]) -> Vec<&Listed>) -> Result<Vec<Claim>> {
+        let purged = repeat(|| {
             let (mut batch, mut claims) = (Batch::new(), Vec::new());
+            batch.only_at(self.nft.settle()?);
             for family in FAMILIES {
                 let table = shape::table(family);
                 for chain in CONTAINERS {
-                    let rules = self.nft.rules(table, chain)?;
+                    let rules = self.nft.rules_with(table, chain, within)?;
                     for listed in select(&rules) {
                         batch.delete_rule(table, chain, listed.handle);
                         claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
@@ -236,7 +231,7 @@ impl NftPortMap {
         let identity = Identity::new(mark);
         for family in FAMILIES {
             for chain in CONTAINERS {
-                let rules = match self.nft.rules(shape::table(family), chain) {
+                let rules = match self.nft.rules_with(shape::table(family), chain, &identity.comment) {
                     Err(error) if error.is_unsupported() => return Ok(false),
                     rules => rules?,
                 };
@@ -257,7 +252,7 @@ impl NftPortMap {
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            let state = self.state(family, wanted.snat)?;
+            let state = self.state(family, wanted.snat, &identity, &[])?;
             for chain in &state.missing {
                 differences.push(format!("nft chain {table} {chain} is missing"));
             }
@@ -303,7 +298,8 @@ impl NftPortMap {
         Ok(differences)
     }
 
-    fn state(&mut self, family: Family, snat: Snat) -> Result<State> {
+    /// The shared chains, and of the containers' rules those of this container and those about a claimed port.
+    fn state(&mut self, family: Family, snat: Snat, identity: &Identity, claims: &[Claim]) -> Result<State> {
         let table = shape::table(family);
         let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
         for name in [HOSTPORTS, HOSTIP_HOSTPORTS, ALL] {
@@ -333,13 +329,34 @@ impl NftPortMap {
         }
         let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
         state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
+        let ports: Vec<[u8; 6]> = claims.iter().map(|claim| shape::dport_bytes(claim.host_port)).collect();
         for name in CONTAINERS {
-            if !state.missing.contains(&name) {
-                state.rules.push((name, self.nft.rules(table, name)?));
+            // An ADD looks for what its attachment has. Mappings and masquerades come and go in one transaction, so where
+            // there are none of the former the longest of the chains need not be read.
+            let is_own = |listed: &Listed| listed.rule.comment.as_deref() == Some(&identity.comment);
+            let none = !claims.is_empty() && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_own));
+            if state.missing.contains(&name) || (name == MASQUERADING && none) {
+                continue;
             }
+            let rules = self.nft.rules_where(table, name, |rule| {
+                occurs(rule, identity.comment.as_bytes()) || ports.iter().any(|port| occurs(rule, port))
+            })?;
+            state.rules.push((name, rules));
         }
         Ok(state)
     }
+}
+
+/// Repeats `once` while somebody else changes what it has read.
+fn repeat<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 0..ATTEMPTS {
+        match once() {
+            Err(error) if raced(&error) => {}
+            done => return done,
+        }
+    }
+    let cause = Cause::text(format!("the rules were changed under it {ATTEMPTS} times"));
+    Err(Error::new("failed to change host ports with nftables", cause))
 }
 
 /// Whether these matches and this verdict are among the rules.

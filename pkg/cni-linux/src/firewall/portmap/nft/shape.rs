@@ -122,6 +122,13 @@ pub(super) fn read(rule: &Rule) -> Option<(Claim, usize)> {
     Some((Claim { protocol, host_ip, host_port, container }, conditions))
 }
 
+/// What stands in the bytes of every rule that compares the destination port with this one (`NFTA_DATA_VALUE`).
+pub(super) fn dport_bytes(port: u16) -> [u8; 6] {
+    let [len, kind] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
+    let [high, low] = port.to_be_bytes();
+    [len[0], len[1], kind[0], kind[1], high, low]
+}
+
 /// Where a `dnat` at this place leads.
 fn target(exprs: &[Expr], at: usize) -> Option<SocketAddr> {
     let Expr::Dnat { addr, port: Some(port), .. } = exprs.get(at)? else { return None };
