@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # What the scripts share: finding the repository, saying what is wrong, getting what is missing.
-# Sourced, never run. Nothing here changes the machine before everything that is needed is known to be to be had.
+# Sourced, never run. `need`, `need_rust`, `need_component` and `lack` only note what is missing; install_missing, once, at
+# the end, either finds that something cannot be had and changes nothing, or installs all of it. What cannot be known
+# beforehand, a download that breaks off, is told when it happens.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH=$PATH:/usr/sbin:/sbin:${CARGO_HOME:-$HOME/.cargo}/bin
@@ -32,9 +34,14 @@ packages_of() {
     esac
 }
 
-# need PROGRAM...: installs what is missing, or says what is missing and how to get it. Go's plugins are `go-plugins`.
+# What is noted as missing until install_missing: in words, as Debian packages, as parts of the Rust toolchain, how Rust
+# is to be had (rustup, apt, rustup.rs), and, for what no script can get, how to get it.
+missing=() packages=() components=() rust_from='' hints=()
+rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$root/Cargo.toml")
+
+# need PROGRAM...: notes what is missing. Go's plugins are `go-plugins`.
 need() {
-    local program packages=() missing=()
+    local program
     for program; do
         if [ "$program" = go-plugins ]; then
             [ -x "${CNI_GO_BIN_DIR:-/usr/lib/cni}/bridge" ] || { missing+=("the Go plugins") packages+=(containernetworking-plugins); }
@@ -44,48 +51,108 @@ need() {
             packages+=($(packages_of "$program"))
         fi
     done
-    [ ${#missing[@]} -gt 0 ] || return 0
-    has apt-get || die "missing: ${missing[*]}. This is no Debian or Ubuntu: install them by your system's means (Debian calls the packages ${packages[*]})."
-    [ "$(id -u)" = 0 ] || die "missing: ${missing[*]}. As root: apt-get install ${packages[*]}"
-    say "Installing ${packages[*]}"
-    export DEBIAN_FRONTEND=noninteractive
-    { apt-get -qq update && apt-get -qq install --no-install-recommends -y "${packages[@]}"; } >/dev/null ||
-        die "missing: ${missing[*]}, and apt-get could not install ${packages[*]}: is a mirror reachable?"
 }
 
+# lack WHAT HOW: notes something that only the user can get.
+lack() {
+    missing+=("$1")
+    hints+=("$2")
+}
+
+at_least_wanted() { [ "$(printf '%s\n%s\n' "$rust_wanted" "$1" | sort -V | head -n 1)" = "$rust_wanted" ]; }
+
+# Asking must not make rustup install anything.
 rust_is_new_enough() {
-    has cargo && has rustc || return 1
-    local version wanted
-    wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$root/Cargo.toml")
-    version=$(cd "$root" && rustc --version 2>/dev/null | cut -d' ' -f2)
-    [ "$(printf '%s\n%s\n' "$wanted" "$version" | sort -V | head -n 1)" = "$wanted" ]
+    has cargo && has rustc && at_least_wanted "$(cd "$root" && RUSTUP_AUTO_INSTALL=0 rustc --version 2>/dev/null | cut -d' ' -f2)"
 }
 
-# A stable Rust that is new enough: the one that is there, else by rustup, else Debian's, else rustup itself.
+cargo_is_of_rustup() { has rustup && [ "$(dirname "$(command -v cargo)")" = "$(dirname "$(command -v rustup)")" ]; }
+
+# From here on this script, and what it starts, uses rustup's stable toolchain; the user's default stays what it is.
+use_stable() {
+    PATH=$(dirname "$(command -v rustup)"):$PATH
+    export RUSTUP_TOOLCHAIN=stable
+    hash -r
+}
+
+# A C compiler, and a stable Rust that is new enough: the one in use, else rustup's stable, which is then used, else one
+# to be installed: by rustup, from Debian, or from rustup.rs into the user's home.
 need_rust() {
-    if ! rust_is_new_enough; then
-        local candidate
-        candidate=$(apt-cache policy cargo 2>/dev/null | sed -n 's/ *Candidate: //p')
-        if has rustup; then
-            say "Installing the stable Rust by rustup"
-            rustup -q toolchain install stable --profile minimal && rustup -q default stable
-        elif [ "$(id -u)" = 0 ] && [ "$(printf '1.89\n%s\n' "${candidate:-0}" | sort -V | head -n 1)" = 1.89 ]; then
-            need cargo
-        else
-            need curl
-            say "Installing the stable Rust from rustup.rs into ${CARGO_HOME:-$HOME/.cargo}"
-            curl -sSf --proto '=https' https://sh.rustup.rs | sh -s -- -qy --profile minimal --no-modify-path >/dev/null
-        fi || true
-        hash -r
-        rust_is_new_enough || die "missing: a stable Rust of at least $(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$root/Cargo.toml"), and it could not be had. See https://rustup.rs"
-    fi
     need cc
+    if rust_is_new_enough; then return; fi
+    if has rustup && at_least_wanted "$(RUSTUP_AUTO_INSTALL=0 rustup run stable rustc --version 2>/dev/null | cut -d' ' -f2)"; then
+        use_stable
+        return
+    fi
+    missing+=("a stable Rust of at least $rust_wanted")
+    local candidate url
+    candidate=$(apt-cache policy cargo 2>/dev/null | sed -n 's/ *Candidate: //p') || true
+    if has rustup; then
+        rust_from=rustup url=${RUSTUP_DIST_SERVER:-https://static.rust-lang.org}/dist/channel-rust-stable.toml.sha256
+    elif [ "$(id -u)" = 0 ] && at_least_wanted "${candidate:-0}"; then
+        rust_from=apt packages+=(cargo)
+        return
+    else
+        rust_from=rustup.rs url=https://sh.rustup.rs
+        need curl
+    fi
+    if has curl && ! curl -sSfo /dev/null --max-time 30 "$url" 2>/dev/null; then
+        hints+=("Rust: $url cannot be reached from here.")
+    fi
 }
 
-# need_component NAME: a part of the toolchain that minimal installations lack.
+# need_component NAME: a part of the toolchain, fmt or clippy, that minimal installations lack. After need_rust.
 need_component() {
-    cargo "$1" --version >/dev/null 2>&1 && return
-    if has rustup && rustup -q component add "$([ "$1" = fmt ] && echo rustfmt || echo "$1")"; then return; fi
-    if has apt-get && [ "$(id -u)" = 0 ]; then need "$([ "$1" = fmt ] && echo rustfmt || echo "rust-$1")"; fi
-    cargo "$1" --version >/dev/null 2>&1 || die "missing: cargo $1. Get it by: rustup component add clippy rustfmt"
+    [ -n "$rust_from" ] || ! cargo "$1" --version >/dev/null 2>&1 || return 0
+    missing+=("cargo $1")
+    if [[ $rust_from = rustup* ]] || { [ -z "$rust_from" ] && cargo_is_of_rustup; }; then
+        components+=("$([ "$1" = fmt ] && echo rustfmt || echo "$1")")
+    else
+        packages+=("$([ "$1" = fmt ] && echo rustfmt || echo "rust-$1")")
+    fi
+}
+
+# list WORD...: separated by commas.
+list() {
+    local IFS=,
+    printf '%s' "$*" | sed 's/,/, /g'
+}
+
+# Installs all that was noted; or, if some of it cannot be had, says what is missing and how to get it, and installs
+# nothing of it.
+install_missing() {
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ ${#packages[@]} -gt 0 ]; then
+        if ! has apt-get; then
+            hints+=("This is no Debian or Ubuntu: install them by your system's means (Debian calls the packages ${packages[*]}).")
+        elif [ "$(id -u)" != 0 ]; then
+            hints+=("As root: apt-get install ${packages[*]}")
+        fi
+    fi
+    [ ${#hints[@]} = 0 ] || [ -z "$rust_from" ] || hints+=("Rust: see https://rustup.rs; or run this again when the rest is there.")
+    [ ${#hints[@]} = 0 ] || die "missing: $(list "${missing[@]}"). Nothing was installed.$(printf '\n    %s' "${hints[@]}")"
+    if [ ${#packages[@]} -gt 0 ]; then
+        export DEBIAN_FRONTEND=noninteractive
+        { apt-get -qq update && apt-get -qq --simulate install --no-install-recommends "${packages[@]}"; } >/dev/null ||
+            die "missing: $(list "${missing[@]}"), and apt-get cannot install ${packages[*]}: is a mirror reachable? Nothing was installed."
+        say "Installing ${packages[*]}"
+        apt-get -qq install --no-install-recommends -y "${packages[@]}" >/dev/null || die "apt-get could not install ${packages[*]}"
+    fi
+    case $rust_from in
+        rustup)
+            say "Installing the stable Rust by rustup; the default toolchain stays what it is"
+            rustup -q toolchain install stable --profile minimal --no-self-update || true
+            use_stable
+            ;;
+        rustup.rs)
+            say "Installing the stable Rust from rustup.rs into ${CARGO_HOME:-$HOME/.cargo}"
+            curl -sSf --proto '=https' https://sh.rustup.rs | sh -s -- -qy --profile minimal --no-modify-path >/dev/null || true
+            PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
+            ;;
+    esac
+    hash -r
+    [ -z "$rust_from" ] || rust_is_new_enough ||
+        die "missing: a stable Rust of at least $rust_wanted, and it could not be had. See https://rustup.rs"
+    [ ${#components[@]} = 0 ] || rustup -q component add "${components[@]}" ||
+        die "missing: ${components[*]}. Get it by: rustup component add ${components[*]}"
 }
