@@ -111,10 +111,10 @@ impl Conntrack {
         for entry in entries {
             let mut wrong = false;
             for claim in claims.iter().filter(|claim| is_about(&entry, claim)) {
-                let own = entry.answered_by == claim.container.ip();
                 let meant = match forget {
-                    Forget::Others => !own && !claims.iter().any(|other| is_served(&entry, other)),
-                    Forget::Own => own,
+                    // Another claim of the container may have the same port at another address of the host.
+                    Forget::Others => !claims.iter().any(|other| is_served(&entry, other)),
+                    Forget::Own => is_served(&entry, claim),
                 };
                 let here = claim.host_ip.is_some() || (meant && local.has(entry.destination.ip())?);
                 wrong |= meant && here;
@@ -231,7 +231,7 @@ fn is_about(entry: &Entry, claim: &Claim) -> bool {
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether this claim is what answers the entry: two claims of one container may share a port by host address.
+/// Whether the entry is about the claim and its container answers.
 fn is_served(entry: &Entry, claim: &Claim) -> bool {
     is_about(entry, claim) && entry.answered_by == claim.container.ip()
 }

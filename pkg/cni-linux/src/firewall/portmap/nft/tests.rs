@@ -74,6 +74,50 @@ fn many_at_once_on_a_clean_host_are_all_there_and_nothing_is_double() {
 }
 
 #[test]
+fn first_adds_that_start_together_make_what_is_shared_once() {
+    on_a_host(|| {
+        for round in 0..20 {
+            let start = std::sync::Barrier::new(8);
+            std::thread::scope(|scope| {
+                for number in 1..=8_u8 {
+                    let (start, wanted) =
+                        (&start, forwarding(&format!("c{number}"), "eth0", number, 8000 + u16::from(number)));
+                    scope.spawn(move || {
+                        let mut backend = NftPortMap::open().unwrap();
+                        start.wait();
+                        backend.ensure(&machine(), &wanted).unwrap()
+                    });
+                }
+            });
+            assert_eq!(ruleset().matches("jump hostports_all").count(), 4, "round {round}: {}", ruleset());
+            nft("flush ruleset");
+        }
+    });
+}
+
+#[test]
+fn what_rests_on_an_older_ruleset_is_not_done() {
+    on_a_host(|| {
+        let mut socket = Nft::open().unwrap();
+        let table = shape::table(Family::V4);
+        for (meddled, empty) in [(false, false), (true, false), (false, true), (true, true)] {
+            let mut batch = Batch::new();
+            batch.only_at(socket.settle().unwrap());
+            if meddled {
+                nft("add table ip x");
+                nft("delete table ip x");
+            }
+            if !empty {
+                batch.ensure_table(table, None);
+            }
+            let done = socket.commit(batch);
+            assert_eq!(done.as_ref().is_err_and(raced), meddled, "{done:?}");
+            assert_eq!(done.is_ok(), !meddled, "{done:?}");
+        }
+    });
+}
+
+#[test]
 fn of_many_who_want_one_port_all_find_each_other() {
     on_a_host(|| {
         std::thread::scope(|scope| {
