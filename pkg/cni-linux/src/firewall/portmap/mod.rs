@@ -1,7 +1,7 @@
 //! Host ports: connections to a port of the host go to a port of a container.
 //!
 //! [`Forwarding`] is what one attachment wants; [`nft`] and [`iptables`] put it in force in the shapes of the Go plugin.
-//! What both have in common is here: who collides with whom, and whose a rule is ([`identity`]). [`conflict`] judges
+//! What both have in common is here: who collides with whom, and whose a rule is (`identity`). [`conflict`] judges
 //! who may be displaced, [`conditions`] reads the extra matches.
 //!
 //! Everything works in the network namespace of the calling thread, which must be the host's. A newcomer's mistake: a
