@@ -380,7 +380,8 @@ mod tests {
             (r#","conditionsV4":["-s","1.2.3.4\nCOMMIT"]"#, "\"1.2.3.4\\nCOMMIT\""),
             (r#","conditionsV6":["-m","comment","--comment","COMMIT"]"#, "\"COMMIT\""),
             (r#","conditionsV4":["ip saddr 1.2.3.4 accept"]"#, "\"accept\""),
-            (r#","conditionsV4":["ip saddr 1.2.3.4; flush ruleset"]"#, "\"ip saddr 1.2.3.4; flush ruleset\""),
+            (r#","conditionsV4":["ip saddr 1.2.3.4; flush ruleset"]"#, "\"flush\""),
+            (r#","conditionsV4":["ip saddr 1.2.3.4; ip saddr 1.2.3.5"]"#, "1.2.3.4; ip"),
         ] {
             assert!(refusal(keys).contains(token), "{}", refusal(keys));
         }
