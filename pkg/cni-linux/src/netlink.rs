@@ -25,7 +25,7 @@ use crate::netns::Netns;
 const NLM_F_DUMP_INTR: u16 = 0x10;
 
 /// How often an interrupted dump is begun again.
-const DUMP_ATTEMPTS: usize = 5;
+const DUMP_ATTEMPTS: usize = 20;
 
 /// The kernel answers within microseconds, or after the 30 ms of a deletion; on a machine with a long queue for its
 /// RTNL lock after seconds. Whoever waits longer than this waits for ever.

@@ -97,7 +97,9 @@ fn pin(host: &Netlink, link: Link) -> Result<Link> {
         return Ok(link);
     }
     let record = record::HostVeths::default();
-    let ports = host.list_ports(link.index)?;
+    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet; and while hundreds of
+    // ports come the list is never whole. The next ADD will look again: this one need not fail for it.
+    let Ok(ports) = host.list_ports(link.index) else { return Ok(link) };
     let zero = link.mac.is_none_or(Mac::is_zero);
     // Without ports it may be waiting for its uplink, to take that one's MAC.
     if !ports.iter().all(|port| is_cni_port(port, &record)) || (ports.is_empty() && !zero) {
