@@ -1,20 +1,21 @@
-//! What all verbs share: finding the verb, the options that are everybody's, variables of the environment.
+//! What all verbs share: the tree of verbs, the options that are everybody's, variables of the environment.
 //!
-//! Options may stand anywhere. A verb refuses options that are not its own, rather than ignoring what somebody meant.
+//! The parser's own words are the help, the completions and the man pages; so each verb's arguments are declared, with
+//! their documentation, beside the verb. Options that are everybody's may stand anywhere.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use cni::libcni::cache::DEFAULT_DIR;
 use cni::libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 use cni::rollback::Notes;
 use cni::skel::MachineRef;
 use cni::{Code, Error};
-use lexopt::{Arg, Parser, ValueExt as _};
 
 use crate::report::Format;
-use crate::{Call, Streams, help, network, report};
+use crate::{Call, Exit, Streams, generate, help, network};
 
 /// Where the networks are unless told otherwise.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
@@ -25,127 +26,109 @@ pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
 /// Why a call did not succeed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// It makes no sense; which verb's help to read, if that is known.
-    Usage { verb: Option<&'static str>, msg: String },
+    /// It makes no sense, or asks for help: the parser's own words.
+    Parser(Box<clap::Error>),
+    /// It makes no sense, for a reason that the parser does not see.
+    Usage { verb: &'static str, msg: String },
     /// It failed while doing this.
     Failed { doing: String, error: Error, format: Format },
-}
-
-impl Failure {
-    pub(crate) fn usage(verb: &'static str, msg: impl Into<String>) -> Failure {
-        Failure::Usage { verb: Some(verb), msg: msg.into() }
-    }
-}
-
-/// The options of every verb.
-#[derive(Debug, Default)]
-pub(crate) struct Shared {
-    conf_dir: Option<PathBuf>,
-    cache_dir: Option<PathBuf>,
-    timeout: Option<Duration>,
-    pub(crate) format: Format,
-    help: bool,
-}
-
-/// One argument, owned: lexopt's own borrows the parser, which is needed for the option's value.
-pub(crate) enum Token {
-    Option(String),
-    Value(OsString),
-}
-
-type Parse = fn(&'static str, Shared, Parser) -> Result<Parsed, Failure>;
-
-/// What the arguments ask for.
-pub(crate) enum Parsed {
-    /// The help of a verb.
-    Help(&'static str),
-    /// A verb of the group `network`.
-    Network(network::Command),
-}
-
-/// Every verb, and who reads the rest of its arguments.
-const GROUPS: [(&[&str], Parse); 1] = [(&network::VERBS, network::parse)];
-
-/// Reads the arguments and does what they ask for.
-pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<(), Failure> {
-    let mut parser = Parser::from_args(call.args.iter().cloned());
-    let mut shared = Shared::default();
-    let nameless = |msg: String| Failure::Usage { verb: None, msg };
-    let print = |text: &str, streams: &mut Streams<'_>| {
-        report::write(streams, text).map_err(|error| failed("help", error, Format::Text))
-    };
-    let verb = loop {
-        match next(&mut parser).map_err(|error| nameless(error.to_string()))? {
-            None if shared.help => return print(help::OVERVIEW, streams),
-            None => return Err(nameless("no verb given".to_owned())),
-            Some(Token::Value(verb)) => break verb.to_string_lossy().into_owned(),
-            Some(Token::Option(name)) if name == "--version" || name == "-V" => {
-                return print(concat!("cnitool ", env!("CARGO_PKG_VERSION"), "\n"), streams);
-            }
-            Some(Token::Option(name)) => {
-                if !shared.take(&name, &mut parser).map_err(|error| nameless(error.to_string()))? {
-                    return Err(nameless(format!("unknown option {name}")));
-                }
-            }
-        }
-    };
-    // `cnitool help` and `cnitool help add` say what `--help` says.
-    let verb = if verb == "help" {
-        shared.help = true;
-        match next(&mut parser).map_err(|error| nameless(error.to_string()))? {
-            Some(Token::Value(verb)) => verb.to_string_lossy().into_owned(),
-            _ => return print(help::OVERVIEW, streams),
-        }
-    } else {
-        verb
-    };
-    let known = |verbs: &[&'static str]| verbs.iter().find(|name| **name == verb).copied();
-    let Some((verb, parse)) = GROUPS.iter().find_map(|(verbs, parse)| Some((known(verbs)?, parse))) else {
-        return Err(nameless(format!("unknown verb {verb:?}")));
-    };
-    match parse(verb, shared, parser)? {
-        Parsed::Help(verb) => print(help::of(verb), streams),
-        Parsed::Network(command) => network::run(command, call, streams),
-    }
 }
 
 pub(crate) fn failed(doing: impl Into<String>, error: Error, format: Format) -> Failure {
     Failure::Failed { doing: doing.into(), error, format }
 }
 
-/// The next argument.
-pub(crate) fn next(parser: &mut Parser) -> Result<Option<Token>, lexopt::Error> {
-    Ok(match parser.next()? {
-        None => None,
-        Some(Arg::Short(name)) => Some(Token::Option(format!("-{name}"))),
-        Some(Arg::Long(name)) => Some(Token::Option(format!("--{name}"))),
-        Some(Arg::Value(value)) => Some(Token::Value(value)),
-    })
+/// Run, see and repair CNI networks by hand
+#[derive(Debug, Parser)]
+#[command(name = "cnitool", version, about = "Run, see and repair CNI networks by hand", after_help = help::AFTER_OVERVIEW)]
+#[command(subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+    #[command(flatten)]
+    shared: Shared,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Attach a network namespace to a network; prints the result
+    #[command(before_help = help::ADD, after_help = help::AFTER_ADD)]
+    Add(network::Attach),
+    /// Ask every plugin whether an attachment is as add left it
+    #[command(before_help = help::CHECK, after_help = help::AFTER_CHECK)]
+    Check(network::Attach),
+    /// Detach a network namespace; what is gone already is no error
+    #[command(before_help = help::DEL, after_help = help::AFTER_DEL)]
+    Del(network::Detach),
+    /// Remove what belongs to attachments that are no longer valid
+    #[command(before_help = help::GC, after_help = help::AFTER_GC)]
+    Gc(network::Collect),
+    /// Ask every plugin whether an add could be served
+    #[command(before_help = help::STATUS, after_help = help::AFTER_STATUS)]
+    Status(network::Named),
+    /// List a network's plugins and the versions they speak
+    #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
+    Version(network::Named),
+    /// Print the completions for a shell
+    #[command(after_help = help::AFTER_COMPLETIONS)]
+    Completions(generate::Completions),
+    /// Write the man pages into a folder
+    #[command(before_help = help::MAN, after_help = help::AFTER_MAN)]
+    Man(generate::Man),
+}
+
+/// The options of every verb.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Options of every verb")]
+pub(crate) struct Shared {
+    /// The networks' folder [NETCONFPATH, else /etc/cni/net.d]
+    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    conf_dir: Option<PathBuf>,
+    /// What is remembered between the verbs [/var/lib/cni]
+    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    cache_dir: Option<PathBuf>,
+    /// How long one plugin may take [310]
+    #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout: Option<u64>,
+    /// Results and errors as one JSON document on stdout
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+/// What it is, how it works, how it is called; the same for -h and --help.
+const TEMPLATE: &str = "{about}\n\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
+
+/// The parser, for help, completions and man pages.
+pub(crate) fn command() -> clap::Command {
+    fn arranged(command: clap::Command) -> clap::Command {
+        command.help_template(TEMPLATE).mut_subcommands(arranged)
+    }
+    arranged(Cli::command())
+}
+
+/// Reads the arguments and does what they ask for.
+pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    let parser = |error| Failure::Parser(Box::new(error));
+    let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
+    let matches = command().try_get_matches_from(args).map_err(parser)?;
+    let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser)?;
+    let done = |()| Exit::Done;
+    match verb {
+        Verb::Add(args) => network::run(args.command("add", shared)?, call, streams).map(done),
+        Verb::Check(args) => network::run(args.command("check", shared)?, call, streams).map(done),
+        Verb::Del(args) => network::run(args.command(shared)?, call, streams).map(done),
+        Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
+        Verb::Status(args) => network::run(args.command("status", shared), call, streams).map(done),
+        Verb::Version(args) => network::run(args.command("version", shared), call, streams).map(done),
+        Verb::Completions(args) => generate::completions(&args, streams).map(done),
+        Verb::Man(args) => generate::man(&args).map(done),
+    }
 }
 
 impl Shared {
-    /// Takes one of its own options; `false` if it is none.
-    pub(crate) fn take(&mut self, name: &str, parser: &mut Parser) -> Result<bool, lexopt::Error> {
-        match name {
-            "-h" | "--help" => self.help = true,
-            "--json" => self.format = Format::Json,
-            "--conf-dir" => self.conf_dir = Some(parser.value()?.into()),
-            "--cache-dir" => self.cache_dir = Some(parser.value()?.into()),
-            "--timeout" => {
-                let seconds = parser.value()?.parse_with(|text| match text.parse::<u64>() {
-                    Ok(seconds @ 1..=86_400) => Ok(seconds),
-                    _ => Err("a number of seconds from 1 to 86400 is expected"),
-                })?;
-                self.timeout = Some(Duration::from_secs(seconds));
-            }
-            _ => return Ok(false),
-        }
-        Ok(true)
-    }
-
-    /// Whether help was asked for.
-    pub(crate) fn help(&self) -> bool {
-        self.help
+    /// How results and errors are written.
+    pub(crate) fn format(&self) -> Format {
+        if self.json { Format::Json } else { Format::Text }
     }
 
     /// Where the networks are: the option, NETCONFPATH, the default.
@@ -161,13 +144,17 @@ impl Shared {
             machine: MachineRef(call.machine.0),
             plugin_folders: std::env::split_paths(&path).filter(|folder| !folder.as_os_str().is_empty()).collect(),
             environment: call.environment.clone(),
-            cache: Cache::new(self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref())),
-            timeout: self.timeout.unwrap_or(DEFAULT_TIMEOUT),
+            cache: self.cache(),
+            timeout: self.timeout.map_or(DEFAULT_TIMEOUT, Duration::from_secs),
             notes: notes.clone(),
         }
     }
-}
 
+    /// What is remembered of attachments.
+    pub(crate) fn cache(&self) -> Cache {
+        Cache::new(self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref()))
+    }
+}
 /// The environment; an empty variable is an absent one.
 #[derive(Clone, Copy)]
 pub(crate) struct Variables<'a>(pub(crate) &'a [(OsString, OsString)]);

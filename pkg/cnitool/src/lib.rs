@@ -2,16 +2,19 @@
 //!
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
 //!   [`cni::libcni`].
-//! - `cli`: what all verbs share: finding the verb, the options that are everybody's, the variables.
+//! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
 //! - `target`: a network namespace's path and the container ID that goes with it.
 //! - `report`: results and errors, for people or as JSON. `help`: every word of `--help`.
 //!
-//! A new group of verbs is a module with a `parse` and a `run`, and a line in `cli::GROUPS`.
+//! - `generate`: completions and man pages.
+//!
+//! A new verb is a module with its arguments and a `run`, and a line in `cli::Verb`.
 //!
 //! stdout carries results only; everything else goes to stderr. The whole tool works on values ([`Call`],
 //! [`Streams`]), so its tests start no process.
 
 mod cli;
+mod generate;
 mod help;
 mod network;
 mod report;
@@ -46,6 +49,19 @@ pub struct Streams<'a> {
     pub stdout: &'a mut dyn Write,
     /// Everything else, by lines.
     pub notes: Notes,
+    /// Whether stdout is for eyes.
+    pub stdout_style: Style,
+    /// Whether stderr is.
+    pub stderr_style: Style,
+}
+
+/// Whether a stream gets colours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// Nothing but text: a file, a pipe, NO_COLOR.
+    Plain,
+    /// A terminal.
+    Coloured,
 }
 
 /// How a call ended.
@@ -53,7 +69,7 @@ pub struct Streams<'a> {
 pub enum Exit {
     /// 0: done.
     Done,
-    /// 1: it failed, and why was reported.
+    /// 1: it failed, and why was reported; or it looked for something wrong, and found it.
     Failed,
     /// 2: it was called in a way that makes no sense.
     Usage,
@@ -72,7 +88,7 @@ impl From<Exit> for ExitCode {
 /// Runs the tool.
 pub fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Exit {
     match cli::run(call, streams) {
-        Ok(()) => Exit::Done,
+        Ok(exit) => exit,
         Err(failure) => report::failure(&failure, streams),
     }
 }

@@ -1,12 +1,12 @@
 //! The operator's tool: runs a CNI network by hand. All of it is in the library; here the process becomes values.
 
-use std::io::{self, Write as _};
+use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
 
 use cni::rollback::Notes;
 use cni::skel::MachineRef;
 use cni_linux::LinuxMachine;
-use cnitool::{Call, Exit, Streams};
+use cnitool::{Call, Exit, Streams, Style};
 
 fn main() -> ExitCode {
     let notes = Notes::new(|line| {
@@ -25,5 +25,13 @@ fn main() -> ExitCode {
         folder: std::env::current_dir().unwrap_or_default(),
         machine: MachineRef(&machine),
     };
-    cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes }).into()
+    let (stdout_style, stderr_style) = (style(&io::stdout()), style(&io::stderr()));
+    cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes, stdout_style, stderr_style }).into()
+}
+
+/// Colours for a terminal that wants them: <https://no-color.org>.
+fn style(stream: &impl IsTerminal) -> Style {
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    if stream.is_terminal() && !no_color && !dumb { Style::Coloured } else { Style::Plain }
 }

@@ -8,7 +8,7 @@ use cni::{Code, Error};
 use serde_json::{Value, json};
 
 use crate::cli::Failure;
-use crate::{Exit, Streams, help};
+use crate::{Exit, Streams, Style};
 
 /// What would have been done needs a clearer word from the operator; cnitool's own code.
 pub(crate) const REFUSED: Code = Code(103);
@@ -40,13 +40,9 @@ pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(),
 /// Reports why a call did not succeed.
 pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     match failure {
+        Failure::Parser(error) => parser(error, streams),
         Failure::Usage { verb, msg } => {
-            let verb = verb.map(|verb| format!(" {verb}")).unwrap_or_default();
-            streams.notes.note(format_args!("cnitool{verb}: {msg}"));
-            if verb.is_empty() {
-                streams.notes.note(help::SHORT);
-            }
-            streams.notes.note(format_args!("Try 'cnitool{verb} --help'."));
+            streams.notes.note(format_args!("error: {msg}\n\nFor more information, try 'cnitool {verb} --help'."));
             Exit::Usage
         }
         Failure::Failed { error, format: Format::Json, .. } => {
@@ -59,6 +55,23 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
             streams.notes.note(format_args!("cnitool: {doing}: {error}"));
             error.details().lines().for_each(|line| streams.notes.note(format_args!("    {line}")));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
+            Exit::Failed
+        }
+    }
+}
+
+/// The parser's own words: help is a result, anything else is no call.
+fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
+    let rendered = error.render();
+    let text = |style| if style == Style::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };
+    if error.use_stderr() {
+        streams.notes.note(text(streams.stderr_style).trim_end());
+        return Exit::Usage;
+    }
+    match write(streams, &text(streams.stdout_style)) {
+        Ok(()) => Exit::Done,
+        Err(error) => {
+            streams.notes.note(format_args!("cnitool: help: {error}"));
             Exit::Failed
         }
     }

@@ -13,7 +13,7 @@ use cni::machine::{Child, Exit as End, Machine, Output, RunError};
 use cni::rollback::Notes;
 use cni::skel::MachineRef;
 
-use crate::{Call, Exit, Streams, run};
+use crate::{Call, Exit, Streams, Style, run};
 
 /// "plugin VERB", the variables, the configuration.
 pub(crate) type Asked = (String, BTreeMap<String, String>, serde_json::Value);
@@ -123,9 +123,14 @@ impl Node {
 
     /// Runs the tool; its arguments are separated by blanks.
     pub(crate) fn say(&self, args: &str) -> Said {
+        self.say_args(&args.split_whitespace().collect::<Vec<_>>())
+    }
+
+    /// The same, where an argument is empty or has blanks in it.
+    pub(crate) fn say_args(&self, args: &[&str]) -> Said {
         // First, because the last argument may lack its value.
         let cache = format!("--cache-dir={}", self.folder.path().join("cache").display());
-        let args = [cache].into_iter().chain(args.split_whitespace().map(str::to_owned));
+        let args = [cache].into_iter().chain(args.iter().map(|arg| (*arg).to_owned()));
         let call = Call {
             args: args.map(Into::into).collect(),
             environment: self.variables.iter().map(|(key, value)| (key.into(), value.into())).collect(),
@@ -136,7 +141,8 @@ impl Node {
         let sink = Rc::clone(&lines);
         let notes = Notes::new(move |line| *sink.borrow_mut() += &format!("{line}\n"));
         let mut stdout = Vec::new();
-        let exit = run(&call, &mut Streams { stdout: &mut stdout, notes });
+        let (stdout_style, stderr_style) = (Style::Plain, Style::Plain);
+        let exit = run(&call, &mut Streams { stdout: &mut stdout, notes, stdout_style, stderr_style });
         let stderr = lines.borrow().clone();
         Said { exit, stdout: String::from_utf8(stdout).unwrap(), stderr }
     }

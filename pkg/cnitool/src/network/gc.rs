@@ -53,13 +53,13 @@ impl Network<'_, '_> {
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
-        if self.command.shared.format == Format::Text {
+        if self.command.shared.format() == Format::Text {
             write(streams, &plan.text())?;
         }
         if plan.acts {
             self.runtime.gc(&list, &plan.valid)?;
         }
-        match self.command.shared.format {
+        match self.command.shared.format() {
             Format::Text => Ok(()),
             Format::Json => write_json(streams, &plan.json()),
         }

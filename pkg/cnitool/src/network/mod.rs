@@ -18,7 +18,7 @@ use crate::report::{Format, write, write_json};
 use crate::target::{Presence, absolute, container_id};
 use crate::{Call, Streams};
 
-pub(crate) use options::{Command, VERBS, parse};
+pub(crate) use options::{Attach, Collect, Command, Detach, Named};
 
 /// A verb's surroundings: the runtime, the network's folder, where results go.
 struct Network<'a, 'm> {
@@ -44,7 +44,7 @@ pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) 
         "status" => network.status(streams),
         _ => network.version(streams),
     };
-    outcome.map_err(|error| failed(format!("{} {}", command.verb, command.network), error, command.shared.format))
+    outcome.map_err(|error| failed(format!("{} {}", command.verb, command.network), error, command.shared.format()))
 }
 
 impl Network<'_, '_> {
@@ -86,7 +86,7 @@ impl Network<'_, '_> {
 
     /// Success without a result: silence for people, a document for programs.
     fn done(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        match self.command.shared.format {
+        match self.command.shared.format() {
             Format::Text => Ok(()),
             Format::Json => {
                 let json = json!({"verb": self.command.verb, "network": self.command.network, "ok": true});

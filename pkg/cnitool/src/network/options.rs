@@ -2,12 +2,9 @@
 
 use std::ffi::OsString;
 
-use lexopt::{Parser, ValueExt as _};
+use clap::Args;
 
-use crate::cli::{Failure, Parsed, Shared, Token, next};
-
-/// The verbs of this group.
-pub(crate) const VERBS: [&str; 6] = ["add", "check", "del", "gc", "status", "version"];
+use crate::cli::{Failure, Shared};
 
 /// A verb with its arguments.
 #[derive(Debug)]
@@ -28,72 +25,132 @@ pub(crate) struct Command {
     pub(super) shared: Shared,
 }
 
-/// Reads what follows the verb.
-pub(crate) fn parse(verb: &'static str, shared: Shared, mut parser: Parser) -> Result<Parsed, Failure> {
-    let mut command = Command {
-        verb,
-        network: String::new(),
-        netns: None,
-        ifname: None,
-        container_id: None,
-        keep_going: false,
-        keep: Vec::new(),
-        all: false,
-        dry_run: false,
-        shared,
-    };
-    let mut values = Vec::new();
-    command.read(&mut parser, &mut values).map_err(|error| Failure::usage(verb, error.to_string()))?;
-    if command.shared.help() {
-        return Ok(Parsed::Help(verb));
-    }
-    command.place(values).map_err(|msg| Failure::usage(verb, msg))?;
-    Ok(Parsed::Network(command))
+/// What `add` and `check` take.
+#[derive(Debug, Args)]
+pub(crate) struct Attach {
+    /// The network's name
+    network: String,
+    /// The path of a network namespace; it stands for a container
+    #[arg(value_hint = clap::ValueHint::FilePath)]
+    netns: OsString,
+    #[command(flatten)]
+    interface: Interface,
+}
+
+/// What `del` takes.
+#[derive(Debug, Args)]
+pub(crate) struct Detach {
+    /// The network's name
+    network: String,
+    /// The path of the network namespace, or the one it had
+    #[arg(value_hint = clap::ValueHint::FilePath, required_unless_present = "container_id")]
+    netns: Option<OsString>,
+    #[command(flatten)]
+    interface: Interface,
+    /// Ask every plugin even after an error, and tell all errors
+    #[arg(long)]
+    keep_going: bool,
+}
+
+/// Which interface of which container.
+#[derive(Debug, Args)]
+pub(crate) struct Interface {
+    /// The interface's name in the namespace [CNI_IFNAME, else eth0]
+    #[arg(long, short, value_name = "NAME")]
+    ifname: Option<String>,
+    /// The container's ID [cnitool- and 20 digits of NETNS's SHA-512]
+    #[arg(long, value_name = "ID")]
+    container_id: Option<String>,
+}
+
+/// What `gc` takes.
+#[derive(Debug, Args)]
+pub(crate) struct Collect {
+    /// The network's name
+    network: String,
+    /// Ignored; Go's cnitool wants one for every verb
+    #[arg(hide = true)]
+    netns: Option<OsString>,
+    /// This attachment is valid; can be repeated
+    #[arg(long, value_name = "ID/IFNAME", value_parser = attachment)]
+    keep: Vec<(String, String)>,
+    /// Go on even if that removes everything, or a file does not tell whose it is
+    #[arg(long)]
+    all: bool,
+    /// Tell what would be removed and change nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// What `status` and `version` take.
+#[derive(Debug, Args)]
+pub(crate) struct Named {
+    /// The network's name
+    network: String,
+    /// Ignored; Go's cnitool wants one for every verb
+    #[arg(hide = true)]
+    netns: Option<OsString>,
 }
 
 impl Command {
-    fn read(&mut self, parser: &mut Parser, values: &mut Vec<OsString>) -> Result<(), lexopt::Error> {
-        let attaches = self.needs_attachment();
-        while let Some(token) = next(parser)? {
-            let name = match token {
-                Token::Value(value) => {
-                    values.push(value);
-                    continue;
-                }
-                Token::Option(name) => name,
-            };
-            match name.as_str() {
-                "-i" | "--ifname" if attaches => self.ifname = Some(parser.value()?.string()?),
-                "--container-id" if attaches => self.container_id = Some(parser.value()?.string()?),
-                "--keep-going" if self.verb == "del" => self.keep_going = true,
-                "--keep" if self.verb == "gc" => self.keep.push(parser.value()?.parse_with(attachment)?),
-                "--all" if self.verb == "gc" => self.all = true,
-                "--dry-run" if self.verb == "gc" => self.dry_run = true,
-                _ if self.shared.take(&name, parser)? => {}
-                _ => return Err(format!("unknown option {name}").into()),
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives the values their places.
-    fn place(&mut self, values: Vec<OsString>) -> Result<(), String> {
-        let mut values = values.into_iter();
-        let Some(network) = values.next() else { return Err("the name of a network is expected".to_owned()) };
-        self.network = network.into_string().map_err(|name| format!("no name of a network: {}", name.display()))?;
-        self.netns = values.next().filter(|path| !path.is_empty());
-        if let Some(extra) = values.next() {
-            return Err(format!("unexpected argument {:?}", extra.display()));
-        }
-        match (self.verb, &self.netns, &self.container_id) {
-            ("add" | "check", None, _) => Err("the path of a network namespace is expected".to_owned()),
-            ("del", None, None) => Err("the path of the network namespace or --container-id is expected".to_owned()),
-            _ => Ok(()),
+    fn new(verb: &'static str, network: String, shared: Shared) -> Command {
+        Command {
+            verb,
+            network,
+            netns: None,
+            ifname: None,
+            container_id: None,
+            keep_going: false,
+            keep: Vec::new(),
+            all: false,
+            dry_run: false,
+            shared,
         }
     }
+}
 
-    fn needs_attachment(&self) -> bool {
-        matches!(self.verb, "add" | "check" | "del")
+impl Attach {
+    /// The command `add` or `check`.
+    ///
+    /// # Errors
+    /// The path is empty.
+    pub(crate) fn command(self, verb: &'static str, shared: Shared) -> Result<Command, Failure> {
+        let Attach { network, netns, interface: Interface { ifname, container_id } } = self;
+        if netns.is_empty() {
+            return Err(Failure::Usage { verb, msg: "the path of a network namespace is expected".to_owned() });
+        }
+        Ok(Command { netns: Some(netns), ifname, container_id, ..Command::new(verb, network, shared) })
+    }
+}
+
+impl Detach {
+    /// The command `del`.
+    ///
+    /// # Errors
+    /// The path is empty, and there is no ID either.
+    pub(crate) fn command(self, shared: Shared) -> Result<Command, Failure> {
+        let Detach { network, netns, interface: Interface { ifname, container_id }, keep_going } = self;
+        let netns = netns.filter(|path| !path.is_empty());
+        if netns.is_none() && container_id.is_none() {
+            let msg = "the path of the network namespace or --container-id is expected".to_owned();
+            return Err(Failure::Usage { verb: "del", msg });
+        }
+        Ok(Command { netns, ifname, container_id, keep_going, ..Command::new("del", network, shared) })
+    }
+}
+
+impl Collect {
+    /// The command `gc`.
+    pub(crate) fn command(self, shared: Shared) -> Command {
+        let Collect { network, netns: _, keep, all, dry_run } = self;
+        Command { keep, all, dry_run, ..Command::new("gc", network, shared) }
+    }
+}
+
+impl Named {
+    /// The command `status` or `version`.
+    pub(crate) fn command(self, verb: &'static str, shared: Shared) -> Command {
+        Command::new(verb, self.network, shared)
     }
 }
 

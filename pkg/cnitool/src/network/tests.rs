@@ -258,25 +258,37 @@ fn version_lists_the_plugins_and_fails_if_one_does_not_fit() {
 fn calls_that_make_no_sense_are_refused_before_anything_runs() {
     let node = Node::new();
     for (args, expected) in [
-        ("", "no verb given"),
-        ("frobnicate net", "unknown verb \"frobnicate\""),
-        ("--frob add", "unknown option --frob"),
-        ("add", "the name of a network is expected"),
-        ("add net", "the path of a network namespace is expected"),
-        ("check net --container-id c", "the path of a network namespace is expected"),
-        ("del net", "--container-id is expected"),
-        ("add net x y", "unexpected argument \"y\""),
-        ("add net x --keep-going", "unknown option --keep-going"),
-        ("status net --all", "unknown option --all"),
+        ("", "requires a subcommand"),
+        ("frobnicate net", "unrecognized subcommand 'frobnicate'"),
+        ("chek net x", "a similar subcommand exists: 'check'"),
+        ("--frob add", "unexpected argument '--frob'"),
+        ("add", "<NETWORK>"),
+        ("add net", "<NETNS>"),
+        ("check net --container-id c", "<NETNS>"),
+        ("del net", "<NETNS>"),
+        ("add net x y", "unexpected argument 'y'"),
+        ("add net x --keep-going", "unexpected argument '--keep-going'"),
+        ("status net --all", "unexpected argument '--all'"),
         ("gc net --keep c", "CONTAINER-ID/IFNAME is expected"),
-        ("add net x --timeout 0", "a number of seconds"),
-        ("add net x --ifname", "missing argument"),
+        ("add net x --timeout 0", "0 is not in 1..=86400"),
+        ("add net x --ifname", "a value is required for '--ifname <NAME>'"),
     ] {
         let said = node.say(args);
         assert_eq!((said.exit, said.stdout.as_str()), (Exit::Usage, ""), "{args}");
-        assert!(said.stderr.contains(expected) && said.stderr.contains("--help'."), "{args}: {}", said.stderr);
+        assert!(said.stderr.contains(expected) && said.stderr.contains("--help'"), "{args}: {}", said.stderr);
     }
     assert_eq!(node.calls(), "");
+}
+
+#[test]
+fn an_empty_path_is_none() {
+    let node = Node::new();
+    for args in [&["add", "net", ""][..], &["check", "net", ""], &["del", "net", ""]] {
+        let said = node.say_args(args);
+        assert_eq!((said.exit, said.stdout.as_str()), (Exit::Usage, ""), "{args:?}");
+        assert!(said.stderr.contains("the path of") && said.stderr.contains("--help'"), "{}", said.stderr);
+    }
+    assert_eq!(node.say_args(&["del", "net", "", "--container-id", "c"]).exit, Exit::Done);
 }
 
 #[test]
@@ -284,16 +296,37 @@ fn help_is_a_result_and_names_every_verb_and_option() {
     let node = Node::new();
     let overview = node.done("--help");
     assert_eq!(node.done("help"), overview);
-    for verb in super::VERBS {
+    for verb in ["add", "check", "del", "gc", "status", "version"] {
         assert!(overview.contains(&format!("\n  {verb} ")), "{verb}");
         let text = node.done(&format!("{verb} --help"));
-        assert!(text.starts_with(&format!("cnitool {verb} - ")) && text.contains("Exit codes: 0"), "{text}");
-        assert!(text.contains("Example") && text.contains("Environment: "), "{text}");
+        assert!(text.contains("Exit codes: 0") && text.contains("Example"), "{text}");
+        assert!(text.contains(&format!("Usage: cnitool {verb} ")) && text.contains("Environment: "), "{text}");
         assert_eq!(node.done(&format!("help {verb}")), text);
-        assert!(text.lines().chain(overview.lines()).all(|line| line.len() <= 90), "{text}");
+        assert_eq!(node.done(&format!("{verb} -h")), text);
+        assert!(text.lines().chain(overview.lines()).all(|line| line.len() <= 100), "{text}");
     }
     for option in ["--conf-dir", "--cache-dir", "--timeout", "--json", "CNI_PATH", "NETCONFPATH", "CAP_ARGS"] {
         assert!(overview.contains(option), "{option}");
     }
     assert_eq!(node.done("--version"), format!("cnitool {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn completions_and_man_pages_know_every_verb() {
+    let node = Node::new();
+    for shell in ["bash", "zsh", "fish"] {
+        let script = node.done(&format!("completions {shell}"));
+        for word in ["add", "check", "--keep-going", "conf-dir"] {
+            assert!(script.contains(word.trim_start_matches("--")), "{shell}: {word}");
+        }
+    }
+    assert_eq!(node.say("completions cobol").exit, Exit::Usage);
+    let dir = node.folder.path().join("man/man1");
+    node.done(&format!("man {}", dir.display()));
+    let page = std::fs::read_to_string(dir.join("cnitool-gc.1")).unwrap();
+    for words in ["dry\\-run", "gets a full DEL", "cnitool gc mynet"] {
+        assert!(page.starts_with(".ie") && page.contains(words), "{words}: {page}");
+    }
+    assert!(dir.join("cnitool.1").exists() && !dir.join("cnitool-help.1").exists());
+    assert_eq!(node.say(&format!("man {}/cnitool.1", dir.display())).exit, Exit::Failed);
 }

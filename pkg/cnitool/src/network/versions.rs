@@ -28,7 +28,7 @@ impl Network<'_, '_> {
             }
             rows.push((kind, path.map(|path| path.display().to_string()).unwrap_or_default(), versions));
         }
-        match self.command.shared.format {
+        match self.command.shared.format() {
             Format::Text => {
                 let mut text = format!("network {} uses CNI version {wanted}\n", list.name());
                 for (kind, path, versions) in rows {

@@ -1,0 +1,49 @@
+//! Completions and man pages, made from the parser itself, so that they cannot say anything else than it does.
+
+use std::fs;
+use std::path::PathBuf;
+
+use clap::{Args, Command};
+use clap_complete::Shell;
+use cni::{Code, Error};
+
+use crate::Streams;
+use crate::cli::{self, Failure, failed};
+use crate::report::{Format, write};
+
+/// The arguments of `completions`.
+#[derive(Debug, Args)]
+pub(crate) struct Completions {
+    /// Whose
+    shell: Shell,
+}
+
+/// The arguments of `man`.
+#[derive(Debug, Args)]
+pub(crate) struct Man {
+    /// The folder; made if it is missing
+    #[arg(value_hint = clap::ValueHint::DirPath)]
+    dir: PathBuf,
+}
+
+/// Prints the completions for a shell.
+pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut cli::command(), "cnitool", &mut script);
+    write(streams, &String::from_utf8_lossy(&script)).map_err(|error| failed("completions", error, Format::Text))
+}
+
+/// Writes `cnitool.1` and a page for each verb.
+pub(crate) fn man(args: &Man) -> Result<(), Failure> {
+    fs::create_dir_all(&args.dir)
+        .and_then(|()| clap_mangen::generate_to(described(cli::command()), &args.dir))
+        .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))
+        .map_err(|error| failed("man", error, Format::Text))
+}
+
+/// A page's description is the longer text of the verb, which `--help` shows below the shorter one.
+fn described(command: Command) -> Command {
+    let texts = [command.get_about(), command.get_before_help()].into_iter().flatten();
+    let description = texts.map(ToString::to_string).collect::<Vec<_>>().join("\n\n");
+    command.long_about(description).mut_subcommands(described)
+}
