@@ -121,3 +121,43 @@ Writes cnitool.1, and a page for each verb (cnitool-add.1).";
 pub(crate) const AFTER_MAN: &str = "\
 Example:
   cnitool man /usr/local/share/man/man1";
+
+pub(crate) const AFTER_IPAM: &str = "\
+'cnitool ipam help VERB' tells more.
+
+Environment: NETCONFPATH
+Exit codes: 0 done, 1 failed or refused, 2 the call made no sense
+
+Examples:
+  cnitool ipam list
+  cnitool ipam show mynet
+  cnitool ipam gc mynet --dry-run
+  cnitool ipam release mynet 10.1.0.7";
+
+pub(crate) const IPAM_GC: &str = "\
+Goes through the reservations under the store's own lock, so that it disturbs no
+running plugin. What a runtime remembers goes if its network namespace is gone
+and no link on the host bears its mark. What nobody knows anything of stays
+unless --unknown is given.
+
+Where a whole attachment is left over, with rules and links, 'cnitool gc' or the
+runtime's own garbage collection removes all of it; this removes addresses alone.";
+
+pub(crate) const AFTER_IPAM_GC: &str = "\
+Exit codes: 0 done, 1 failed, 2 the call made no sense
+
+Examples:
+  cnitool ipam gc mynet --dry-run
+  cnitool ipam gc mynet --unknown --keep 0123456789ab";
+
+pub(crate) const IPAM_RELEASE: &str = "\
+Refuses what is in use, unless it is forced to: the address may then be given to
+another container while the first one still answers to it.";
+
+pub(crate) const AFTER_IPAM_RELEASE: &str = "\
+Exit codes: 0 released, 1 not reserved, in use, or failed,
+            2 the call made no sense
+
+Examples:
+  cnitool ipam release mynet 10.1.0.7
+  cnitool ipam release mynet --container-id 0123456789ab -i eth0";

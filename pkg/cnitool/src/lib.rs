@@ -2,6 +2,8 @@
 //!
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
 //!   [`cni::libcni`].
+//! - `ipam`: the reservations of host-local.
+//! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
 //! - `target`: a network namespace's path and the container ID that goes with it.
 //! - `report`: results and errors, for people or as JSON. `help`: every word of `--help`.
@@ -16,7 +18,9 @@
 mod cli;
 mod generate;
 mod help;
+mod ipam;
 mod network;
+mod node;
 mod report;
 mod target;
 #[cfg(test)]

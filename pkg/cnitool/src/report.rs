@@ -37,6 +37,39 @@ pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(),
     write(streams, &format!("{value:#}\n"))
 }
 
+/// What a line of a report is, in colours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Colour {
+    /// Something is wrong.
+    Red,
+    /// Something may be wrong.
+    Yellow,
+}
+
+/// A text in a colour, where the stream has any.
+pub(crate) fn paint(style: Style, colour: Colour, text: &str) -> String {
+    let code = match colour {
+        Colour::Red => 31,
+        Colour::Yellow => 33,
+    };
+    match style {
+        Style::Plain => text.to_owned(),
+        Style::Coloured => format!("\x1b[{code}m{text}\x1b[0m"),
+    }
+}
+
+/// The rows as lines with their columns one below the other. The first row is the header.
+pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
+    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
+    let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or_default()).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
+}
+
 /// Reports why a call did not succeed.
 pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     match failure {

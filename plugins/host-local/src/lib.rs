@@ -9,14 +9,15 @@ mod resolv;
 #[cfg(test)]
 mod tests;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cni::config::ValidAttachments;
+use cni::config::{NetConf, ValidAttachments};
 use cni::result::{AddResult, IpConfig};
+use cni::rollback::Notes;
 use cni::skel::{Added, Call, Plugin};
 use cni::{Cidr, Code, Error, Result};
-use cni_ipam::{Host, Options, Owner, Store};
+use cni_ipam::{Host, Options, Owner, RangeSets, Store};
 
 use conf::{AddConf, Place};
 
@@ -26,6 +27,28 @@ pub struct HostLocal;
 
 /// A rollback waits for the lock no longer than this: the caller's own deadline is near by then.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
+
+/// What a network's configuration says about its addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pool {
+    /// Where the folders of all networks lie.
+    pub data_dir: PathBuf,
+    /// How long a verb waits for the lock.
+    pub lock_timeout: Duration,
+    /// The ranges; `None` if only the runtime knows them (`ipRanges`).
+    pub ranges: Option<RangeSets>,
+}
+
+impl Pool {
+    /// Reads the configuration that the plugin would get, for whoever looks at the addresses without it.
+    ///
+    /// # Errors
+    /// As ADD's, but for what ADD alone is given.
+    pub fn read(conf: &NetConf, notes: &Notes) -> Result<Pool> {
+        let Place { data_dir, lock_timeout } = Place::read(conf, notes)?;
+        Ok(Pool { data_dir, lock_timeout, ranges: conf::ranges(conf)? })
+    }
+}
 
 impl Plugin for HostLocal {
     fn name(&self) -> &'static str {

@@ -12,6 +12,7 @@ mod host_local;
 mod loopback;
 mod masquerade;
 mod mixed;
+mod operator;
 mod portmap;
 mod protocol;
 mod status;

@@ -187,6 +187,32 @@ impl From<Error> for Trouble {
     }
 }
 
+/// The networks that have a folder of reservations below `data_dir`, by name. A missing `data_dir` has none.
+///
+/// # Errors
+/// Code 5 if it cannot be read.
+pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
+    let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", data_dir.display()), error);
+    let entries = match std::fs::read_dir(data_dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(failed(error)),
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(failed)?;
+        // `.cni` is ours; no network can have such a name.
+        if let Some(name) = entry.file_name().to_str()
+            && cni::ident::check_network_name(name).is_ok()
+            && entry.path().is_dir()
+        {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
 impl Store {
     /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes a folder's name.
     pub fn open(data_dir: &Path, network: &str, options: Options) -> Store {

@@ -73,6 +73,25 @@ impl Locked {
         Ok(Collected { kept: held.len() - doomed.len(), removed: doomed, error: Error::join(errors) })
     }
 
+    /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the lock that it still holds.
+    /// One that has changed since stays. Returns what was removed.
+    ///
+    /// # Errors
+    /// Code 5, after trying everything.
+    pub fn release_chosen(&mut self, chosen: &[Reservation]) -> Result<Vec<IpAddr>> {
+        let mut unchanged = Vec::with_capacity(chosen.len());
+        for reservation in chosen {
+            // Go's plugin keeps to the lock, an operator's script may not.
+            if let Content::Text(text) = self.read(reservation.address)?
+                && Reservation::of(&self.folder, reservation.address, &text) == *reservation
+            {
+                unchanged.push(reservation.address);
+            }
+        }
+        let (removed, error) = self.remove(&unchanged);
+        error.map_or(Ok(removed), Err)
+    }
+
     /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going on errors.
     pub(super) fn remove(&mut self, addresses: &[IpAddr]) -> (Vec<IpAddr>, Option<Error>) {
         if addresses.is_empty() {

@@ -54,14 +54,7 @@ impl Store {
         let counts = match peeked {
             Some(counts) => counts,
             None => {
-                let names = match index::names_in(self.path()) {
-                    Ok(names) => names,
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-                    Err(error) => {
-                        let doing = format!("failed to read {}", self.path().display());
-                        return Err(Error::caused(Code::IO, doing, error));
-                    }
-                };
+                let names = self.names()?;
                 let in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
                 let count = |set| names.iter().filter(|name| in_set(set, name)).count() as u128;
                 sets.sets().iter().map(count).collect()
@@ -73,6 +66,25 @@ impl Store {
 }
 
 impl Store {
+    /// How many names in the folder are addresses. Takes no lock and opens no file; a missing folder has none.
+    ///
+    /// # Errors
+    /// Code 5 if the folder is there but cannot be read.
+    pub fn count(&self) -> Result<usize> {
+        self.names().map(|names| names.len())
+    }
+
+    fn names(&self) -> Result<Vec<IpAddr>> {
+        match index::names_in(self.path()) {
+            Ok(names) => Ok(names.into_iter().collect()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => {
+                let doing = format!("failed to read {}", self.path().display());
+                Err(Error::caused(Code::IO, doing, error))
+            }
+        }
+    }
+
     /// Whether an ADD could write here: the folder, or what it would be made in, is a folder and can be written.
     ///
     /// # Errors

@@ -662,3 +662,23 @@ fn turn(last: Option<&str>) -> Vec<u8> {
     let (behind, before): (Vec<u8>, Vec<u8>) = (2..15).partition(|offset| *offset > last);
     behind.into_iter().chain(before).collect()
 }
+
+#[test]
+fn chosen_reservations_go_and_changed_ones_stay() {
+    let net = Net::new();
+    let sets = sets(&["10.0.0.0/24"]);
+    for id in ["a", "b", "c"] {
+        net.add(id, &sets).unwrap();
+    }
+    let mut locked = net.lock();
+    let chosen: Vec<Reservation> = locked.list().unwrap().into_iter().filter(|held| held.id != "b").collect();
+    fs::write(net.path("10.0.0.4"), "other\r\neth0").unwrap();
+    let removed = locked.release_chosen(&chosen).unwrap();
+    drop(locked);
+    assert_eq!(removed, ["10.0.0.2".parse::<IpAddr>().unwrap()], "c's file is another's now");
+    let left: Vec<String> = net.lock().list().unwrap().into_iter().map(|held| held.id).collect();
+    assert_eq!(left, ["b", "other"]);
+    assert_eq!(net.add("d", &sets).unwrap(), ["10.0.0.5"]);
+    assert_eq!(networks(net.data.path()).unwrap(), ["net"]);
+    assert_eq!(networks(Path::new("/nonexistent")).unwrap(), Vec::<String>::new());
+}

@@ -11,6 +11,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::members::{Members, elements};
+use super::request::{Extras, derive};
 use crate::json::Json;
 use crate::version::{Version, parse_triple};
 use crate::{Code, Error, Result, config};
@@ -130,6 +131,15 @@ impl NetworkList {
     /// The plugins, in the order of an ADD.
     pub fn plugins(&self) -> &[PluginConf] {
         &self.plugins
+    }
+
+    /// What `plugin` of this list reads on its stdin, but for what belongs to a verb. `capability_args` are those of an
+    /// attachment, if there is one.
+    ///
+    /// # Errors
+    /// Code 999, which does not happen.
+    pub fn request(&self, plugin: &PluginConf, capability_args: Option<&Members>) -> Result<Vec<u8>> {
+        derive(self, plugin, Extras { capability_args, ..Extras::default() })
     }
 
     /// The bytes of the list, as the cache keeps them.

@@ -27,6 +27,9 @@ use wire::Content;
 /// Where Go's libcni and cnitool keep theirs; the results are in a folder in it.
 pub const DEFAULT_DIR: &str = "/var/lib/cni";
 
+/// In the folder of results: what is ours alone.
+const OWN_FOLDER: &str = ".cni";
+
 /// How many may write at once: far more than there are, and an end to the search for a free name.
 const MAX_WRITERS: u32 = 4096;
 
@@ -204,17 +207,32 @@ impl Cache {
     /// # Errors
     /// Code 5 if the folder or one of the network's files cannot be read: then nobody knows what is attached.
     pub fn list(&self, network: &str) -> Result<Listing> {
+        let mut listing = self.list_files(&format!("{network}-"))?;
+        listing.entries.retain(|entry| entry.network == network);
+        Ok(listing)
+    }
+
+    /// Every remembered attachment of every network.
+    ///
+    /// # Errors
+    /// As [`list`](Cache::list).
+    pub fn list_all(&self) -> Result<Listing> {
+        self.list_files("")
+    }
+
+    fn list_files(&self, prefix: &str) -> Result<Listing> {
         let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
         let files = match fs::read_dir(&self.folder) {
             Ok(files) => files,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Listing::default()),
             Err(error) => return Err(failed(error)),
         };
-        let prefix = format!("{network}-");
         let mut paths = Vec::new();
         for file in files {
             let file = file.map_err(failed)?;
-            if file.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()) {
+            let name = file.file_name();
+            // The folder of what is ours alone has no entries in it.
+            if name.as_encoded_bytes().starts_with(prefix.as_bytes()) && name != OWN_FOLDER {
                 paths.push(file.path());
             }
         }
@@ -223,11 +241,13 @@ impl Cache {
         for path in paths {
             let problem = match read(&path)? {
                 None => continue, // gone meanwhile
-                Some(Ok(Content::Whole(entry))) if entry.network != network => continue,
                 Some(Ok(Content::Whole(entry))) => {
                     if path.file_name().is_some_and(|name| name == file_name(entry.key()).as_str()) {
                         listing.entries.push(*entry);
                         continue;
+                    }
+                    if !prefix.is_empty() && format!("{}-", entry.network) != prefix {
+                        continue; // another network's affair
                     }
                     "it holds an attachment that belongs into another file".to_owned()
                 }
@@ -261,7 +281,7 @@ impl Cache {
     }
 
     fn own_folder(&self) -> PathBuf {
-        self.folder.join(".cni")
+        self.folder.join(OWN_FOLDER)
     }
 }
 

@@ -222,3 +222,20 @@ fn writers_at_once_never_mix_their_entries() {
     let listing = cache.list("n").unwrap();
     assert_eq!((listing.entries.len(), listing.problems.len()), (400, 0));
 }
+
+#[test]
+fn all_networks_are_listed_and_what_is_ours_alone_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::new(folder.path());
+    for (network, id) in [("net", "c1"), ("net-b", "c1"), ("other", "c2")] {
+        let attachment = Attachment { container_id: id.into(), ifname: "eth0".into(), ..Attachment::default() };
+        let entry = Entry { network: network.into(), attachment, config: Vec::new(), result: None };
+        cache.write(&entry).unwrap();
+    }
+    fs::write(folder.path().join("results/garbage"), "{").unwrap();
+    let all = cache.list_all().unwrap();
+    let names: Vec<_> = all.entries.iter().map(|entry| entry.network.as_str()).collect();
+    assert_eq!((names.join(" ").as_str(), all.problems.len()), ("net-b net other", 1), "{:?}", all.problems);
+    let one = cache.list("net").unwrap();
+    assert_eq!((one.entries.len(), one.problems.len()), (1, 0), "{:?}", one.problems);
+}

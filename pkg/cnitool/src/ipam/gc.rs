@@ -1,0 +1,134 @@
+//! gc: what becomes of each reservation, decided and carried out under one lock.
+//!
+//! Nothing goes that is in use or may be. A reservation of which nobody knows anything may be an ADD's that is under
+//! way: it goes with `--unknown` alone, and only once it is older than any ADD can take.
+
+use clap::Args;
+use cni::Error;
+use cni_ipam::Reservation;
+use serde_json::{Value, json};
+
+use super::{Desk, Judged, owner, seconds};
+use crate::Streams;
+use crate::node::Life;
+use crate::report::{Colour, Format, paint, write, write_json};
+
+/// The arguments of `gc`.
+#[derive(Debug, Args)]
+pub(super) struct Collect {
+    /// The network's name
+    network: String,
+    /// Tell what would go and why, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Also what nobody knows anything of
+    #[arg(long)]
+    unknown: bool,
+    /// With --unknown: only what is older; an ADD that is under way is not known yet
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    min_age: u64,
+    /// Keep what this container has; can be repeated
+    #[arg(long, value_name = "ID")]
+    keep: Vec<String>,
+}
+
+/// A reservation and what becomes of it.
+struct Decided {
+    reservation: Reservation,
+    goes: bool,
+    why: String,
+}
+
+impl Desk<'_, '_> {
+    pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let addresses = self.one(&args.network)?;
+        let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
+        let judged = self.judged(&addresses.network, locked.list()?)?;
+        let decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
+        // Told first: what fails half-way has been told all the same.
+        self.gc_report(args, &decided, streams)?;
+        if !args.dry_run {
+            let doomed: Vec<Reservation> =
+                decided.into_iter().filter(|one| one.goes).map(|one| one.reservation).collect();
+            let removed = locked.release_chosen(&doomed)?;
+            for spared in doomed.iter().filter(|one| !removed.contains(&one.address)) {
+                self.notes.note(format_args!("{} was changed meanwhile and stays", spared.address));
+            }
+        }
+        Ok(())
+    }
+
+    fn gc_report(&self, args: &Collect, decided: &[Decided], streams: &mut Streams<'_>) -> Result<(), Error> {
+        let going = decided.iter().filter(|one| one.goes).count();
+        if self.shared.format() == Format::Json {
+            let row = |one: &Decided| -> Value {
+                let Reservation { address, id, ifname, .. } = &one.reservation;
+                json!({"address": address, "containerID": id, "ifname": ifname, "reason": one.why})
+            };
+            let of = |goes: bool| decided.iter().filter(|one| one.goes == goes).map(row).collect::<Vec<_>>();
+            let report =
+                json!({"network": args.network, "changed": !args.dry_run, "removed": of(true), "kept": of(false)});
+            return write_json(streams, &report);
+        }
+        let mut text = String::new();
+        for one in decided {
+            let verb = if one.goes { "remove" } else { "keep" };
+            let (id, ifname) = owner(&one.reservation);
+            let line =
+                format!("{verb:<6}  {}  {}  ({})", one.reservation.address, format!("{id} {ifname}").trim(), one.why);
+            text += &if one.goes { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+            text.push('\n');
+        }
+        text += &match (args.dry_run, going) {
+            (true, _) => format!("{going} of {} would go. Nothing was changed.\n", decided.len()),
+            (false, _) => format!("{going} of {} go.\n", decided.len()),
+        };
+        write(streams, &text)
+    }
+}
+
+fn decide(args: &Collect, Judged { reservation, life }: Judged) -> Decided {
+    if args.keep.contains(&reservation.id) {
+        return Decided { reservation, goes: false, why: "named with --keep".to_owned() };
+    }
+    let (goes, why) = match life {
+        Life::InUse(why) => (false, why),
+        Life::Over(why) => (true, why),
+        Life::Unknown(why) => match seconds(reservation.since) {
+            _ if !args.unknown => (false, format!("{why}; --unknown removes it")),
+            Some(age) if age >= args.min_age => (true, why),
+            Some(age) => (false, format!("{why}, but it is only {age} s old: an ADD may be under way")),
+            None => (false, format!("{why}, and its age is unknown")),
+        },
+    };
+    Decided { reservation, goes, why }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, SystemTime};
+
+    fn decided(args: &Collect, life: Life, age: u64) -> (bool, String) {
+        let since = SystemTime::now().checked_sub(Duration::from_secs(age));
+        let address = "10.0.0.2".parse().unwrap();
+        let reservation = Reservation { address, id: "c".into(), ifname: Some("eth0".into()), since };
+        let Decided { goes, why, .. } = decide(args, Judged { reservation, life });
+        (goes, why)
+    }
+
+    #[test]
+    fn only_what_is_over_goes_unless_told_so_and_never_what_is_young() {
+        let plain = Collect { network: "n".into(), dry_run: false, unknown: false, min_age: 600, keep: Vec::new() };
+        let why = || "because".to_owned();
+        assert_eq!(decided(&plain, Life::InUse(why()), 9999), (false, why()));
+        assert_eq!(decided(&plain, Life::Over(why()), 0), (true, why()));
+        assert!(!decided(&plain, Life::Unknown(why()), 9999).0);
+        let all = Collect { unknown: true, ..plain };
+        assert_eq!(decided(&all, Life::InUse(why()), 9999), (false, why()));
+        assert_eq!(decided(&all, Life::Unknown(why()), 9999), (true, why()));
+        assert!(!decided(&all, Life::Unknown(why()), 500).0);
+        let kept = Collect { keep: vec!["c".into()], ..all };
+        assert!(!decided(&kept, Life::Over(why()), 9999).0);
+    }
+}

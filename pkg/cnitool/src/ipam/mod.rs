@@ -1,0 +1,241 @@
+//! The reservations of host-local: who has which address, how full the ranges are, what can go.
+//!
+//! Everything that changes something, and whatever reads single reservations, holds the store's own lock, the one that
+//! the plugins take; so none of it is seen half done, and no running plugin is disturbed longer than by another one.
+
+mod gc;
+mod list;
+mod release;
+mod show;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use clap::{Args, Subcommand};
+use cni::config::NetConf;
+use cni::libcni::NetworkList;
+use cni::libcni::cache::Entry;
+use cni::rollback::Notes;
+use cni::{Error, ident};
+use cni_ipam::store::{DEFAULT_DATA_DIR, networks};
+use cni_ipam::{Host, Locked, Options, RangeSets, Reservation, Store};
+use plugin_host_local::Pool;
+
+use crate::cli::{Failure, Shared, Variables, failed};
+use crate::node::{self, Life, Witnesses};
+use crate::{Call, Exit, Streams, help};
+
+/// See and repair the address reservations of host-local
+#[derive(Debug, Args)]
+#[command(after_help = help::AFTER_IPAM, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
+pub(crate) struct Ipam {
+    #[command(subcommand)]
+    verb: Verb,
+    #[command(flatten)]
+    place: Place,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Every network: its ranges and how full they are
+    List,
+    /// The reservations of a network: address, owner, age, whether it is in use
+    Show(show::Show),
+    /// Remove the reservations whose container is gone
+    #[command(before_help = help::IPAM_GC, after_help = help::AFTER_IPAM_GC)]
+    Gc(gc::Collect),
+    /// Remove one reservation, or all of one container
+    #[command(before_help = help::IPAM_RELEASE, after_help = help::AFTER_IPAM_RELEASE)]
+    Release(release::Release),
+}
+
+/// Where the reservations are.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Options of every ipam verb")]
+struct Place {
+    /// The folder of reservations [the networks' dataDir, else /var/lib/cni/networks]
+    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    data_dir: Option<PathBuf>,
+}
+
+/// Does what the arguments ask for.
+pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    let desk = Desk { shared, call, data_dir: args.place.data_dir.as_deref(), notes: streams.notes.clone() };
+    let (doing, outcome) = match &args.verb {
+        Verb::List => ("ipam list", desk.list(streams)),
+        Verb::Show(args) => ("ipam show", desk.show(args, streams)),
+        Verb::Gc(args) => ("ipam gc", desk.gc(args, streams)),
+        Verb::Release(args) => ("ipam release", desk.release(args, streams)),
+    };
+    outcome.map(|()| Exit::Done).map_err(|error| failed(doing, error, shared.format()))
+}
+
+/// What the verbs work with.
+struct Desk<'a, 'm> {
+    shared: &'a Shared,
+    call: &'a Call<'m>,
+    data_dir: Option<&'a Path>,
+    notes: Notes,
+}
+
+/// The addresses of one network.
+struct Addresses {
+    network: String,
+    data_dir: PathBuf,
+    lock_timeout: Duration,
+    /// What can be given out, or why that is not known.
+    ranges: Result<RangeSets, String>,
+    /// Whether a configured network gives out of this folder.
+    configured: bool,
+}
+
+impl Desk<'_, '_> {
+    /// Every network with reservations or with host-local in its configuration, by name.
+    fn all(&self) -> Result<Vec<Addresses>, Error> {
+        let mut found = Vec::new();
+        for list in node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
+            found.extend(self.of_list(&list));
+        }
+        let mut folders: Vec<PathBuf> = match self.data_dir {
+            Some(dir) => vec![dir.to_owned()],
+            None => found.iter().map(|addresses| addresses.data_dir.clone()).chain([DEFAULT_DATA_DIR.into()]).collect(),
+        };
+        folders.sort();
+        folders.dedup();
+        for data_dir in folders {
+            for network in networks(&data_dir)? {
+                if found.iter().all(|known| known.network != network || known.data_dir != data_dir) {
+                    found.push(Addresses {
+                        network,
+                        data_dir: data_dir.clone(),
+                        lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
+                        ranges: Err("no configured network of this name uses host-local here".to_owned()),
+                        configured: false,
+                    });
+                }
+            }
+        }
+        found.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
+        Ok(found)
+    }
+
+    /// One network.
+    fn one(&self, network: &str) -> Result<Addresses, Error> {
+        ident::check_network_name(network)?;
+        let all = self.all()?;
+        let names: Vec<String> = all.iter().map(|addresses| addresses.network.clone()).collect();
+        let mut found: Vec<Addresses> = all.into_iter().filter(|addresses| addresses.network == network).collect();
+        // A folder left from before a change of dataDir must be named to be meant.
+        found.sort_by_key(|addresses| !addresses.configured);
+        found.into_iter().next().ok_or_else(|| {
+            let error = Error::config(format!("network {network:?} has no reservations and no host-local"));
+            error.with_details(match names.is_empty() {
+                true => "there are no such networks at all; see --conf-dir and --data-dir".to_owned(),
+                false => format!("known are: {}", names.join(", ")),
+            })
+        })
+    }
+
+    /// What host-local would read in this network, if it is in it.
+    fn of_list(&self, list: &NetworkList) -> Option<Addresses> {
+        for plugin in list.plugins() {
+            // The runtime's ranges are known from the attachments alone.
+            let remembered = self.remembered(list.name()).unwrap_or_default();
+            let args = remembered.last().map(|entry| &entry.attachment.capability_args);
+            let conf = list.request(plugin, args).and_then(NetConf::parse);
+            let Ok(conf) = conf else { continue };
+            if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
+                continue;
+            }
+            let pool = Pool::read(&conf, &Notes::silent());
+            let data_dir = |pool: Option<&Pool>| match self.data_dir {
+                Some(dir) => dir.to_owned(),
+                None => pool.map_or_else(|| DEFAULT_DATA_DIR.into(), |pool| pool.data_dir.clone()),
+            };
+            return Some(match pool {
+                Ok(pool) => Addresses {
+                    network: list.name().to_owned(),
+                    data_dir: data_dir(Some(&pool)),
+                    lock_timeout: pool.lock_timeout,
+                    ranges: pool.ranges.ok_or_else(|| "only the runtime knows its ranges".to_owned()),
+                    configured: true,
+                },
+                Err(error) => Addresses {
+                    network: list.name().to_owned(),
+                    data_dir: data_dir(None),
+                    lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
+                    ranges: Err(error.to_string()),
+                    configured: true,
+                },
+            });
+        }
+        None
+    }
+
+    fn remembered(&self, network: &str) -> Result<Vec<Entry>, Error> {
+        Ok(self.shared.cache().list(network)?.entries)
+    }
+
+    fn store(&self, addresses: &Addresses) -> Store {
+        let options = Options { notes: self.notes.clone(), host: Host::read(Path::new("/")) };
+        Store::open(&addresses.data_dir, &addresses.network, options)
+    }
+
+    /// The store under its lock, if it exists.
+    fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
+        self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine.0)
+    }
+
+    /// Every reservation, judged; the marks are those of the host's links.
+    fn judged(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<Judged>, Error> {
+        let listing = self.shared.cache().list(network)?;
+        for problem in &listing.problems {
+            self.notes.note(format_args!("ignored: {problem}"));
+        }
+        let marks = node::marks()?;
+        Ok(judge(network, reservations, &listing.entries, &marks, self.call))
+    }
+}
+
+/// A reservation, and whether it is in use.
+struct Judged {
+    reservation: Reservation,
+    life: Life,
+}
+
+fn judge(
+    network: &str,
+    reservations: Vec<Reservation>,
+    remembered: &[Entry],
+    marks: &BTreeMap<String, String>,
+    call: &Call<'_>,
+) -> Vec<Judged> {
+    let witnesses = Witnesses { remembered, marks, machine: call.machine };
+    let judged = |reservation: Reservation| {
+        let life = witnesses.judge(network, &reservation.id, reservation.ifname.as_deref());
+        Judged { reservation, life }
+    };
+    reservations.into_iter().map(judged).collect()
+}
+
+/// How long ago, in one unit: `3 d`.
+fn age(since: Option<SystemTime>) -> String {
+    let Some(age) = seconds(since) else { return "?".to_owned() };
+    match age {
+        0..120 => format!("{age} s"),
+        120..7200 => format!("{} min", age / 60),
+        7200..172_800 => format!("{} h", age / 3600),
+        _ => format!("{} d", age / 86_400),
+    }
+}
+
+fn seconds(since: Option<SystemTime>) -> Option<u64> {
+    Some(SystemTime::now().duration_since(since?).unwrap_or_default().as_secs())
+}
+
+/// Who holds it, as `ID IFNAME`, whatever is in the file.
+fn owner(reservation: &Reservation) -> (String, String) {
+    let shown = |text: &str| text.escape_debug().to_string();
+    (shown(&reservation.id), reservation.ifname.as_deref().map(shown).unwrap_or_default())
+}

@@ -1,0 +1,76 @@
+//! show: the reservations of a network, one by one.
+
+use clap::Args;
+use cni::Error;
+use serde_json::json;
+
+use super::{Desk, Judged, age, owner, seconds};
+use crate::Streams;
+use crate::node::Life;
+use crate::report::{Colour, Format, paint, table, write, write_json};
+
+/// The arguments of `show`.
+#[derive(Debug, Args)]
+pub(super) struct Show {
+    /// The network's name
+    network: String,
+}
+
+impl Desk<'_, '_> {
+    pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let addresses = self.one(&args.network)?;
+        let reservations = match self.lock(&addresses)? {
+            Some(mut locked) => locked.list()?,
+            None => Vec::new(),
+        };
+        let judged = self.judged(&addresses.network, reservations)?;
+        let outside = |held: &Judged| match &addresses.ranges {
+            Ok(ranges) => !ranges.sets().iter().any(|set| set.find(held.reservation.address).is_some()),
+            Err(_) => false,
+        };
+        match self.shared.format() {
+            Format::Json => {
+                let row = |held: &Judged| {
+                    json!({
+                        "address": held.reservation.address,
+                        "containerID": held.reservation.id,
+                        "ifname": held.reservation.ifname,
+                        "ageSeconds": seconds(held.reservation.since),
+                        "state": held.life.word(),
+                        "reason": held.life.why(),
+                        "outsideOfRanges": outside(held),
+                    })
+                };
+                let rows: Vec<_> = judged.iter().map(row).collect();
+                let folder = self.store(&addresses).path().display().to_string();
+                write_json(streams, &json!({"network": addresses.network, "folder": folder, "reservations": rows}))
+            }
+            Format::Text if judged.is_empty() => {
+                write(streams, &format!("Nothing is reserved in {}.\n", self.store(&addresses).path().display()))
+            }
+            Format::Text => {
+                let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
+                let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
+                for held in &judged {
+                    let (id, ifname) = owner(&held.reservation);
+                    let mut why = held.life.why().to_owned();
+                    if outside(held) {
+                        why += "; in none of the network's ranges";
+                    }
+                    let address = held.reservation.address.to_string();
+                    let state = held.life.word().to_owned();
+                    rows.push(vec![address, id, ifname, age(held.reservation.since), state, why]);
+                }
+                let mut lines = table(&rows);
+                for (line, held) in lines.iter_mut().skip(1).zip(&judged) {
+                    match held.life {
+                        Life::InUse(_) => {}
+                        Life::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
+                        Life::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
+                    }
+                }
+                write(streams, &format!("{}\n", lines.join("\n")))
+            }
+        }
+    }
+}

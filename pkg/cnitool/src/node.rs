@@ -1,0 +1,126 @@
+//! What the verbs that look at the node know of it: the networks that are configured, the attachments that are
+//! remembered, whose marks the host's links bear.
+//!
+//! Every runtime that uses Go's libcni remembers its attachments in the same folder as cnitool, so an attachment that
+//! nobody remembers is rare; but it is no proof of anything.
+
+use std::collections::BTreeMap;
+
+use cni::Error;
+use cni::libcni::cache::Entry;
+use cni::libcni::{ConfFile, ConfFolder, NetworkList};
+use cni::skel::MachineRef;
+
+use crate::target::Presence;
+
+/// The configured networks that load, each once, as the runtimes choose them: lists first, then by name of the file.
+///
+/// # Errors
+/// Code 5 if the folder cannot be read.
+pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
+    let mut chosen: Vec<NetworkList> = Vec::new();
+    for ConfFile { list, .. } in by_precedence(folder.files()?) {
+        if let Ok(list) = list
+            && !chosen.iter().any(|other| other.name() == list.name())
+        {
+            chosen.push(list);
+        }
+    }
+    chosen.sort_by(|a, b| a.name().cmp(b.name()));
+    Ok(chosen)
+}
+
+/// The files of a folder in the order in which they are looked through for a network.
+pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
+    files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
+    files
+}
+
+/// Whether an attachment is in use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// It is: why.
+    InUse(String),
+    /// It is not: why.
+    Over(String),
+    /// Nothing is known of it: why that is so.
+    Unknown(String),
+}
+
+impl Life {
+    /// The word for a table.
+    pub(crate) fn word(&self) -> &'static str {
+        match self {
+            Life::InUse(_) => "in use",
+            Life::Over(_) => "over",
+            Life::Unknown(_) => "unknown",
+        }
+    }
+
+    /// Why.
+    pub(crate) fn why(&self) -> &str {
+        match self {
+            Life::InUse(why) | Life::Over(why) | Life::Unknown(why) => why,
+        }
+    }
+}
+
+/// What can be asked about an attachment's life.
+pub(crate) struct Witnesses<'a> {
+    /// What is remembered of the network.
+    pub(crate) remembered: &'a [Entry],
+    /// The alias of each link of the host that bears one, and the link's name.
+    pub(crate) marks: &'a BTreeMap<String, String>,
+    pub(crate) machine: MachineRef<'a>,
+}
+
+impl Witnesses<'_> {
+    /// Judges an attachment of `network`; without an interface any of the container's.
+    pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Life {
+        let mut over = None;
+        for entry in self.remembered.iter().filter(|entry| entry.network == network) {
+            let attachment = &entry.attachment;
+            if attachment.container_id != id || ifname.is_some_and(|name| name != attachment.ifname) {
+                continue;
+            }
+            match Presence::of(&attachment.netns, self.machine) {
+                Presence::There => return Life::InUse(format!("its namespace {} exists", attachment.netns)),
+                Presence::Unknown(why) => {
+                    return Life::InUse(format!("whether its namespace exists is unknown: {why}"));
+                }
+                Presence::Gone(why) => over = Some(format!("its namespace {} is gone: {why}", attachment.netns)),
+            }
+        }
+        // A host's end goes with the container's, so it is a sign of life where nothing else is.
+        let marked = self.marks.iter().find(|(alias, _)| {
+            cni_linux::Mark::parse(alias).is_some_and(|mark| {
+                let same = match ifname {
+                    Some(ifname) => cni_linux::Mark::new(network, id, ifname).is_on(Some(alias)),
+                    None => mark.network == network && mark.container.as_deref() == Some(id),
+                };
+                same
+            })
+        });
+        match (marked, over) {
+            (Some((_, link)), _) => Life::InUse(format!("the host's link {link} bears its mark")),
+            (None, Some(why)) => Life::Over(why),
+            (None, None) => Life::Unknown("no runtime remembers it".to_owned()),
+        }
+    }
+}
+
+/// The alias of each link in the namespace of this process that is a mark of ours, and the link's name.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
+    let links = cni_linux::Netlink::open()?.list_links()?;
+    let marked = |link: cni_linux::Link| {
+        let alias = link.alias?;
+        // What another plugin made is marked `cni-port:<mark> <its former alias>`.
+        let alias =
+            alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(&alias).to_owned();
+        cni_linux::Mark::parse(&alias).map(|_| (alias, link.name))
+    };
+    Ok(links.into_iter().filter_map(marked).collect())
+}

@@ -1,0 +1,107 @@
+//! The reservations of host-local, seen and repaired.
+
+use cni_testkit::{probe, require};
+use serde_json::json;
+
+use super::{Operator, path};
+
+fn addresses(list: &serde_json::Value) -> Vec<&str> {
+    list.as_array().unwrap().iter().map(|one| one["address"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn ranges_and_their_use_are_listed_with_what_no_configuration_knows() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let containers = [operator.attach(), operator.attach()];
+    operator.node.file("networks/old/10.9.0.2", "gone\r\neth0");
+    let text = operator.done(&["ipam", "list"]);
+    let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(rows[0], ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"], "{text}");
+    assert_eq!(rows[1][..5], ["net1", "10.1.0.1-10.1.0.254", "2", "253", "0%"], "{text}");
+    assert_eq!(rows[2][..5], ["old", "?", "1", "?", "?"], "{text}");
+    assert!(text.contains("old: no configured network of this name"), "{text}");
+    let json = operator.json(&["ipam", "list"]);
+    assert_eq!(json["networks"][0]["ranges"], json!([{"ranges": "10.1.0.1-10.1.0.254", "used": 2, "total": 253}]));
+    assert_eq!((&json["networks"][1]["configured"], &json["networks"][1]["reservations"]), (&json!(false), &json!(1)));
+    operator.done(&["ipam", "release", "old", "10.9.0.2"]);
+    containers.iter().for_each(|container| operator.detach(container));
+}
+
+#[test]
+fn a_reservation_whose_container_is_gone_is_shown_and_collected_and_those_in_use_stay() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let lives = operator.attach();
+    let dies = operator.attach();
+    let id = dies.id.clone();
+    dies.destroy();
+    // Of this one nobody knows anything; and a very old form, of a container that lives.
+    let held = |name: &str, content: &str| operator.node.file(&format!("networks/net1/{name}"), content);
+    held("10.1.0.77", "stranger\r\neth0");
+    held("10.1.0.78", &lives.id);
+
+    let shown = operator.json(&["ipam", "show", "net1"]);
+    let states: Vec<&str> =
+        shown["reservations"].as_array().unwrap().iter().map(|one| one["state"].as_str().unwrap()).collect();
+    // The end of a namespace takes the kernel a moment; until then the host's link bears the mark.
+    assert!(["over", "in use"].contains(&states[1]), "{shown:#}");
+    assert_eq!((states[0], states[2], states[3]), ("in use", "unknown", "in use"), "{shown:#}");
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while operator.json(&["ipam", "show", "net1"])["reservations"][1]["state"] != "over" {
+        assert!(std::time::Instant::now() < deadline, "{}", operator.done(&["ipam", "show", "net1"]));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let text = operator.done(&["ipam", "show", "net1"]);
+    assert!(text.contains(&id) && text.contains("is gone: it does not exist"), "{text}");
+
+    let dry = operator.done(&["ipam", "gc", "net1", "--dry-run"]);
+    assert!(dry.contains("remove  10.1.0.3") && dry.contains("1 of 4 would go. Nothing was changed."), "{dry}");
+    assert_eq!(operator.node.reservations("net1").len(), 4);
+    let json = operator.json(&["ipam", "gc", "net1"]);
+    assert_eq!((addresses(&json["removed"]), json["kept"].as_array().unwrap().len()), (vec!["10.1.0.3"], 3));
+    let young = operator.done(&["ipam", "gc", "net1", "--unknown"]);
+    assert!(young.contains("keep    10.1.0.77  stranger eth0") && young.contains("may be under way"), "{young}");
+    operator.done(&["ipam", "gc", "net1", "--unknown", "--min-age", "0", "--keep", "stranger"]);
+    assert_eq!(operator.node.reservations("net1").len(), 3);
+    operator.done(&["ipam", "gc", "net1", "--unknown", "--min-age", "0"]);
+    assert_eq!(operator.node.reservations("net1").len(), 2, "that of the container that lives stays in either form");
+    // What was freed is given out again: the index knows.
+    operator.detach(&lives);
+    operator.done(&["ipam", "release", "net1", "10.1.0.78", "--force"]);
+    operator.done(&["del", "net1", "--container-id", &id]);
+}
+
+#[test]
+fn what_is_in_use_is_released_only_by_force() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    operator
+        .failed(&["ipam", "release", "net1", "10.1.0.2"], &["is in use: its namespace", path(&container), "--force"]);
+    operator.failed(&["ipam", "release", "net1", "10.1.0.9"], &["10.1.0.9 is not reserved"]);
+    operator.failed(&["ipam", "show", "nowhere"], &["network \"nowhere\" has no reservations", "known are: net1"]);
+    let by_id = ["ipam", "release", "net1", "--container-id", &container.id, "--force"];
+    let text = operator.done(&by_id);
+    assert_eq!(text, format!("released: 10.1.0.2 is held by {} eth0\n", container.id));
+    operator.failed(&by_id, &["has no reservation"]);
+    operator.detach(&container);
+}
+
+#[test]
+fn a_lock_that_is_held_is_waited_for_and_its_holder_named() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::tool("flock"));
+    let operator = Operator::new();
+    operator.configure(json!({"ipam": {"lockTimeout": 1}}), &[]);
+    let container = operator.attach();
+    let lock = operator.node.data_dir().join("net1/lock");
+    let cnitool = cni_testkit::bin_dir().join("cnitool");
+    let conf = operator.node.dir().join("net.d");
+    let [lock, cnitool, conf] = [&lock, &cnitool, &conf].map(|path| path.to_str().unwrap());
+    let ran = operator.node.run(&["flock", lock, cnitool, "ipam", "show", "net1", "--conf-dir", conf]);
+    assert!(!ran.ok && ran.stderr.contains("failed to lock") && ran.stderr.contains("within 1 s"), "{}", ran.stderr);
+    let ran = operator.node.run(&["flock", lock, cnitool, "ipam", "list", "--conf-dir", conf]);
+    assert!(ran.ok, "the list takes no lock: {}", ran.stderr);
+    operator.detach(&container);
+}

@@ -1,0 +1,82 @@
+//! cnitool's verbs for who looks after a node: each shows what is wrong on a node that was made so, and what it
+//! offers mends it.
+
+mod ipam;
+
+use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
+use conformance::bridge;
+use serde_json::{Value, json};
+
+/// A node with a configured network `net1`: a bridge with host-local, and whatever else a test puts there.
+pub(crate) struct Operator {
+    pub(crate) node: Node,
+}
+
+impl Operator {
+    /// With a network `net1` on 10.1.0.0/24.
+    pub(crate) fn new() -> Operator {
+        let operator = Operator { node: Node::new() };
+        operator.configure(json!({}), &[]);
+        operator
+    }
+
+    /// The network anew, with these keys laid over bridge's and these plugins behind it.
+    pub(crate) fn configure(&self, keys: Value, behind: &[Value]) {
+        let unnamed = json!({"name": null, "cniVersion": null});
+        let first = conformance::patched(conformance::patched(bridge(&self.node, &["10.1.0.0/24"]), unnamed), keys);
+        let plugins: Vec<Value> = [&[first], behind].concat();
+        let list = json!({"cniVersion": "1.1.0", "name": "net1", "plugins": plugins});
+        self.node.file("net.d/10-net1.conflist", list.to_string());
+    }
+
+    pub(crate) fn call(&self, args: &[&str]) -> Invocation<'_> {
+        let call = Invocation::new(&self.node, bin_dir().join("cnitool")).cni_path(bin_dir());
+        let call = call.env("NETCONFPATH", self.node.dir().join("net.d"));
+        args.iter().fold(call, |call, arg| call.arg(arg))
+    }
+
+    /// What it prints, having succeeded.
+    #[track_caller]
+    pub(crate) fn done(&self, args: &[&str]) -> String {
+        let outcome = self.call(args).run();
+        assert_eq!(outcome.status, Some(0), "{}", outcome.report());
+        outcome.stdout
+    }
+
+    /// The document that it prints, whatever its status.
+    #[track_caller]
+    pub(crate) fn json(&self, args: &[&str]) -> Value {
+        let outcome = self.call(args).arg("--json").run();
+        outcome.json.clone().unwrap_or_else(|| panic!("no JSON\n{}", outcome.report()))
+    }
+
+    /// It fails with 1 and says these words.
+    #[track_caller]
+    pub(crate) fn failed(&self, args: &[&str], words: &[&str]) -> Outcome {
+        let outcome = self.call(args).run();
+        assert_eq!(outcome.status, Some(1), "{}", outcome.report());
+        for word in words {
+            let said = format!("{}{}", outcome.stdout, outcome.stderr);
+            assert!(said.contains(word), "it should name `{word}`\n{}", outcome.report());
+        }
+        outcome
+    }
+
+    /// A container in the network.
+    #[track_caller]
+    pub(crate) fn attach(&self) -> Container {
+        let container = self.node.container();
+        self.done(&["add", "net1", path(&container), "--container-id", &container.id]);
+        container
+    }
+
+    #[track_caller]
+    pub(crate) fn detach(&self, container: &Container) {
+        self.done(&["del", "net1", path(container), "--container-id", &container.id]);
+    }
+}
+
+/// The path of a container's namespace, as an argument.
+pub(crate) fn path(container: &Container) -> &str {
+    container.netns().to_str().unwrap()
+}
