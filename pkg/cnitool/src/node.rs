@@ -93,12 +93,9 @@ impl Witnesses<'_> {
         }
         // A host's end goes with the container's, so it is a sign of life where nothing else is.
         let marked = self.marks.iter().find(|(alias, _)| {
-            cni_linux::Mark::parse(alias).is_some_and(|mark| {
-                let same = match ifname {
-                    Some(ifname) => cni_linux::Mark::new(network, id, ifname).is_on(Some(alias)),
-                    None => mark.network == network && mark.container.as_deref() == Some(id),
-                };
-                same
+            cni_linux::Mark::parse(alias).is_some_and(|mark| match ifname {
+                Some(ifname) => cni_linux::Mark::new(network, id, ifname).is_on(Some(alias)),
+                None => mark.network == network && mark.container.as_deref() == Some(id),
             })
         });
         match (marked, over) {

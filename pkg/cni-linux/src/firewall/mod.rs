@@ -14,6 +14,7 @@ pub mod masquerade;
 pub mod nft;
 pub mod portmap;
 pub mod spoof;
+pub mod survey;
 
 pub use masquerade::{Backend, Masquerade};
 pub use spoof::SpoofCheck;

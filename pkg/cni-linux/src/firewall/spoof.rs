@@ -30,16 +30,16 @@ use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;
 use crate::mark::Mark;
 
-const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
-const PREROUTING: &str = "PREROUTING";
+pub(super) const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
+pub(super) const PREROUTING: &str = "PREROUTING";
 /// `NF_BR_PRI_NAT_DST_BRIDGED`
 const BASE: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Prerouting, priority: -300 };
 const CHAIN_PREFIX: &str = "cni-br-iface-";
 const MAC_SUFFIX: &str = "-mac";
-const COMMENT_PREFIX: &str = "macspoofchk-";
+pub(super) const COMMENT_PREFIX: &str = "macspoofchk-";
 
 /// The attachment's mark, as on the host's veth ([`Mark::alias`]).
-const TAG_MARK: u8 = 0x80;
+pub(super) const TAG_MARK: u8 = 0x80;
 /// Where the mark does not fit: the first 8 bytes of the SHA-512 of the network's name.
 const TAG_NETWORK: u8 = 0x81;
 const NETWORK_LEN: usize = 8;
@@ -55,10 +55,10 @@ pub struct SpoofCheck {
 
 /// An attachment's key as it appears in names and comments.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Id(String);
+pub(super) struct Id(String);
 
 impl Id {
-    fn new(container_id: &str, ifname: &str) -> Id {
+    pub(super) fn new(container_id: &str, ifname: &str) -> Id {
         const KEPT: usize = 83;
         let id = format!("{container_id}-{ifname}");
         if id.len() <= PLAIN_ID_MAX {
@@ -78,7 +78,7 @@ impl Id {
         format!("{CHAIN_PREFIX}{}{MAC_SUFFIX}", self.0)
     }
 
-    fn comment(&self) -> String {
+    pub(super) fn comment(&self) -> String {
         format!("{COMMENT_PREFIX}{}", self.0)
     }
 

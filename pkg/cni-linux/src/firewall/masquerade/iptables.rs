@@ -26,7 +26,7 @@ use crate::firewall::iptables::{Edit, Nat, Rule};
 use crate::mark::Mark;
 use crate::route::Family;
 
-pub(super) const POSTROUTING: &str = "POSTROUTING";
+pub(in crate::firewall) const POSTROUTING: &str = "POSTROUTING";
 const CHAIN_PREFIX: &str = "CNI-";
 const CHAIN_DIGITS: usize = 24;
 /// iptables takes 255 bytes.
@@ -44,13 +44,13 @@ pub(super) fn chain_name(network: &str, container: &str) -> String {
 }
 
 /// `CNI-` and 24 hex digits: no other chain of CNI plugins looks so.
-fn is_chain_name(name: &str) -> bool {
+pub(in crate::firewall) fn is_chain_name(name: &str) -> bool {
     name.strip_prefix(CHAIN_PREFIX)
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 /// The comment that Go's rules and ours bear. Neither name has characters that would have to be escaped.
-fn comment(network: &str, container: &str) -> String {
+pub(in crate::firewall) fn comment(network: &str, container: &str) -> String {
     let mut comment = format!("name: \"{network}\" id: \"{container}\"");
     let mut end = COMMENT_MAX.min(comment.len());
     while !comment.is_char_boundary(end) {

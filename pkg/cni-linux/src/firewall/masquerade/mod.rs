@@ -23,8 +23,8 @@ use crate::error::{Cause, Error, Result};
 use crate::mark::Mark;
 use crate::route::Family;
 
-mod iptables;
-mod nftables;
+pub(super) mod iptables;
+pub(super) mod nftables;
 
 /// What keeps the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

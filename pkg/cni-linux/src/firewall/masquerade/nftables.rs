@@ -29,9 +29,10 @@ use crate::firewall::retry;
 use crate::mark::Mark;
 use crate::route::Family;
 
-const TABLE: Table<'static> = Table { family: nft::Family::Inet, name: "cni_plugins_masquerade" };
+pub(in crate::firewall) const TABLE: Table<'static> =
+    Table { family: nft::Family::Inet, name: "cni_plugins_masquerade" };
 const TABLE_COMMENT: &str = "Masquerading for plugins from github.com/containernetworking/plugins";
-const CHECKS: &str = "masq_checks";
+pub(in crate::firewall) const CHECKS: &str = "masq_checks";
 const CHECKS_COMMENT: &str = "Masquerade traffic from certain IPs to any (non-multicast) IP outside their subnet";
 const POSTROUTING: &str = "postrouting";
 /// `srcnat`
@@ -53,7 +54,7 @@ fn network_key(network: &str) -> String {
 }
 
 /// What the comments of an attachment's rules begin with.
-fn key(network: &str, container: &str, ifname: &str) -> String {
+pub(in crate::firewall) fn key(network: &str, container: &str, ifname: &str) -> String {
     format!("{}{}", network_key(network), h16(&format!("{ifname}:{container}")))
 }
 

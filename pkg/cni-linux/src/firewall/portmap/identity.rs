@@ -30,7 +30,7 @@ const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
 
 /// One attachment, as rules name it.
 #[derive(Clone, Debug)]
-pub(super) struct Identity {
+pub(in crate::firewall) struct Identity {
     /// The comment that Go searches for.
     pub(super) comment: String,
     alias: String,
@@ -39,7 +39,7 @@ pub(super) struct Identity {
 
 /// What a rule says about its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Owner {
+pub(in crate::firewall) enum Owner {
     /// It names this attachment.
     This,
     /// It names the container and no attachment.
@@ -55,7 +55,7 @@ fn hashes(network: &str, alias: &str) -> Vec<u8> {
 }
 
 impl Identity {
-    pub(super) fn new(mark: &Mark) -> Identity {
+    pub(in crate::firewall) fn new(mark: &Mark) -> Identity {
         let alias = mark.alias();
         Identity { comment: comment(&mark.container), hashes: hashes(&mark.network, &alias), alias }
     }
@@ -84,7 +84,7 @@ impl Identity {
     }
 
     /// Whose the rule is by what it says itself.
-    pub(super) fn owner(&self, rule: &Rule) -> Owner {
+    pub(in crate::firewall) fn owner(&self, rule: &Rule) -> Owner {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Owner::Other;
         }
@@ -150,7 +150,7 @@ pub(super) fn handles(rule: &Rule) -> Vec<u64> {
 }
 
 /// The mark a rule bears, as an alias.
-pub(super) fn alias(rule: &Rule) -> Option<String> {
+pub(in crate::firewall) fn alias(rule: &Rule) -> Option<String> {
     rule.tag(TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned())
 }
 

@@ -17,7 +17,7 @@ use crate::route::Family;
 
 pub mod conditions;
 pub mod conflict;
-mod identity;
+pub(super) mod identity;
 pub mod iptables;
 pub mod nft;
 

@@ -20,7 +20,7 @@ use crate::mark::Mark;
 use crate::route::Family;
 
 mod check;
-mod shape;
+pub(in crate::firewall) mod shape;
 #[cfg(test)]
 mod tests;
 

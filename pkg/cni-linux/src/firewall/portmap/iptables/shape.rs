@@ -25,7 +25,7 @@ use crate::firewall::iptables::Rule;
 use crate::mark::Mark;
 use cni::Cidr;
 
-pub(super) const DNAT: &str = "CNI-HOSTPORT-DNAT";
+pub(in crate::firewall) const DNAT: &str = "CNI-HOSTPORT-DNAT";
 pub(super) const SETMARK: &str = "CNI-HOSTPORT-SETMARK";
 pub(super) const MASQ: &str = "CNI-HOSTPORT-MASQ";
 /// Where very old releases of Go entered the chains of [`snat_chain`].
@@ -93,7 +93,7 @@ pub(super) fn set_mark(mark_bit: u8) -> Words {
 }
 
 /// The comment of a container's rules in [`DNAT`].
-pub(super) fn comment(mark: &Mark) -> String {
+pub(in crate::firewall) fn comment(mark: &Mark) -> String {
     let mut comment = format!("dnat name: \"{}\" id: \"{}\"", mark.network, mark.container);
     if comment.len() > COMMENT_MAX {
         comment = comment.chars().take(COMMENT_MAX - 3).collect::<String>() + "...";
@@ -102,7 +102,7 @@ pub(super) fn comment(mark: &Mark) -> String {
 }
 
 /// Network and container ID out of such a comment, if it is whole.
-pub(super) fn read_comment(comment: &str) -> Option<(&str, &str)> {
+pub(in crate::firewall) fn read_comment(comment: &str) -> Option<(&str, &str)> {
     comment.strip_prefix("dnat name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
 }
 

@@ -22,7 +22,7 @@ use crate::mark::Mark;
 use crate::route::Family;
 
 mod program;
-mod shape;
+pub(in crate::firewall) mod shape;
 #[cfg(test)]
 mod tests;
 

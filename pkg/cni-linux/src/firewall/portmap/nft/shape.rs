@@ -34,9 +34,9 @@ const OUTPUT: (&str, BaseChain) = ("output", BaseChain { kind: Kind::Nat, hook: 
 pub(super) const ENTRIES: [(&str, BaseChain); 2] = [PREROUTING, OUTPUT];
 pub(super) const POSTROUTING: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
 /// Every chain that can have rules of a container.
-pub(super) const CONTAINERS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
+pub(in crate::firewall) const CONTAINERS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
 
-pub(super) fn table(family: Family) -> Table<'static> {
+pub(in crate::firewall) fn table(family: Family) -> Table<'static> {
     let family = match family {
         Family::V4 => nft::Family::Ip,
         Family::V6 => nft::Family::Ip6,
@@ -96,7 +96,7 @@ pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
 
 /// What a rule of a mapping claims, and how many of its steps, from the first, are conditions. `None` for any other
 /// rule.
-pub(super) fn read(rule: &Rule) -> Option<(Claim, usize)> {
+pub(in crate::firewall) fn read(rule: &Rule) -> Option<(Claim, usize)> {
     let exprs = rule.exprs.as_slice();
     let at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
     let container = target(exprs, at)?;
