@@ -1,0 +1,140 @@
+"""containerd's CRI: what kubelet asks of it."""
+
+import concurrent.futures
+import glob
+import os
+import socket
+import time
+
+import networks
+from containerd import Containerd
+from node import BIN, NODE4, OURS, Failed, expect, hear, sh, silent
+
+BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
+# Protocol, container port, host port, host IP.
+PORTS = [("tcp", 80, 8080, ""), ("udp", 53, 8080, ""), ("tcp", 80, 8081, NODE4)]
+
+
+def start(node, *plugins, **more):
+    """A node with containerd and that network; pods get ports, sysctls and a way out."""
+    node.configure("pods", *(plugins or (networks.bridge(), networks.portmap(), networks.tuning())), **more)
+    return Containerd()
+
+
+def finish(runtime, *identifiers):
+    for identifier in identifiers:
+        runtime.stop_pod(identifier)
+        runtime.remove_pod(identifier)
+    expect(runtime.pods(), [], "pods that containerd knows")
+
+
+def scenario_a_pod_with_ports_is_reached_and_stopped_twice(node):
+    runtime = start(node)
+    identifier = runtime.run_pod("one", *PORTS)
+    pod = runtime.pod(identifier)
+    pod.serve_udp(53)
+    node.prove(pod, 8080, BOTH)
+    for netns in [node.home, node.client, pod.netns]:
+        expect(hear(netns, NODE4, 8081), "one", "the port of one host address")
+    expect(silent(node.home, "127.0.0.1", 8081), True, "the port of one host address, by another")
+    for key, value in networks.SYSCTLS.items():
+        expect(pod.netns.sysctl(key), value, key)
+    runtime.stop_pod(identifier)
+    expect(node.leftovers(), [], "left by StopPodSandbox")
+    runtime.stop_pod(identifier)
+    finish(runtime, identifier)
+
+
+def scenario_dual_stack(node):
+    runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning())
+    identifier = runtime.run_pod("both", *PORTS[:2])
+    pod = runtime.pod(identifier)
+    expect(len(pod.addresses), 2, "addresses of the pod")
+    pod.serve_udp(53)
+    node.prove(pod, 8080, BOTH, families=(4, 6))
+    finish(runtime, identifier)
+
+
+def scenario_an_add_that_fails_leaves_nothing(node):
+    runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning(sysctl={"net.core.somaxconn": "x"}))
+    for _ in range(3):
+        try:
+            runtime.run_pod("never", *PORTS)
+        except Failed as error:
+            expect("somaxconn" in str(error), True, f"the reason is told: {error}")
+        else:
+            raise Failed("a pod whose sysctl is refused runs")
+        expect(node.leftovers(), [], "left by the ADD that failed")
+    node.configure("pods", networks.bridge(six=True), networks.portmap(), networks.tuning())
+    runtime.wait_for_network()
+    identifier = runtime.run_pod("now", *PORTS)
+    node.prove(runtime.pod(identifier), 8080)
+    finish(runtime, identifier)
+
+
+def scenario_a_pod_is_removed_while_it_runs(node):
+    runtime = start(node)
+    identifier = runtime.run_pod("running", *PORTS)
+    node.prove(runtime.pod(identifier), 8080)
+    runtime.remove_pod(identifier)
+    finish(runtime)
+
+
+def scenario_thirty_pods_at_once(node):
+    runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning())
+    with concurrent.futures.ThreadPoolExecutor(30) as pool:
+        starts = [pool.submit(runtime.run_pod, f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(30)]
+        identifiers = [each.result() for each in starts]
+        pods = [runtime.pod(each) for each in identifiers]
+        expect(len({address for pod in pods for address in pod.addresses}), 60, "different addresses")
+        for number, pod in enumerate(pods):
+            node.prove(pod, 8000 + number, families=(4, 6))
+        for stop in [pool.submit(runtime.stop_pod, each) for each in identifiers]:
+            stop.result()
+    finish(runtime, *identifiers)
+
+
+def scenario_kill_9_of_containerd_and_its_pods_removed_by_the_next(node):
+    runtime = start(node)
+    identifiers = [runtime.run_pod(f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(5)]
+    pods = [runtime.pod(each) for each in identifiers]
+    runtime.kill()
+    for number, pod in enumerate(pods):
+        node.prove(pod, 8000 + number)
+    runtime.start()
+    expect(sorted(runtime.pods()), sorted(identifiers), "pods that the next containerd knows")
+    finish(runtime, *identifiers)
+
+
+def scenario_kill_9_of_containerd_in_the_middle_of_many_adds(node):
+    """Such pods containerd 1.6 knows or forgets, as it comes; what is forgotten goes with the next GC."""
+    runtime = start(node, version="1.1.0")
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        starts = [pool.submit(runtime.run_pod, f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(20)]
+        while len(glob.glob("/var/lib/cni/networks/pods/10.*")) < 8:
+            time.sleep(0.001)
+        runtime.kill()
+        failed = len([each for each in starts if each.exception()])
+    # What the dead daemon had started goes on.
+    while any(os.path.dirname(exe) == BIN for exe in programs()):
+        time.sleep(0.01)
+    runtime.start()
+    known = runtime.pods()
+    finish(runtime, *known)
+    left = node.leftovers()
+    sh("ip", "-all", "netns", "delete")
+    sh(f"{OURS}/cnitool", "gc", "pods", "--all")
+    expect(failed > 0, True, "some of the ADDs were cut off")
+    return f"nothing; {failed} of 20 were cut off, {20 - len(known)} forgotten, {len(left)} things went with GC"
+
+
+def programs():
+    """The files of all running programs."""
+    found = []
+    for link in glob.glob("/proc/[0-9]*/exe"):
+        try:
+            found.append(os.readlink(link))
+        except OSError:
+            pass
+    return found
+

@@ -1,0 +1,388 @@
+"""The node that a scenario runs on, and what is looked at there: who reaches whom, and what is left at the end.
+
+A node is a process with its own mount, network, pid, ipc, uts and cgroup namespace. Its root is a tmpfs; /usr is this
+machine's with the unpacked packages above it, read only, and /etc likewise, to be written to without this machine
+seeing it. `eth0` leads to a second network namespace, the client, who is outside: it has no route to the pods.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+NODE4, CLIENT4 = "203.0.113.1", "203.0.113.2"
+NODE6, CLIENT6 = "2001:db8::1", "2001:db8::2"
+# The subnets of every configuration here.
+PODS = re.compile(r"10\.88\.|fd00:88:")
+GO = "/opt/plugins/go"
+OURS = "/opt/plugins/ours"
+BIN = "/opt/cni/bin"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Skip(Exception):
+    """This machine cannot serve the scenario; says why."""
+
+
+class Failed(Exception):
+    """A program failed; says which, and what it said."""
+
+
+def sh(*command, check=True, timeout=120, **env):
+    """Runs a program and returns its standard output."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **env},
+    )
+    if check and done.returncode != 0:
+        raise Failed(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def write(path, content):
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(content)
+
+
+def read(path):
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+# Control groups: each node has a group of its own in every hierarchy, which is the root of its cgroup namespace.
+
+
+def hierarchies():
+    """(mount point, type, options) of each hierarchy. crun refuses a mix of v1 and v2: of one, v2 is left out."""
+    found = []
+    for line in read("/proc/self/mountinfo").splitlines():
+        before, after = line.split(" - ")
+        kind, _, options = after.split()
+        if kind.startswith("cgroup"):
+            found.append((before.split()[4], kind, options))
+    v1 = [each for each in found if each[1] == "cgroup"]
+    return v1 or found
+
+
+def own_group(mount):
+    """The group of this process, as a path."""
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        name = controllers.replace("name=", "").split(",")[0]
+        if name == "" or os.path.basename(mount).replace("name=", "").split(",")[0] == name:
+            return os.path.normpath(mount + path)
+    return mount
+
+
+def make_groups(name):
+    for mount, _, _ in hierarchies():
+        parent = own_group(mount)
+        os.mkdir(f"{parent}/{name}")
+        # A cpuset without CPUs takes no process.
+        for file in ["cpuset.mems", "cpuset.cpus"]:
+            if os.path.exists(f"{parent}/{name}/{file}") and read(f"{parent}/{file}").strip():
+                write(f"{parent}/{name}/{file}", read(f"{parent}/{file}"))
+
+
+def join_groups(name):
+    for mount, _, _ in hierarchies():
+        write(f"{own_group(mount)}/{name}/cgroup.procs", str(os.getpid()))
+
+
+def remove_groups(name):
+    """The processes are gone or dying: the pid namespace ended. An empty group can be removed."""
+    deadline = time.monotonic() + 10
+    for mount, _, _ in hierarchies():
+        top = f"{own_group(mount)}/{name}"
+        folders = [folder for folder, _, _ in os.walk(top, topdown=False)]
+        while folders:
+            try:
+                os.rmdir(folders[0])
+                folders.pop(0)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+
+def become(scratch, packages, plugins, go):
+    """Makes this process, which has new namespaces, a node."""
+    sh("mount", "-t", "tmpfs", "-o", "mode=755", "node", scratch)
+    root = f"{scratch}/root"
+    folders = ["usr", "etc", "proc", "sys", "dev", "run", "tmp", "root", "opt/cni/bin", "opt/old", "var/lib/cni"]
+    for folder in [f"root/{each}" for each in folders] + ["upper", "work"]:
+        os.makedirs(f"{scratch}/{folder}")
+    sh("mount", "--bind", root, root)
+    os.symlink("/run", f"{root}/var/run")
+    try:
+        sh("mount", "-t", "overlay", "-o", f"lowerdir={packages}/usr:/usr", "node", f"{root}/usr")
+        layers = f"lowerdir={packages}/etc:/etc,upperdir={scratch}/upper,workdir={scratch}/work"
+        sh("mount", "-t", "overlay", "-o", layers, "node", f"{root}/etc")
+    except Failed as error:
+        raise Skip(f"no overlay file system over this machine's: {error}") from error
+    for name in ["bin", "sbin", "lib", "lib64"]:
+        if os.path.islink("/" + name):
+            os.symlink(os.readlink("/" + name), f"{root}/{name}")
+    own = hierarchies()
+    sh("mount", "-t", "proc", "proc", f"{root}/proc")
+    sh("mount", "-t", "sysfs", "sysfs", f"{root}/sys")
+    sh("mount", "--rbind", "/dev", f"{root}/dev")
+    for folder in ["dev/shm", "etc/cni"]:
+        os.makedirs(f"{root}/{folder}", exist_ok=True)
+        sh("mount", "-t", "tmpfs", "-o", "mode=755", "node", f"{root}/{folder}")
+    if own[0][0] != "/sys/fs/cgroup":
+        sh("mount", "-t", "tmpfs", "-o", "mode=755", "cgroup", f"{root}/sys/fs/cgroup")
+    for mount, kind, options in own:
+        os.makedirs(root + mount, exist_ok=True)
+        options = ",".join(each for each in options.split(",") if each not in ("rw", "nsdelegate", "xattr"))
+        options = "none," + options if options.startswith("name=") else options
+        sh("mount", "-t", kind, *(["-o", options] if kind == "cgroup" else []), "cgroup", root + mount)
+    if own[0][1] == "cgroup2":
+        delegate(root + own[0][0])
+    os.makedirs(f"{root}/etc/cni/net.d")
+    shutil.copytree(os.path.dirname(os.path.abspath(__file__)), f"{root}/opt/e2e")
+    sys.path.insert(0, "/opt/e2e")
+    shutil.copytree(plugins, root + OURS)
+    shutil.copytree(go, root + GO)
+    os.chdir(root)
+    sh("pivot_root", root, f"{root}/opt/old")
+    os.chdir("/")
+    sh("umount", "-l", "/opt/old")
+    os.environ["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"
+    for name in ["CNI_PATH", "NETCONFPATH", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME"]:
+        os.environ.pop(name, None)
+    os.environ["HOME"] = "/root"
+
+
+def delegate(top):
+    """In v2 a group that hands controllers on must hold no process."""
+    os.mkdir(f"{top}/init")
+    for pid in read(f"{top}/cgroup.procs").split():
+        write(f"{top}/init/cgroup.procs", pid)
+    wanted = read(f"{top}/cgroup.controllers").split()
+    write(f"{top}/cgroup.subtree_control", " ".join("+" + each for each in wanted))
+
+
+class Netns:
+    """A network namespace. As a context, the calling thread is in it; a socket made there stays there."""
+
+    def __init__(self, path):
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self):
+        self.before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        enter(self.file)
+
+    def __exit__(self, *_):
+        enter(self.before)
+        os.close(self.before)
+
+    def sysctl(self, key):
+        with self:
+            return read("/proc/sys/" + key.replace(".", "/")).strip()
+
+
+def enter(file):
+    if libc.setns(file, 0x40000000) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def family(address):
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def hear(netns, address, port, kind=socket.SOCK_STREAM):
+    """What a server says to somebody in that namespace who connects, or sends it one datagram."""
+    deadline = time.monotonic() + 10
+    while True:
+        with netns:
+            ours = socket.socket(family(address), kind)
+        with ours:
+            ours.settimeout(5)
+            try:
+                ours.connect((address, port))
+                if kind == socket.SOCK_DGRAM:
+                    ours.send(b"?")
+                    return ours.recv(100).decode().strip()
+                heard = b""
+                while not heard.endswith(b"\n"):
+                    more = ours.recv(100)
+                    if not more:
+                        break
+                    heard += more
+                return heard.decode().strip()
+            except ConnectionRefusedError:
+                # Runtimes say that a pod is up before its program listens; there is nothing to wait for but this.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+            except OSError as error:
+                raise Failed(f"{address} port {port} from {netns.path}: {error}") from error
+
+
+def silent(netns, address, port):
+    """Nobody serves there."""
+    with netns:
+        ours = socket.socket(family(address), socket.SOCK_STREAM)
+    with ours:
+        ours.settimeout(0.5)
+        return ours.connect_ex((address, port)) != 0
+
+
+class Server:
+    """Tells everybody in that namespace who they are, over TCP and UDP; `name` is said instead, if there is one."""
+
+    def __init__(self, netns, port, name=None):
+        self.name = name
+        with netns:
+            self.tcp = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64)
+            self.udp = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+            # The answer must come from the address that was asked, so one that was not translated would show.
+            self.udp.bind(("::", port))
+        threading.Thread(target=self.serve_tcp, daemon=True).start()
+        threading.Thread(target=self.serve_udp, daemon=True).start()
+
+    def answer(self, peer):
+        return ((self.name or peer[0].removeprefix("::ffff:")) + "\n").encode()
+
+    def serve_tcp(self):
+        while True:
+            connection, peer = self.tcp.accept()
+            with connection:
+                connection.send(self.answer(peer))
+
+    def serve_udp(self):
+        while True:
+            _, peer = self.udp.recvfrom(100)
+            self.udp.sendto(self.answer(peer), peer)
+
+
+class Pod:
+    """A running pod: its name, its namespace, and its addresses."""
+
+    def __init__(self, name, netns, addresses):
+        self.name = name
+        self.netns = Netns(netns)
+        self.addresses = addresses
+
+    def serve_udp(self, port):
+        """busybox has no UDP server: this process answers in the pod's namespace."""
+        Server(self.netns, port, self.name)
+
+
+class Node:
+    """The node that this process has become."""
+
+    def __init__(self):
+        self.home = Netns("/proc/self/ns/net")
+        self.use(OURS)
+        # What Debian has and we do not yet.
+        sh("ip", "netns", "add", "client")
+        self.client = Netns("/run/netns/client")
+        sh("ip", "link", "set", "lo", "up")
+        sh("ip", "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", "client")
+        for place, four, six in [([], NODE4, NODE6), (["-n", "client"], CLIENT4, CLIENT6)]:
+            ip = ["ip", *place]
+            sh(*ip, "link", "set", "lo", "up")
+            sh(*ip, "link", "set", "eth0", "up")
+            sh(*ip, "address", "add", four + "/24", "dev", "eth0")
+            sh(*ip, "address", "add", six + "/64", "dev", "eth0", "nodad")
+        sh("ip", "route", "add", "default", "via", CLIENT4)
+        sh("ip", "-6", "route", "add", "default", "via", CLIENT6)
+        Server(self.client, 9000)
+
+    def use(self, folder, *plugins):
+        """Puts the plugins of that folder (all, or those named) into place, each in one step, as an installer does."""
+        for name in plugins or os.listdir(folder):
+            shutil.copy(f"{folder}/{name}", f"{BIN}/.{name}")
+            os.rename(f"{BIN}/.{name}", f"{BIN}/{name}")
+
+    def configure(self, name, *plugins, version="1.0.0", **more):
+        """The node's only network."""
+        conf = {"cniVersion": version, "name": name, "plugins": plugins, **more}
+        # In place: containerd 1.6 does not see a file that is renamed into the folder it watches.
+        write("/etc/cni/net.d/10-network.conflist", json.dumps(conf))
+
+    def prove(self, pod, host_port, kinds=(socket.SOCK_STREAM,), families=(4,), outside=True):
+        """The pod is reached by its host port from everywhere, and goes out under the node's address."""
+        for kind in kinds:
+            for ip in families:
+                node, loop = (NODE4, "127.0.0.1") if ip == 4 else (NODE6, None)
+                places = [(self.home, node, "the node"), (pod.netns, node, "itself (hairpin)")]
+                places += [(self.client, node, "outside")] if outside else []
+                # Linux has no route_localnet for IPv6.
+                places += [(self.home, loop, "127.0.0.1")] if loop else []
+                for netns, address, who in places:
+                    expect(hear(netns, address, host_port, kind), pod.name, f"{pod.name} from {who} by {address}, {kind}")
+        for address in pod.addresses:
+            six = ":" in address
+            expect(hear(self.home, address, 80), pod.name, f"{pod.name} from the node by its own address {address}")
+            expect(hear(pod.netns, CLIENT6 if six else CLIENT4, 9000), NODE6 if six else NODE4, f"egress of {address}")
+            if outside:
+                expect(silent(self.client, address, 80), True, f"{address} is not to be reached from outside")
+
+    def leftovers(self):
+        """What no pod should leave: a line for each.
+
+        Of the kernel's connections that is what a port mapping made: they would lead the next packet of the same
+        source to a pod that is no more. Others, of the pod's own, end by themselves and harm nobody.
+        """
+        links = json.loads(sh("ip", "-j", "-d", "link"))
+        keep = ("bridge", None)
+        left = [f"link {link['ifname']}" for link in links if kind(link) not in keep and link["ifname"] != "eth0"]
+        left += [f"address {path}" for path in files("/var/lib/cni/networks") if not SHARED_FILE.search(path)]
+        left += [f"cache {path}" for path in files("/var/lib/cni/results") + files("/var/lib/cni/cache")]
+        left += [f"file {path}" for path in files("/run/cni") if not path.endswith(".lock")]
+        left += [f"namespace {path}" for path in files("/run/netns") if path != "/run/netns/client"]
+        for program in ["iptables", "ip6tables"]:
+            for line in sh(program + "-save").splitlines():
+                if line[0] in ":-" and not any(shape.fullmatch(re.sub(r" \[.*| *$", "", line)) for shape in SHARED_RULES):
+                    left.append(f"{program}: {line}")
+        for line in sh("conntrack", "-L", "-o", "extended").splitlines():
+            (asked, answering) = re.findall(r"dst=(\S+).*? src=(\S+)", line)[0]
+            if PODS.match(answering) and asked != answering:
+                left.append(f"conntrack: {line}")
+        return left
+
+
+def kind(link):
+    return link.get("linkinfo", {}).get("info_kind")
+
+
+def files(folder):
+    return sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
+
+
+SHARED_FILE = re.compile(r"/(lock|last_reserved_ip\.\d+)$|^/var/lib/cni/networks/\.cni/")
+# What pods share, so it stays: built-in chains, and the chains of portmap with what leads to them.
+SHARED_RULES = [
+    re.compile(shape)
+    for shape in [
+        r":[A-Z]+ (ACCEPT|DROP)",
+        r":CNI-HOSTPORT-(DNAT|SETMARK|MASQ) -",
+        r"-A (PREROUTING|OUTPUT) -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
+        r"-A POSTROUTING .*-j CNI-HOSTPORT-MASQ",
+        r"-A CNI-HOSTPORT-SETMARK .*-j MARK --set-xmark 0x2000/0x2000",
+        r"-A CNI-HOSTPORT-MASQ -m mark --mark 0x2000/0x2000 -j MASQUERADE",
+    ]
+]
+
+
+def expect(seen, wanted, what):
+    if seen != wanted:
+        raise Failed(f"{what}: {seen!r} and not {wanted!r}")
