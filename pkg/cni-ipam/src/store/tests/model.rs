@@ -1,0 +1,193 @@
+//! Long sequences of steps by ours, by others and by death, against a model; and threads.
+
+use std::collections::{BTreeMap, HashSet};
+
+use super::*;
+use proptest::prelude::*;
+
+#[test]
+fn threads_on_one_store_get_distinct_addresses() {
+    let net = Net::new();
+    let data = net.data.path();
+    let got: Vec<String> = std::thread::scope(|scope| {
+        let run = |worker: usize| {
+            move || {
+                let (store, pool) = (Net::open(data), sets(&["10.0.0.0/23"]));
+                let mut got = Vec::new();
+                for n in 0..25 {
+                    let id = format!("c{worker}-{n}");
+                    let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+                    let lease = locked.reserve(&owner(&id), &pool, &Requested::none()).unwrap();
+                    drop(locked);
+                    if n % 5 == 0 {
+                        let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+                        assert_eq!(locked.release(&owner(&id)).unwrap().len(), 1);
+                    } else {
+                        got.push(lease.addresses[0].1.address().to_string());
+                    }
+                }
+                got
+            }
+        };
+        let threads: Vec<_> = (0..8).map(|worker| scope.spawn(run(worker))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(got.len(), 160);
+    assert_eq!(got.iter().collect::<HashSet<_>>().len(), 160);
+    assert_eq!(net.lock().list().unwrap().len(), 160);
+}
+
+/// What happens to a store, by ours, by others, and by death.
+
+#[derive(Clone, Debug)]
+enum Step {
+    Add(u8),
+    Ask(u8, u8),
+    Del(u8),
+    ForeignCreate(u8, u8),
+    ForeignRemove(u8),
+    ForeignBlank(u8),
+    KilledAdd(u8, u8, u8),
+    KilledDel(u8, u8),
+    Collect(u8),
+    LoseIndex,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0u8..8).prop_map(Step::Add),
+        1 => (0u8..8, 0u8..16).prop_map(|(id, at)| Step::Ask(id, at)),
+        3 => (0u8..8).prop_map(Step::Del),
+        2 => (0u8..16, 0u8..8).prop_map(|(at, id)| Step::ForeignCreate(at, id)),
+        2 => (0u8..16).prop_map(Step::ForeignRemove),
+        1 => (0u8..16).prop_map(Step::ForeignBlank),
+        2 => (0u8..16, 0u8..8, 0u8..4).prop_map(|(at, id, stage)| Step::KilledAdd(at, id, stage)),
+        2 => (0u8..16, 0u8..4).prop_map(|(at, stage)| Step::KilledDel(at, stage)),
+        1 => (0u8..8).prop_map(Step::Collect),
+        1 => Just(Step::LoseIndex),
+    ]
+}
+
+fn at(offset: u8) -> String {
+    format!("10.0.0.{offset}")
+}
+
+fn id(number: u8) -> String {
+    format!("c{number}")
+}
+
+fn content(number: u8) -> String {
+    format!("c{number}\r\neth0")
+}
+
+/// Changes a file as a process would that is killed after so many of the steps that `index` counts.
+fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
+    let mut locked = net.lock();
+    assert!(locked.begin().is_ok_and(|fresh| fresh));
+    let address_ip: IpAddr = address.parse().unwrap();
+    if stage == 0 {
+        return;
+    }
+    let made = match content {
+        Some(content) => match locked.folder.create(address_ip, content, 7).unwrap() {
+            folder::Linked::Made(record) => Some(record),
+            folder::Linked::Exists => return,
+        },
+        None => {
+            locked.folder.unlink(address).unwrap();
+            None
+        }
+    };
+    let mut index = locked.index.take().unwrap();
+    if stage > 1 {
+        index.mark(&locked.folder.file).unwrap();
+    }
+    if stage > 2 {
+        match made {
+            Some(record) => index.put(&record).unwrap(),
+            None => index.remove(address_ip).unwrap(),
+        }
+    }
+}
+
+/// The truth, as the files tell it.
+fn truth(net: &Net) -> BTreeMap<IpAddr, String> {
+    let Ok(entries) = fs::read_dir(net.store.path()) else { return BTreeMap::new() };
+    let read = |entry: std::io::Result<fs::DirEntry>| {
+        let entry = entry.unwrap();
+        let address: IpAddr = entry.file_name().to_str()?.parse().ok()?;
+        Some((address, fs::read_to_string(entry.path()).unwrap()))
+    };
+    entries.filter_map(read).filter(|(_, content)| !content.is_empty()).collect()
+}
+
+fn holds(truth: &BTreeMap<IpAddr, String>, number: u8) -> Vec<IpAddr> {
+    truth.iter().filter(|(_, text)| **text == content(number)).map(|(address, _)| *address).collect()
+}
+
+fn holds_in_pool(truth: &BTreeMap<IpAddr, String>, number: u8) -> bool {
+    holds(truth, number).iter().any(|address| (1..15).any(|offset| at(offset) == address.to_string()))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+    #[test]
+    fn the_index_never_tells_what_the_files_do_not(steps in prop::collection::vec(step(), 1..40)) {
+        let net = Net::new();
+        let pool = sets(&["10.0.0.0/28"]);
+        drop(net.lock());
+        for step in steps {
+            let before = truth(&net);
+            match step {
+                Step::Add(number) => {
+                    let last = fs::read_to_string(net.path("last_reserved_ip.0")).ok();
+                    let turn = turn(last.as_deref());
+                    let free = turn.iter().find(|offset| !before.contains_key(&at(**offset).parse().unwrap()));
+                    match (net.add(&id(number), &pool), !holds_in_pool(&before, number), free) {
+                        (Ok(got), true, Some(free)) => prop_assert_eq!(&got[0], &at(*free)),
+                        (Err(error), false, _) => prop_assert_eq!(error.code(), Code::CONFLICT),
+                        (Err(error), true, None) => prop_assert_eq!(error.code(), Code::TRY_AGAIN),
+                        (got, free, turn) => prop_assert!(false, "{:?} {} {:?}", got, free, turn),
+                    }
+                }
+                Step::Ask(number, offset) => {
+                    let address: IpAddr = at(offset).parse().unwrap();
+                    let allowed = (2..15).contains(&offset)
+                        && !before.contains_key(&address) && !holds_in_pool(&before, number);
+                    let got = net.add_asking(&id(number), &pool, &asking(&at(offset)));
+                    prop_assert_eq!(got.is_ok(), allowed, "{:?}", got);
+                }
+                Step::Del(number) => {
+                    let got = net.lock().release(&owner(&id(number))).unwrap();
+                    prop_assert_eq!(got, holds(&before, number));
+                }
+                Step::ForeignCreate(offset, number) => replace(&net, &at(offset), &content(number)),
+                Step::ForeignBlank(offset) => replace(&net, &at(offset), ""),
+                Step::ForeignRemove(offset) => drop(fs::remove_file(net.path(&at(offset)))),
+                Step::KilledAdd(offset, number, stage) => killed(&net, &at(offset), Some(&content(number)), stage),
+                Step::KilledDel(offset, stage) => killed(&net, &at(offset), None, stage),
+                Step::Collect(number) => {
+                    let collected = net.lock().collect(&[owner(&id(number))]).unwrap();
+                    prop_assert_eq!(collected.removed.len(), before.len() - holds(&before, number).len());
+                }
+                Step::LoseIndex => drop(fs::remove_file(net.index())),
+            }
+            let after = truth(&net);
+            for number in 0..8 {
+                let got = net.lock().reserved_by(&owner(&id(number))).unwrap();
+                prop_assert_eq!(got, holds(&after, number));
+            }
+            let used = after.keys().filter(|a| (2..15).any(|o| at(o) == a.to_string())).count() as u128;
+            if net.index().exists() && !fs::read_dir(net.store.path()).unwrap().any(|e| e.unwrap().metadata().unwrap().len() == 0) {
+                prop_assert_eq!(net.store.usage(&pool).unwrap()[0].used, used);
+            }
+        }
+    }
+}
+
+/// The order in which the round robin of 10.0.0.0/28 visits the last numbers of its addresses.
+fn turn(last: Option<&str>) -> Vec<u8> {
+    let last: u8 = last.and_then(|text| text.rsplit_once('.')?.1.parse().ok()).unwrap_or(0);
+    let (behind, before): (Vec<u8>, Vec<u8>) = (2..15).partition(|offset| *offset > last);
+    behind.into_iter().chain(before).collect()
+}

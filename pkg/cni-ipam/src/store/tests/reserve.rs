@@ -1,0 +1,125 @@
+//! ADD: which files are made, who is refused, and what undoing frees.
+
+use std::os::unix::fs::PermissionsExt;
+
+use super::*;
+
+#[test]
+fn what_is_on_disk_is_byte_for_byte_what_go_writes() {
+    let net = Net::new();
+    assert_eq!(net.add(" abc\n", &sets(&["10.0.0.0/24", "fd00::/64"])).unwrap(), ["10.0.0.2", "fd00::2"]);
+    assert_eq!(net.names(), ["10.0.0.2", "fd00::2", "last_reserved_ip.0", "last_reserved_ip.1", "lock"]);
+    assert_eq!(fs::read_to_string(net.path("10.0.0.2")).unwrap(), "abc\r\neth0");
+    assert_eq!(fs::read_to_string(net.path("last_reserved_ip.1")).unwrap(), "fd00::2");
+    for (name, mode) in [("10.0.0.2", 0o600), ("last_reserved_ip.0", 0o600), ("lock", 0o750)] {
+        assert_eq!(fs::metadata(net.path(name)).unwrap().permissions().mode() & 0o777, mode, "{name}");
+    }
+    assert_eq!(fs::metadata(net.data.path().join(".cni/net")).unwrap().permissions().mode() & 0o777, 0o700);
+}
+
+#[test]
+fn a_repeated_add_is_refused_and_changes_nothing() {
+    let net = Net::new();
+    let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
+    net.add("a", &sets(&["10.1.0.0/24"])).unwrap();
+    let before = net.names();
+    // The first set would have an address; the second one refuses.
+    let error = net.add("a", &pools).unwrap_err();
+    assert_eq!(error.code(), Code::CONFLICT);
+    assert_eq!(
+        error.msg(),
+        "failed to allocate for range 1: 10.1.0.2 has been allocated to a, duplicate allocation is not allowed"
+    );
+    assert_eq!(net.names(), before);
+    assert_eq!(net.add_asking("a", &pools, &asking("10.0.0.9")).unwrap_err().code(), Code::CONFLICT);
+    assert_eq!(net.names(), before, "a refused request frees nothing either");
+}
+
+#[test]
+fn a_requested_address_that_is_held_names_its_holder() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/24"]);
+    net.add_asking("a", &pool, &asking("10.0.0.50")).unwrap();
+    assert_eq!(fs::read_to_string(net.path("last_reserved_ip.0")).unwrap(), "10.0.0.50");
+    let error = net.add_asking("b", &pool, &asking("10.0.0.50")).unwrap_err();
+    assert_eq!(error.code(), Code::CONFLICT);
+    assert_eq!(
+        error.msg(),
+        "failed to allocate for range 0: requested IP address 10.0.0.50 is not available in range set \
+         10.0.0.1-10.0.0.254: 10.0.0.50 is held by a eth0"
+    );
+    let error = net.add_asking("b", &pool, &asking("10.0.0.1")).unwrap_err();
+    assert_eq!(error.msg(), "failed to allocate for range 0: requested ip 10.0.0.1 is subnet's gateway");
+    assert_eq!(error.code(), Code::INVALID_CONFIG);
+}
+
+#[test]
+fn exhaustion_is_code_11_with_figures_and_is_found_again_without_reading_the_folder() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/29"]);
+    for id in ["a", "b", "c", "d", "e"] {
+        net.add(id, &pool).unwrap();
+    }
+    let error = net.add("f", &pool).unwrap_err();
+    assert_eq!(error.code(), Code::TRY_AGAIN);
+    assert_eq!(
+        error.msg(),
+        "failed to allocate for range 0: no IP addresses available in range set: 10.0.0.1-10.0.0.6; 5 of 5 are used"
+    );
+    assert!(error.details().contains("10.0.0.2 is held by a eth0 since 0 s"), "{}", error.details());
+    let before = fs::read(net.index()).unwrap();
+    net.add("f", &pool).unwrap_err();
+    assert_eq!(fs::read(net.index()).unwrap(), before, "a second failure in a row reads the index alone");
+    assert_eq!(net.del("c"), ["10.0.0.4"]);
+    assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.4"]);
+}
+
+#[test]
+fn what_a_killed_go_plugin_left_empty_is_free() {
+    let net = Net::new();
+    net.write("10.0.0.2", "");
+    net.write("10.0.0.3", "\0\0\0\0");
+    net.write("10.0.0.4", "x");
+    assert_eq!(net.add("a", &sets(&["10.0.0.0/24"])).unwrap(), ["10.0.0.2"]);
+    assert_eq!(net.add_asking("b", &sets(&["10.0.0.0/24"]), &asking("10.0.0.3")).unwrap(), ["10.0.0.3"]);
+    assert_eq!(net.add("c", &sets(&["10.0.0.0/24"])).unwrap(), ["10.0.0.5"], "a short text is an old reservation");
+    assert_eq!(fs::read_to_string(net.path("10.0.0.3")).unwrap(), "b\r\neth0");
+}
+
+#[test]
+fn undoing_tries_every_address_and_tells_every_failure() {
+    let net = Net::new();
+    let mut locked = net.lock();
+    let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
+    let made = locked.reserve(&owner("a"), &pools, &Requested::none()).unwrap().made();
+    // No folder any more, so that nothing in it can be read.
+    locked.folder.file = File::open(net.path("lock")).unwrap();
+    let error = locked.undo(&made).unwrap_err();
+    assert_eq!(error.code(), Code::IO);
+    assert!(error.msg().contains("net/10.0.0.2") && error.msg().contains("net/10.1.0.2"), "{error}");
+}
+
+#[test]
+fn undoing_an_add_frees_what_it_made_and_nothing_else() {
+    let net = Net::new();
+    let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
+    net.write("10.5.0.1", "a\r\neth0");
+    let made = net.lock().reserve(&owner("a"), &pools, &Requested::none()).unwrap().made();
+    // Meanwhile somebody released the second address, and another container got it.
+    fs::remove_file(net.path("10.1.0.2")).unwrap();
+    net.write("10.1.0.2", "b\r\neth0");
+    net.lock().undo(&made).unwrap();
+    assert_eq!(net.names(), ["10.1.0.2", "10.5.0.1", "last_reserved_ip.0", "last_reserved_ip.1", "lock"]);
+    assert_eq!(net.lock().reserved_by(&owner("a")).unwrap().len(), 1);
+}
+
+#[test]
+fn undoing_an_add_does_not_take_a_later_reservation_of_the_same_owner() {
+    let net = Net::new();
+    let made = net.lock().reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap().made();
+    // The inode stays in use, so that the new file cannot get it.
+    fs::hard_link(net.path("10.0.0.2"), net.data.path().join("old")).unwrap();
+    replace(&net, "10.0.0.2", "a\r\neth0");
+    net.lock().undo(&made).unwrap();
+    assert!(net.path("10.0.0.2").exists());
+}
