@@ -1,18 +1,24 @@
 //! Which boot of which machine this is: what a reservation's record remembers.
 //!
 //! Only hashes are kept. An unknown machine or boot is `None` and never equals anything, itself included: whoever
-//! wants to call a reservation dead must know both.
+//! wants to call a reservation dead must know both. When the boot began is read only by who asks, which is nobody as
+//! long as every reservation is of this boot.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::index::hash;
 
+/// A time as the file system keeps it: seconds and nanoseconds since 1970.
+pub(crate) type Moment = (i64, u32);
+
 /// The machine and its current boot, as far as they are known.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
     machine: Option<u64>,
     boot: Option<u64>,
+    uptime: PathBuf,
 }
 
 impl Host {
@@ -20,16 +26,17 @@ impl Host {
     /// empty or uninitialised stays unknown.
     pub fn read(root: &Path) -> Host {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
-        Host::new(&text("etc/machine-id"), &text("proc/sys/kernel/random/boot_id"))
+        let host = Host::new(&text("etc/machine-id"), &text("proc/sys/kernel/random/boot_id"));
+        Host { uptime: root.join("proc/uptime"), ..host }
     }
 
-    /// From the texts of the two files.
+    /// From the texts of the two files. When the boot began stays unknown.
     pub fn new(machine_id: &str, boot_id: &str) -> Host {
         let known = |text: &str| {
             let text = text.trim();
             (!text.is_empty() && text != "uninitialized").then(|| hash(text.as_bytes()))
         };
-        Host { machine: known(machine_id), boot: known(boot_id) }
+        Host { machine: known(machine_id), boot: known(boot_id), uptime: PathBuf::new() }
     }
 
     /// The machine, 0 if unknown.
@@ -40,6 +47,16 @@ impl Host {
     /// The boot, 0 if unknown.
     pub(crate) fn boot(&self) -> u64 {
         self.boot.unwrap_or(0)
+    }
+
+    /// When this boot began, by the clock as it stands now; `None` if that cannot be told.
+    pub(crate) fn booted(&self) -> Option<Moment> {
+        // Not `btime` of /proc/stat: whole seconds, and the kernel counts all interrupts for it.
+        let text = fs::read_to_string(&self.uptime).ok()?;
+        let up: f64 = text.split_ascii_whitespace().next()?.parse().ok()?;
+        let up = Duration::try_from_secs_f64(up).ok()?;
+        let booted = SystemTime::now().duration_since(UNIX_EPOCH).ok()?.checked_sub(up)?;
+        Some((booted.as_secs() as i64, booted.subsec_nanos()))
     }
 }
 
@@ -54,5 +71,20 @@ mod tests {
         let host = Host::new("a\n", "b\n");
         assert!(host.machine() != 0 && host.boot() != 0 && host.machine() != host.boot());
         assert_eq!(host, Host::new("a", "b"));
+        assert_eq!(host.booted(), None);
+    }
+
+    #[test]
+    fn a_boot_began_the_uptime_ago() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("proc")).unwrap();
+        for (text, expected) in
+            [("100.50 7.00\n", Some(100)), ("0.00 0.00", Some(0)), ("", None), ("-1 0", None), ("x", None)]
+        {
+            fs::write(root.path().join("proc/uptime"), text).unwrap();
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() as i64;
+            let ago = Host::read(root.path()).booted().map(|(seconds, _)| now - seconds);
+            assert!(ago == expected || ago == expected.map(|ago| ago + 1), "{text:?}: {ago:?}");
+        }
     }
 }

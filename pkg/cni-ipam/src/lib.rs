@@ -7,7 +7,7 @@
 //! - [`store`]: the folder of reservations, byte for byte Go's, behind its lock ([`lock`]).
 //! - `index`: beside the folder, a table of what is in it, so that no verb reads every reservation. It can always be
 //!   thrown away.
-//! - [`host`]: which boot of which machine this is.
+//! - [`host`]: which boot of which machine this is, so that what an earlier boot reserved can be told dead.
 //!
 //! This crate knows no plugin, no result and no network state. The fact a newcomer gets wrong: the folder is the
 //! truth and other programs write it; the index is believed only while the folder bears the stamp set with it, and
@@ -23,4 +23,4 @@ pub mod store;
 pub use allocator::Requested;
 pub use host::Host;
 pub use ranges::{Range, RangeConf, RangeSet, RangeSets};
-pub use store::{Lease, Locked, Made, Options, Owner, Reservation, Store};
+pub use store::{Earlier, Lease, Locked, Made, Options, Owner, Reservation, Store};

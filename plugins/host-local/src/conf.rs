@@ -16,14 +16,15 @@ use cni::version::Version;
 use cni::{Code, Error, Result};
 use cni_ipam::lock::DEFAULT_LIMIT;
 use cni_ipam::store::DEFAULT_DATA_DIR;
-use cni_ipam::{RangeConf, RangeSets, Requested};
+use cni_ipam::{Earlier, RangeConf, RangeSets, Requested};
 use serde::Deserialize;
 
-/// Where the store is, and how long a verb waits for it.
+/// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) data_dir: PathBuf,
     pub(crate) lock_timeout: Duration,
+    pub(crate) earlier: Earlier,
 }
 
 /// All that ADD needs.
@@ -63,13 +64,18 @@ struct RuntimeConfig {
 }
 
 impl Place {
-    /// Reads what every verb needs. A wrong `lockTimeout` is told and replaced by the default.
+    /// Reads what every verb needs. A wrong `lockTimeout` is told and replaced by the default, a wrong
+    /// `reclaimAfterReboot` by `false`, which harms nobody.
     pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<Place> {
         let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));
             DEFAULT_LIMIT
         });
-        Ok(Place { data_dir: data_dir(conf)?, lock_timeout })
+        let earlier = earlier(conf).unwrap_or_else(|error| {
+            notes.note(format_args!("{error}; nothing is reclaimed"));
+            Earlier::Keep
+        });
+        Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier })
     }
 }
 
@@ -77,7 +83,7 @@ impl AddConf {
     /// Reads and checks everything.
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
-        let place = Place { data_dir: data_dir(conf)?, lock_timeout: lock_timeout(conf)? };
+        let place = Place { data_dir: data_dir(conf)?, lock_timeout: lock_timeout(conf)?, earlier: earlier(conf)? };
 
         let mut requested = Requested::none();
         requested.add("runtimeConfig.ips", keys.runtime_config.ips.iter().map(String::as_str))?;
@@ -144,6 +150,14 @@ fn data_dir(conf: &NetConf) -> Result<PathBuf> {
         Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
         Some(Json::String(path)) => Ok(PathBuf::from(path)),
         Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: ipam.dataDir: expected a string")),
+    }
+}
+
+fn earlier(conf: &NetConf) -> Result<Earlier> {
+    match in_ipam(conf, "reclaimAfterReboot") {
+        None | Some(Json::Bool(true)) => Ok(Earlier::Reclaim),
+        Some(Json::Bool(false)) => Ok(Earlier::Keep),
+        Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: ipam.reclaimAfterReboot: expected a boolean")),
     }
 }
 

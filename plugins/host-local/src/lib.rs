@@ -45,7 +45,7 @@ impl Pool {
     /// # Errors
     /// As ADD's, but for what ADD alone is given.
     pub fn read(conf: &NetConf, notes: &Notes) -> Result<Pool> {
-        let Place { data_dir, lock_timeout } = Place::read(conf, notes)?;
+        let Place { data_dir, lock_timeout, .. } = Place::read(conf, notes)?;
         Ok(Pool { data_dir, lock_timeout, ranges: conf::ranges(conf)? })
     }
 }
@@ -145,6 +145,6 @@ fn owner(call: &Call<'_>) -> Owner {
 }
 
 fn store(call: &Call<'_>, place: &Place) -> Store {
-    let options = Options { notes: call.notes.clone(), host: Host::read(Path::new("/")) };
+    let options = Options { notes: call.notes.clone(), host: Host::read(Path::new("/")), earlier: place.earlier };
     Store::open(&place.data_dir, call.conf.name(), options)
 }

@@ -8,9 +8,10 @@ use std::os::unix::fs::MetadataExt;
 
 use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
+use crate::host::Moment;
 
 /// Changes with the format of the page, of the slots, or of [`hash`].
-const MAGIC: &[u8; 8] = b"cni-ix\x00\x01";
+const MAGIC: &[u8; 8] = b"cni-ix\x00\x02";
 /// Where the state stands; it is outside the checksum, so that one small write makes a header dirty.
 pub(crate) const STATE: u64 = 8;
 /// How many ranges are counted at a time.
@@ -67,6 +68,8 @@ pub(crate) struct Header {
     pub(crate) stamp: Stamp,
     pub(crate) machine: u64,
     pub(crate) boot: u64,
+    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if there is none.
+    pub(crate) earlier: Option<Moment>,
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
 }
@@ -118,6 +121,8 @@ impl Header {
         body.time(self.stamp.ctime);
         body.u64(self.machine);
         body.u64(self.boot);
+        body.u64(u64::from(self.earlier.is_some()));
+        body.time(self.earlier.unwrap_or_default());
         body.u64(self.sequence);
         body.u64(self.counters.len() as u64);
         for counter in &self.counters {
@@ -156,7 +161,10 @@ impl Header {
         (header.slots, header.used) = (body.u64()?, body.u64()?);
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
-        (header.machine, header.boot, header.sequence) = (body.u64()?, body.u64()?, body.u64()?);
+        (header.machine, header.boot) = (body.u64()?, body.u64()?);
+        let (is_some, earlier) = (body.u64()? == 1, body.time()?);
+        header.earlier = is_some.then_some(earlier);
+        header.sequence = body.u64()?;
         let counters = body.u64()?;
         let possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
         if counters > COUNTERS as u64 || !possible {
@@ -171,7 +179,7 @@ impl Header {
     }
 }
 
-const _: () = assert!(32 + 13 * 8 + COUNTERS * 56 <= HEADER as usize, "a full header must fit its page");
+const _: () = assert!(32 + 16 * 8 + COUNTERS * 56 <= HEADER as usize, "a full header must fit its page");
 
 #[cfg(test)]
 mod tests {
@@ -187,6 +195,7 @@ mod tests {
             stamp: Stamp { device: 1, inode: 2, mtime: (-3, 4), ctime: (5, 999_999_999) },
             machine: 6,
             boot: 7,
+            earlier: Some((9, 10)),
             sequence: 8,
             counters: vec![counter; COUNTERS],
         }

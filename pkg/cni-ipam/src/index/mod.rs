@@ -41,13 +41,13 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::host::Host;
+use crate::host::{Host, Moment};
 use crate::ranges::{Range, number};
 use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_address};
 use table::{HEADER, Key, PAYLOAD, Storage, Table, TableError};
 
-pub(crate) use rebuild::{Content, names_in, read, read_name, scan};
+pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
 pub(crate) use record::{Holder, Record};
 pub(crate) use table::hash;
 
@@ -92,6 +92,11 @@ fn read_header(file: &File) -> Option<Header> {
     (header.file_size()? == file.metadata().ok()?.len()).then_some(header)
 }
 
+/// The header of an index without the lock, whatever state it is in.
+pub(crate) fn peek_header(path: &Path) -> Option<Header> {
+    read_header(&open_file(path, OpenOptions::new().read(true)).ok()?)
+}
+
 /// Asks a question of an index without the lock, for STATUS: the answer counts only if header and folder agreed
 /// before and after it. `None` if they did not, or there is no index.
 pub(crate) fn peek<T>(
@@ -122,8 +127,8 @@ pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>,
         let read = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
             if key.tag == RECORD {
                 let mut record = Record::decode(key, payload);
-                if header.machine != host.machine() {
-                    // A copied disk: the files may be what they were, but who made them when is not known.
+                if header.machine != host.machine() || header.machine == 0 {
+                    // A copied disk, or who knows: the files may be what they were, but not who made them when.
                     record.boot = 0;
                 }
                 records.insert(record.address, record);
@@ -257,6 +262,16 @@ impl Index {
     /// Whether nothing can have been overlooked: the folder was read in full and not been changed by us since.
     pub(crate) fn is_exact(&self) -> bool {
         self.header.exact
+    }
+
+    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if there is none.
+    pub(crate) fn earlier(&self) -> Option<Moment> {
+        self.header.earlier
+    }
+
+    /// Says from when on there are reservations that could be reclaimed. Written with the next change.
+    pub(crate) fn set_earlier(&mut self, earlier: Option<Moment>) {
+        self.header.earlier = earlier;
     }
 
     /// Adds or replaces what is known of an address.

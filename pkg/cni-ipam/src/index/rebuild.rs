@@ -80,6 +80,12 @@ fn is_same(known: &Record, stat: &FileStat) -> bool {
         && known.mtime_nanos == stat.st_mtime_nsec as u32
 }
 
+/// Whether a file is still the very one that a record is of, and nobody has touched it since.
+pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
+    let name = record.address.to_string();
+    fstatat(folder.as_fd(), name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok_and(|stat| is_same(record, &stat))
+}
+
 /// A record of a file whose making we did not see.
 fn fresh(address: IpAddr, stat: &FileStat, content: io::Result<Content>, now: i64) -> Record {
     let settled = (0..=now - SETTLED).contains(&stat.st_ctime);

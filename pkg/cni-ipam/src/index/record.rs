@@ -7,6 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::bits::Family;
 use super::table::{Key, PAYLOAD, Payload};
+use crate::host::Host;
 use crate::ranges::number;
 
 /// The tag of a record in the table.
@@ -86,6 +87,12 @@ impl Record {
             },
             boot: word(32),
         }
+    }
+
+    /// Whether we made it in an earlier boot than this one of this machine.
+    pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
+        let known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
+        known && self.boot != host.boot() && matches!(self.holder, Holder::Content(_)) && self.ctime != (0, 0)
     }
 
     pub(super) fn is_occupied(&self) -> bool {

@@ -9,6 +9,7 @@
 //! address that is no regular file, is never removed.
 
 mod folder;
+mod reboot;
 mod release;
 mod reserve;
 mod status;
@@ -36,6 +37,7 @@ use crate::index::{self, Content, Index};
 use crate::lock::{self, Guard, Missing, Sigterm};
 use folder::Folder;
 
+pub use reboot::Earlier;
 pub use release::Collected;
 pub use reserve::{Lease, Made};
 pub use status::Usage;
@@ -123,6 +125,8 @@ pub struct Options {
     pub notes: Notes,
     /// What is recorded with a new reservation.
     pub host: Host,
+    /// What becomes of reservations that we made before the machine was booted.
+    pub earlier: Earlier,
 }
 
 /// The store of one network. Opening it does nothing yet.
@@ -358,6 +362,7 @@ impl Locked {
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io("read", error))?;
         let mut index = Index::of(&records, &counters, host)?;
+        index.set_earlier(self.earlier_in(&records));
         if let Some(stamp) = mark {
             index.marked_as(stamp);
             if let Err(error) = index.save(&path) {

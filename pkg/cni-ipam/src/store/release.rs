@@ -39,11 +39,13 @@ impl Locked {
     }
 
     /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID is in `valid` with
-    /// any interface. What is no reservation stays.
+    /// any interface. What is no reservation stays. What an earlier boot has left goes before that, valid or not, as the
+    /// options say.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read; what fails later is part of the answer.
     pub fn collect(&mut self, valid: &[Owner]) -> Result<Collected> {
+        self.reclaim()?;
         let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
         let held = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;

@@ -55,7 +55,8 @@ impl Occupied for Asking<'_> {
 }
 
 impl Locked {
-    /// Reserves one address of each set for `owner`: the requested one, or the next in turn.
+    /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What an earlier boot has
+    /// left is taken away first, as the options say.
     ///
     /// # Errors
     /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an address of a set,
@@ -63,6 +64,7 @@ impl Locked {
     /// 5: a file could not be made. The messages begin with Go's texts.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
+        self.reclaim()?;
         self.attempt(|locked| {
             let mut picked = Vec::with_capacity(requested.len());
             for (position, (set, requested)) in sets.sets().iter().zip(&requested).enumerate() {

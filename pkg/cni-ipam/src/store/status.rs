@@ -46,6 +46,7 @@ impl Store {
     /// # Errors
     /// Code 5 if the folder is there but cannot be read.
     pub fn usage(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
+        let in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
         let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
         let peeked = index::peek(&self.index_path(), stamp, |index| {
             let counts = sets.sets().iter().map(|set| used(index, set));
@@ -55,13 +56,20 @@ impl Store {
             Some(counts) => counts,
             None => {
                 let names = self.names()?;
-                let in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
                 let count = |set| names.iter().filter(|name| in_set(set, name)).count() as u128;
                 sets.sets().iter().map(count).collect()
             }
         };
         let usage = |(set, used): (&RangeSet, u128)| Usage { set: set.to_string(), used, total: set.capacity() };
-        Ok(sets.sets().iter().zip(counts).map(usage).collect())
+        let mut usage: Vec<Usage> = sets.sets().iter().zip(counts).map(usage).collect();
+        // After a reboot the next ADD makes room; a node called full until then would never get that ADD.
+        if usage.iter().any(Usage::is_exhausted) {
+            let dead = self.reclaimable();
+            for (usage, set) in usage.iter_mut().zip(sets.sets()) {
+                usage.used = usage.used.saturating_sub(dead.iter().filter(|dead| in_set(set, dead)).count() as u128);
+            }
+        }
+        Ok(usage)
     }
 }
 

@@ -3,6 +3,7 @@
 mod allocation;
 mod life;
 mod ranges;
+mod reboot;
 mod requested;
 mod store;
 mod surroundings;

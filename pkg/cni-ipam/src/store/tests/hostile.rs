@@ -112,7 +112,8 @@ fn a_sidecar_that_cannot_be_written_costs_time_and_one_line() {
     let lines = Rc::new(std::cell::RefCell::new(Vec::new()));
     let sink = Rc::clone(&lines);
     let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
-    let store = Store::open(net.data.path(), "net", Options { notes, host: Host::default() });
+    let store =
+        Store::open(net.data.path(), "net", Options { notes, host: Host::default(), earlier: Earlier::Reclaim });
     let pool = sets(&["10.0.0.0/29"]);
     let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
     for id in ["a", "b", "c", "d", "e"] {

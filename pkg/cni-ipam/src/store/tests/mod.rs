@@ -4,6 +4,7 @@
 mod hostile;
 
 mod model;
+mod reboot;
 mod release;
 mod reserve;
 mod status;
@@ -29,7 +30,11 @@ impl Net {
     }
 
     fn open(data: &Path) -> Store {
-        Store::open(data, "net", Options { notes: Notes::silent(), host: Host::new("m", "b") })
+        Store::open(
+            data,
+            "net",
+            Options { notes: Notes::silent(), host: Host::new("m", "b"), earlier: Earlier::Reclaim },
+        )
     }
 
     fn lock(&self) -> Locked {

@@ -1,0 +1,129 @@
+//! Reboots: what an earlier boot has left, and what it costs to know that there is nothing.
+
+use std::cell::RefCell;
+
+use super::*;
+
+/// A machine whose boot began `up` seconds ago.
+fn booted(root: &Path, boot: &str, up: &str) -> Host {
+    for (name, content) in [("etc/machine-id", "m"), ("proc/sys/kernel/random/boot_id", boot), ("proc/uptime", up)] {
+        let path = root.join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    Host::read(root)
+}
+
+/// Only what outlives a reboot can be of an earlier boot; says so aloud where the tests' folder does not.
+fn is_on_disk(net: &Net) -> bool {
+    let local = crate::store::reboot::is_local(&File::open(net.data.path()).unwrap());
+    if !local {
+        use std::io::Write;
+        let text =
+            format!("\nSKIP store::tests::reboot: {} is not on a local disk; set TMPDIR\n", net.data.path().display());
+        std::io::stderr().write_all(text.as_bytes()).unwrap();
+    }
+    local
+}
+
+type Lines = Rc<RefCell<Vec<String>>>;
+
+fn store(net: &Net, host: Host) -> (Store, Lines) {
+    let lines = Lines::default();
+    let sink = Rc::clone(&lines);
+    let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
+    (Store::open(net.data.path(), "net", Options { notes, host, earlier: Earlier::Reclaim }), lines)
+}
+
+fn add(store: &Store, id: &str, sets: &RangeSets) -> Result<String> {
+    let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+    Ok(locked.reserve(&owner(id), sets, &Requested::none())?.made()[0].address().to_string())
+}
+
+fn header(net: &Net) -> index::header::Header {
+    index::peek_header(&net.index()).unwrap()
+}
+
+#[test]
+fn the_first_add_of_a_boot_says_what_it_released_and_the_second_has_nothing_to_look_for() {
+    let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29"]));
+    if !is_on_disk(&net) {
+        return;
+    }
+    let (first, _) = store(&net, booted(root.path(), "one", "1000"));
+    for id in ["a", "b", "c"] {
+        add(&first, id, &pool).unwrap();
+    }
+    net.write("10.0.0.5", "go\r\neth0");
+    let (second, lines) = store(&net, booted(root.path(), "two", "0"));
+    assert_eq!(second.usage(&pool).unwrap()[0].used, 4, "not full, so nobody asks whose they are");
+    assert_eq!(add(&second, "d", &pool).unwrap(), "10.0.0.6");
+    let path = net.store.path().display();
+    let told = format!("3 reservations in {path} were made before this boot and are released: 10.0.0.2 to 10.0.0.4");
+    assert_eq!(*lines.borrow(), [told]);
+    assert_eq!(header(&net).earlier, None);
+    assert_eq!(net.names(), ["10.0.0.5", "10.0.0.6", "last_reserved_ip.0", "lock"]);
+    // Were the uptime asked for again, this one would be noticed.
+    fs::remove_file(root.path().join("proc/uptime")).unwrap();
+    assert_eq!(add(&second, "e", &pool).unwrap(), "10.0.0.2");
+}
+
+#[test]
+fn status_counts_what_the_next_add_would_release_as_free_and_releases_nothing() {
+    let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29", "10.1.0.0/24"]));
+    if !is_on_disk(&net) {
+        return;
+    }
+    let (first, _) = store(&net, booted(root.path(), "one", "1000"));
+    for id in ["a", "b", "c", "d"] {
+        add(&first, id, &pool).unwrap();
+    }
+    net.write("10.0.0.6", "go\r\neth0");
+    assert!(first.usage(&pool).unwrap()[0].is_exhausted());
+    let (second, _) = store(&net, booted(root.path(), "two", "0"));
+    let used = |store: &Store| store.usage(&pool).unwrap().iter().map(|set| set.used).collect::<Vec<_>>();
+    assert_eq!(used(&second), [1, 0]);
+    // DEL puts the folder in order, and leaves what is not its own.
+    second.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap().release(&owner("a")).unwrap();
+    assert!(header(&net).earlier.is_some());
+    net.write("10.0.0.2", "go\r\neth0");
+    assert_eq!(used(&second), [2, 0]);
+    assert_eq!(net.names().len(), 11);
+    let mut keep = second.clone();
+    keep.options.earlier = Earlier::Keep;
+    assert_eq!(used(&keep), [5, 3]);
+}
+
+#[test]
+fn a_clock_that_is_set_late_puts_it_off_without_a_search_each_time() {
+    let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
+    if !is_on_disk(&net) {
+        return;
+    }
+    let (first, _) = store(&net, booted(root.path(), "one", "1000"));
+    add(&first, "a", &pool).unwrap();
+    // A boot that seems to have begun before the reservation was made.
+    let (second, lines) = store(&net, booted(root.path(), "two", "500000"));
+    add(&second, "b", &pool).unwrap();
+    assert!(header(&net).earlier.is_some() && lines.borrow().is_empty());
+    fs::write(root.path().join("proc/uptime"), "0").unwrap();
+    assert_eq!(add(&second, "a", &pool).unwrap(), "10.0.0.4");
+    assert_eq!(net.names(), ["10.0.0.3", "10.0.0.4", "last_reserved_ip.0", "lock"]);
+    assert_eq!(header(&net).earlier, None);
+}
+
+#[test]
+fn very_many_are_released_at_once_and_leave_a_true_index() {
+    let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
+    if !is_on_disk(&net) {
+        return;
+    }
+    let (first, _) = store(&net, booted(root.path(), "one", "1000"));
+    for id in 0..200 {
+        add(&first, &format!("c{id}"), &pool).unwrap();
+    }
+    let (second, _) = store(&net, booted(root.path(), "two", "0"));
+    add(&second, "a", &pool).unwrap();
+    assert_eq!(second.usage(&pool).unwrap()[0].used, 1);
+    assert_eq!((net.names().len(), header(&net).earlier), (3, None));
+}

@@ -1,0 +1,412 @@
+//! After a reboot: what we reserved before is free again, and nothing else is.
+//!
+//! A reboot is another boot ID and another uptime: files of the test, mounted over the kernel's in the node's own mount
+//! namespace. A namespace of times would not do, for it does not change the times of files.
+
+use std::cell::Cell;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cni_testkit::{Attachment, Container, Node, probe, require};
+use conformance::{address, attach, bridge, host_end, host_local, patched};
+use serde_json::{Value, json};
+
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+const UPTIME: &str = "/proc/uptime";
+const MACHINE_ID: &str = "/etc/machine-id";
+
+/// A node whose identity is the test's to choose.
+struct Machine {
+    node: Node,
+    boots: Cell<u32>,
+}
+
+impl Machine {
+    /// The first boot of a machine with an ID.
+    fn new() -> Machine {
+        let node = Node::new();
+        for (name, path) in [("boot_id", BOOT_ID), ("uptime", UPTIME), ("machine-id", MACHINE_ID)] {
+            let file = node.file(name, "");
+            node.exec(&["mount", "--bind", file.to_str().unwrap(), path]);
+        }
+        let machine = Machine { node, boots: Cell::new(0) };
+        machine.identify("0123456789abcdef0123456789abcdef\n");
+        machine.reboot();
+        machine
+    }
+
+    /// A boot that begins now.
+    fn reboot(&self) {
+        self.boots.set(self.boots.get() + 1);
+        self.node.file("boot_id", format!("00000000-0000-4000-8000-{:012}\n", self.boots.get()));
+        self.node.file("uptime", "0.00 0.00\n");
+    }
+
+    fn identify(&self, id: &str) {
+        self.node.file("machine-id", id);
+    }
+
+    fn network(&self, subnet: &str) -> Value {
+        patched(host_local(&self.node, &[subnet]), json!({"cniVersion": "1.1.0"}))
+    }
+
+    fn held(&self) -> Vec<(String, String)> {
+        self.node.reservations("net1")
+    }
+
+    fn held_addresses(&self) -> Vec<String> {
+        self.held().into_iter().map(|(address, _)| address).collect()
+    }
+}
+
+/// Whether the folder of the tests is on a file system that the plugin trusts, and the machine has an ID to mount over.
+fn possible() -> probe::Probed {
+    if !Path::new(MACHINE_ID).exists() {
+        return Err(format!("no {MACHINE_ID} on this machine"));
+    }
+    let node = Node::new();
+    let kind = node.exec(&["stat", "-f", "-c", "%T", node.dir().to_str().unwrap()]);
+    match kind.trim() {
+        "ext2/ext3" | "xfs" | "btrfs" | "f2fs" | "zfs" => Ok(()),
+        kind => Err(format!("{} is on {kind}; set TMPDIR to a folder on a disk", node.dir().display())),
+    }
+}
+
+fn another(node: &Node, config: &Value) -> (Container, String) {
+    let container = node.container();
+    let result = Attachment::new(node, &container, config.clone()).add().success();
+    (container, address(&result))
+}
+
+fn full(node: &Node, config: &Value) {
+    let container = node.container();
+    Attachment::new(node, &container, config.clone()).add().fails_with(11, "failed to allocate for range 0: ");
+}
+
+#[test]
+fn ten_reboots_of_a_full_node_leak_nothing() {
+    require!(possible());
+    let machine = Machine::new();
+    let config = machine.network("10.1.0.0/28");
+    let any = machine.node.container();
+    for boot in 1..=10 {
+        let mut all = attach(&machine.node, &config, 13 - machine.held().len());
+        full(&machine.node, &config);
+        let (_, attachment, _) = all.remove(0);
+        attachment.status().fails_with(50, "");
+        machine.reboot();
+        attachment.status().success();
+        assert_eq!(machine.held().len(), 13, "STATUS changes nothing");
+        if boot % 2 == 0 {
+            // Even what the runtime still calls valid: no container survives a reboot.
+            attachment.gc(&[(&attachment.id, "eth0")]).success();
+            assert_eq!(machine.held(), [], "after boot {boot} and GC");
+        }
+        let (container, _) = another(&machine.node, &config);
+        let content = format!("{}\r\neth0", container.id);
+        assert_eq!(machine.held().iter().map(|held| &held.1).collect::<Vec<_>>(), [&content], "after boot {boot}");
+    }
+    Attachment::new(&machine.node, &any, config.clone()).gc(&[]).success();
+    assert_eq!(machine.held(), []);
+}
+
+#[test]
+fn without_a_reboot_nothing_is_reclaimed() {
+    let node = Node::new();
+    let config = host_local(&node, &["10.1.0.0/29"]);
+    let all = attach(&node, &config, 5);
+    full(&node, &config);
+    assert_eq!(node.reservations("net1").len(), 5);
+    for (_, attachment, _) in all {
+        attachment.del().success();
+    }
+}
+
+#[test]
+fn other_verbs_first_put_it_off_and_nothing_more() {
+    require!(possible());
+    let machine = Machine::new();
+    let config = machine.network("10.1.0.0/29");
+    let all = attach(&machine.node, &config, 5);
+    machine.reboot();
+    all[0].1.check(&all[0].2).success();
+    all[1].1.status().success();
+    all[2].1.del().success();
+    assert_eq!(machine.held().len(), 4, "only what was asked for");
+    all[3].1.status().success();
+    let (container, _) = another(&machine.node, &config);
+    assert_eq!(machine.held().len(), 1);
+    // The old holders' DELs come late, and the address is somebody else's by now.
+    for (_, attachment, result) in &all {
+        attachment.del_with(result).success();
+    }
+    assert_eq!(machine.held()[0].1, format!("{}\r\neth0", container.id));
+    Attachment::new(&machine.node, &container, config).del().success();
+}
+
+#[test]
+fn the_same_container_gets_an_address_again() {
+    require!(possible());
+    let machine = Machine::new();
+    let (_container, attachment, _) = attach(&machine.node, &machine.network("10.1.0.0/29"), 1).remove(0);
+    attachment.add().failure();
+    machine.reboot();
+    assert_eq!(address(&attachment.add().success()), "10.1.0.3", "the next in turn");
+    attachment.del().success();
+}
+
+#[test]
+fn a_late_del_takes_nothing_of_the_new_holder() {
+    require!(possible());
+    let machine = Machine::new();
+    let config = machine.network("10.1.0.0/30");
+    let (_old, old, result) = attach(&machine.node, &config, 1).remove(0);
+    machine.reboot();
+    let (new, given) = another(&machine.node, &config);
+    assert_eq!(given, address(&result), "there is only this one");
+    old.del_with(&result).success();
+    old.netns("").del_with(&result).success();
+    assert_eq!(machine.held(), [(given, format!("{}\r\neth0", new.id))]);
+    Attachment::new(&machine.node, &new, config).del().success();
+}
+
+#[test]
+fn a_late_del_of_a_whole_network_takes_no_rule_of_the_new_holder() {
+    require!(possible());
+    require!(probe::nft());
+    require!(probe::iptables());
+    require!(probe::plugin("portmap"));
+    for backend in ["nftables", "iptables"] {
+        let machine = Machine::new();
+        let node = &machine.node;
+        let config = patched(
+            bridge(node, &["10.1.0.0/30"]),
+            json!({"cniVersion": "1.1.0", "ipMasq": true, "ipMasqBackend": backend}),
+        );
+        let ports = json!({"cniVersion": "1.1.0", "name": "net1", "type": "portmap", "backend": backend,
+            "runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]}});
+        let add = |container: &Container| {
+            let result = Attachment::new(node, container, config.clone()).add().success();
+            Attachment::new(node, container, ports.clone()).add_after(&result).success()
+        };
+        let del = |container: &Container, result: &Value| {
+            Attachment::new(node, container, ports.clone()).del_with(result).success();
+            Attachment::new(node, container, config.clone()).del_with(result).success();
+        };
+        let old = node.container();
+        let before = add(&old);
+        machine.reboot();
+        node.exec(&["ip", "link", "del", host_end(&before, "br0")]);
+        node.exec(&["ip", "link", "del", "br0"]);
+        node.exec(&["nft", "flush", "ruleset"]);
+        old.unlink();
+
+        let new = node.container();
+        let result = add(&new);
+        assert_eq!(address(&result), address(&before));
+        let rules = node.exec(&["nft", "list", "ruleset"]);
+        assert!(rules.contains("8080") && rules.contains("10.1.0.2"), "{rules}");
+        del(&old, &before);
+        assert_eq!(node.exec(&["nft", "list", "ruleset"]), rules, "{backend}");
+        assert_eq!(machine.held().len(), 1);
+        Attachment::new(node, &new, config.clone()).check(&result).success();
+        Attachment::new(node, &new, ports.clone()).check(&result).success();
+        del(&new, &result);
+    }
+}
+
+/// What must be kept after a reboot, and what is done to make it so between the two boots.
+#[track_caller]
+fn kept(change: impl FnOnce(&Machine, &Path)) {
+    let machine = Machine::new();
+    let config = machine.network("10.1.0.0/29");
+    let all = attach(&machine.node, &config, 5);
+    let before = machine.held();
+    machine.reboot();
+    change(&machine, &machine.node.data_dir().join("net1"));
+    all[0].1.status().fails_with(50, "");
+    full(&machine.node, &config);
+    let mut valid: Vec<&str> = before.iter().map(|(_, content)| content.split("\r\n").next().unwrap()).collect();
+    valid.dedup();
+    let valid: Vec<(&str, &str)> = valid.into_iter().map(|id| (id, "eth0")).collect();
+    all[0].1.gc(&valid).success();
+    assert_eq!(machine.held(), before);
+    all[0].1.gc(&[]).success();
+    assert_eq!(machine.held(), [], "GC alone still takes what is not valid");
+}
+
+fn each(folder: &Path, mut change: impl FnMut(PathBuf)) {
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        if entry.file_name().to_str().is_some_and(|name| name.starts_with("10.")) {
+            change(entry.path());
+        }
+    }
+}
+
+#[test]
+fn a_file_made_again_after_the_reboot_is_kept() {
+    require!(possible());
+    kept(|_, folder| {
+        each(folder, |path| {
+            let content = fs::read(&path).unwrap();
+            fs::remove_file(&path).unwrap();
+            fs::write(&path, content).unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_file_written_to_after_the_reboot_is_kept() {
+    require!(possible());
+    kept(|_, folder| each(folder, |path| fs::write(&path, fs::read(&path).unwrap()).unwrap()));
+}
+
+#[test]
+fn a_file_touched_in_any_way_is_kept() {
+    use std::os::unix::fs::PermissionsExt;
+    require!(possible());
+    kept(|_, folder| each(folder, |path| fs::set_permissions(path, fs::Permissions::from_mode(0o640)).unwrap()));
+}
+
+#[test]
+fn a_data_dir_copied_with_all_its_times_is_kept() {
+    require!(possible());
+    kept(|machine, folder| {
+        let data = folder.parent().unwrap();
+        let copy = data.with_file_name("copy");
+        machine.node.exec(&["cp", "-a", data.to_str().unwrap(), copy.to_str().unwrap()]);
+        fs::rename(data, data.with_file_name("original")).unwrap();
+        fs::rename(copy, data).unwrap();
+    });
+}
+
+#[test]
+fn a_disk_that_wakes_up_in_another_machine_is_kept() {
+    require!(possible());
+    kept(|machine, _| machine.identify("ffffffffffffffffffffffffffffffff\n"));
+}
+
+#[test]
+fn a_machine_without_an_id_reclaims_nothing() {
+    require!(possible());
+    for id in ["", "\n", "uninitialized\n"] {
+        kept(|machine, _| machine.identify(id));
+    }
+}
+
+#[test]
+fn what_a_machine_without_an_id_reserved_is_kept() {
+    require!(possible());
+    let machine = Machine::new();
+    machine.identify("");
+    let config = machine.network("10.1.0.0/29");
+    let all = attach(&machine.node, &config, 5);
+    for id in ["", "0123456789abcdef0123456789abcdef\n"] {
+        machine.reboot();
+        machine.identify(id);
+        full(&machine.node, &config);
+    }
+    for (_, attachment, _) in all {
+        attachment.del().success();
+    }
+}
+
+#[test]
+fn another_boot_id_without_a_boot_reclaims_nothing() {
+    require!(possible());
+    // A container that mounts its own boot ID over the kernel's, on data of its host.
+    kept(|machine, _| drop(machine.node.file("uptime", "86400.00 0.00\n")));
+    kept(|machine, _| drop(machine.node.file("uptime", "unreadable\n")));
+    kept(|machine, _| drop(machine.node.file("boot_id", "")));
+}
+
+#[test]
+fn without_our_records_all_is_kept() {
+    require!(possible());
+    // Times of files that have just changed prove nothing, so without this nobody would be tempted.
+    let age = || std::thread::sleep(Duration::from_millis(2500));
+    kept(|_, folder| {
+        age();
+        fs::remove_dir_all(folder.with_file_name(".cni")).unwrap();
+    });
+    kept(|_, folder| {
+        age();
+        drop(fs::write(folder.with_file_name(".cni").join("net1/index"), "garbage"));
+    });
+}
+
+#[test]
+fn a_network_may_say_that_nothing_is_reclaimed() {
+    require!(possible());
+    let machine = Machine::new();
+    let config = machine.network("10.1.0.0/29");
+    let never = patched(config.clone(), json!({"ipam": {"reclaimAfterReboot": false}}));
+    let all = attach(&machine.node, &config, 5);
+    machine.reboot();
+    full(&machine.node, &never);
+    all[0].1.clone().config(never.clone()).status().fails_with(50, "");
+    let ids: Vec<(&str, &str)> = all.iter().map(|one| (one.1.id.as_str(), "eth0")).collect();
+    all[0].1.clone().config(never).gc(&ids).success();
+    assert_eq!(machine.held().len(), 5);
+    // Put off, not forgotten.
+    let (container, _) = another(&machine.node, &config);
+    assert_eq!(machine.held().len(), 1);
+    Attachment::new(&machine.node, &container, config).del().success();
+}
+
+#[test]
+fn a_shared_or_passing_file_system_is_left_alone() {
+    require!(possible());
+    let machine = Machine::new();
+    let dir = |name: &str| {
+        let dir = machine.node.dir().join(name);
+        fs::create_dir(&dir).unwrap();
+        dir.to_str().unwrap().to_owned()
+    };
+    let (tmpfs, overlay) = (dir("tmpfs"), dir("overlay"));
+    machine.node.exec(&["mount", "-t", "tmpfs", "tmpfs", &tmpfs]);
+    let layers = format!("lowerdir={},upperdir={},workdir={}", dir("lower"), dir("upper"), dir("work"));
+    machine.node.exec(&["mount", "-t", "overlay", "overlay", "-o", &layers, &overlay]);
+    for folder in [tmpfs, overlay] {
+        let config = patched(machine.network("10.1.0.0/29"), json!({"ipam": {"dataDir": folder}}));
+        let all = attach(&machine.node, &config, 5);
+        machine.reboot();
+        full(&machine.node, &config);
+        for (_, attachment, _) in all {
+            attachment.del().success();
+        }
+        let left = machine.node.exec(&["ls", &format!("{folder}/net1")]);
+        assert_eq!(left, "last_reserved_ip.0\nlock\n", "{folder}");
+    }
+}
+
+#[test]
+fn what_go_reserved_is_kept() {
+    require!(possible());
+    require!(probe::go_plugins());
+    let machine = Machine::new();
+    let config = patched(machine.network("10.1.0.0/29"), json!({"cniVersion": "1.0.0"}));
+    let go =
+        |container: &Container| Attachment::new(&machine.node, container, config.clone()).by(cni_testkit::go_bin_dir());
+    let (before, _, _) = attach(&machine.node, &config, 1).remove(0);
+    let by_go = machine.node.container();
+    go(&by_go).add().success();
+    let (_last, _, _) = attach(&machine.node, &config, 1).remove(0);
+    machine.reboot();
+    // A node switched back to Go for a while: what Go has made of our files is Go's.
+    go(&before).del().success();
+    let mut again = Vec::new();
+    while machine.held().len() < 5 {
+        let container = machine.node.container();
+        go(&container).add().success();
+        again.push(container);
+    }
+    let (ours, given) = another(&machine.node, &config);
+    assert_eq!(given, "10.1.0.4", "the only one of ours that was left of the earlier boot");
+    assert_eq!(machine.held().len(), 5);
+    for container in again.iter().chain([&by_go, &ours]) {
+        Attachment::new(&machine.node, container, config.clone()).del().success();
+    }
+    assert_eq!(machine.held_addresses(), [""; 0]);
+}
