@@ -18,7 +18,7 @@ use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
 use crate::conf::{Backend, Conf};
-use crate::{clean, mark};
+use crate::mark;
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
     let mut rollback = call.rollback();
@@ -32,34 +32,29 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         return Ok(rollback);
     }
     let localnet = localnet_key(&wanted)?;
-    let ensured = match backend(call, conf)? {
+    let remarks = match backend(call, conf)? {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| unserved(error, Backend::Nftables))?;
-            nft.ensure(call.machine.0, &wanted).map_err(|error| refusal(error, Backend::Nftables))?
+            let ensured = nft.ensure(call.machine.0, &wanted).map_err(|error| refusal(error, Backend::Nftables))?;
+            let (former, remarks) = done(ensured)?;
+            if let Some(former) = former {
+                let wanted = wanted.clone();
+                rollback.push(TAKE_BACK, move || NftPortMap::open()?.put_back(&wanted, &former));
+            }
+            remarks
         }
         Backend::Iptables => {
-            let ensured = IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)
-                .and_then(|mut tool| tool.ensure(&wanted));
-            // One family may be in force although the other failed.
-            if !matches!(ensured, Ok(Ensured::Done { .. })) && wanted.families().count() > 1 {
-                take_back(call, &wanted);
+            let ensured = iptables(call, OnSigterm::Kill)?.ensure(&wanted)?;
+            let (former, remarks) = done(ensured)?;
+            if let Some(former) = former {
+                let wanted = wanted.clone();
+                rollback.push(TAKE_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&wanted, &former));
             }
-            ensured?
+            remarks
         }
     };
-    match ensured {
-        Ensured::Held(holder) => {
-            return Err(Error::new(Code::CONFLICT, holder.to_string())
-                .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same"));
-        }
-        Ensured::Done { changed, remarks } => {
-            if changed {
-                rollback.push("remove the host ports", move || purge(call, &wanted_addresses(&claims)));
-            }
-            for remark in remarks {
-                call.notes.note(format_args!("portmap: {remark}"));
-            }
-        }
+    for remark in remarks {
+        call.notes.note(format_args!("portmap: {remark}"));
     }
     if let Some(key) = localnet {
         sysctl::ensure(&key, "1").map_err(|error| {
@@ -67,24 +62,26 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         })?;
     }
     // The mapping works without; only connections that are under way may be lost a little longer.
-    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&wanted.all_claims(), Forget::Others));
+    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, Forget::Others));
     if let Err(error) = forgotten {
         call.notes.note(format_args!("portmap: {error}"));
     }
     Ok(rollback)
 }
 
-fn wanted_addresses(claims: &[cni_linux::firewall::portmap::Claim]) -> Vec<std::net::IpAddr> {
-    claims.iter().map(|claim| claim.container.ip()).collect()
+/// Completes the sentence "failed to ...".
+const TAKE_BACK: &str = "put the host ports back as they were";
+
+fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
+    IptablesPortMap::open(call.machine.0, call.notes.clone(), on_sigterm)
 }
 
-fn purge(call: &Call<'_>, addresses: &[std::net::IpAddr]) -> Result<()> {
-    clean::purge(call, addresses).map(drop)
-}
-
-fn take_back(call: &Call<'_>, wanted: &Forwarding) {
-    if let Err(error) = purge(call, &wanted_addresses(&wanted.all_claims())) {
-        call.notes.note(format_args!("portmap: failed to take back what was mapped: {error}"));
+/// What was before, if anything has changed, and what there is to say.
+fn done<Former>(ensured: Ensured<Former>) -> Result<(Option<Former>, Vec<String>)> {
+    match ensured {
+        Ensured::Done { former, remarks } => Ok((former, remarks)),
+        Ensured::Held(holder) => Err(Error::new(Code::CONFLICT, holder.to_string())
+            .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same")),
     }
 }
 

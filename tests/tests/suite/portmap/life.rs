@@ -250,9 +250,9 @@ fn conditions_beyond_the_subset_go_through_nft() {
     pod.serve_tcp(80, "pod");
     let conditions = json!({"conditionsV4": ["ip", "saddr", "{ 192.0.2.9, 192.0.2.10 }", "ct", "state", "new"]});
     let config = patched(world.config(one()), conditions);
-    for _ in 0..2 {
+    for ran in [&["nft"][..], &[]] {
         pod.add(&config).success();
-        assert_eq!(world.ran(), ["nft"]);
+        assert_eq!(world.ran(), ran);
         pod.check(&config).success();
         assert_eq!(world.rules().matches("tcp dport 8080 dnat to 10.1.0.2:80").count(), 1, "{}", world.rules());
     }

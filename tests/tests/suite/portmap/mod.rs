@@ -7,4 +7,5 @@ mod life;
 mod packets;
 mod refusals;
 mod shapes;
+mod undo;
 mod world;

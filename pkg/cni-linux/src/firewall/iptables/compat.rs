@@ -41,13 +41,13 @@ enum Loaded {
 
 /// One rule in words.
 pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
-    let nft::Rule { exprs, comment, .. } = listed.rule;
+    let Listed { handle, rule: nft::Rule { exprs, comment, .. }, raw } = listed;
     let mut words = Words::read(family, &exprs);
     // Some releases kept the comment where nft has it.
     if let Some(comment) = comment {
         words.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
     }
-    words.into_rule(listed.handle)
+    Rule { raw: Some(raw), ..words.into_rule(handle) }
 }
 
 /// What these steps do, in words; those that are not known are left out. For rules of one meaning in several spellings.
@@ -245,7 +245,7 @@ impl Words {
         words.extend(self.negated_protocol);
         words.extend(self.matches);
         words.extend(self.target);
-        Rule { words, handle: Some(handle), whole: self.whole }
+        Rule { words, handle: Some(handle), whole: self.whole, raw: None }
     }
 }
 
@@ -319,6 +319,11 @@ fn protocol(number: u8) -> String {
         libc::IPPROTO_ICMPV6 => "ipv6-icmp".into(),
         other => other.to_string(),
     }
+}
+
+/// The number of a protocol in [`protocol`]'s words.
+pub(super) fn protocol_number(name: &str) -> Option<u8> {
+    name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol(*number) == name))
 }
 
 /// `struct xt_multiport_v1`: which ports, how many, 15 ports, 15 flags that say where a range begins, inversion.
@@ -406,7 +411,8 @@ mod tests {
     fn a_comment_in_nfts_own_place_is_found() {
         let mut exprs = saddr("10.1.2.3".parse().unwrap());
         exprs.push(Expr::Verdict(Verdict::Jump("CNI-A".into())));
-        let listed = Listed { handle: 7, rule: Raw::new(exprs).with_comment("name: \"n\"") };
+        let written = Raw::new(exprs).with_comment("name: \"n\"");
+        let listed = Listed { handle: 7, rule: written, raw: nft::Raw::default() };
         let rule = rule(Family::V4, listed);
         assert_eq!(
             (rule.comment(), rule.target(), rule.value("-s")),

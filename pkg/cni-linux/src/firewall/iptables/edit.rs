@@ -10,11 +10,12 @@ use super::rule::{Rule, quote};
 use crate::error::{Cause, Error, Result};
 
 /// Changes that belong together. With iptables-legacy they are one transaction; with iptables-nft what is added is one,
-/// and what is removed is another, after it.
+/// and what is removed or put back is another, after it.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
     pub(crate) chains: Vec<(String, New)>,
     pub(crate) rules: Vec<Added>,
+    pub(crate) put_back: Vec<(String, Rule)>,
     pub(crate) deleted: Vec<(String, Rule)>,
     pub(crate) deleted_chains: Vec<(String, Option<u64>)>,
 }
@@ -78,6 +79,11 @@ impl Edit {
         self.deleted.push((chain.to_owned(), rule.clone()));
     }
 
+    /// Puts a rule that was read, and has been removed since, at the chain's end, with all there was in it.
+    pub fn put_back(&mut self, chain: &str, rule: &Rule) {
+        self.put_back.push((chain.to_owned(), rule.clone()));
+    }
+
     /// Removes a chain that was read, with all its rules. What leads there must be deleted in the same edit.
     pub fn delete_chain(&mut self, name: &str, chain: &Chain) {
         self.deleted_chains.push((name.to_owned(), chain.handle));
@@ -87,13 +93,14 @@ impl Edit {
     pub fn extend(&mut self, other: Edit) {
         self.chains.extend(other.chains);
         self.rules.extend(other.rules);
+        self.put_back.extend(other.put_back);
         self.deleted.extend(other.deleted);
         self.deleted_chains.extend(other.deleted_chains);
     }
 
     /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
-        !self.adds() && self.deleted.is_empty() && self.deleted_chains.is_empty()
+        !self.adds() && self.put_back.is_empty() && self.deleted.is_empty() && self.deleted_chains.is_empty()
     }
 
     pub(crate) fn adds(&self) -> bool {
@@ -124,6 +131,9 @@ impl Edit {
     /// Everything in one text: what is added, then what is removed.
     pub(crate) fn everything(&self) -> Result<String> {
         let mut text = self.additions()?;
+        for (chain, rule) in &self.put_back {
+            line(&mut text, "-A", chain, &rule.words)?;
+        }
         for (chain, rule) in &self.deleted {
             line(&mut text, "-D", chain, &rule.words)?;
         }
@@ -224,7 +234,7 @@ mod tests {
 
     #[test]
     fn an_edit_is_one_text_additions_first() {
-        let rule = Rule { words: vec!["-s".into(), "10.0.0.2/32".into()], handle: None, whole: true };
+        let rule = Rule { words: vec!["-s".into(), "10.0.0.2/32".into()], handle: None, whole: true, raw: None };
         let mut edit = Edit::new();
         assert!(edit.is_empty());
         edit.delete_chain("CNI-OLD", &Chain { rules: vec![], handle: None });

@@ -178,6 +178,34 @@ impl<'m> Iptables<'m> {
         variant: Variant,
         mut plan: impl FnMut(&mut Nat<'_>) -> Result<Edit>,
     ) -> Result<()> {
+        self.change_all(&[(family, variant)], |nat| plan(nat).map(Some)).map(drop).map_err(|(_, error)| error)
+    }
+
+    /// The same for several families under one lock: all are read and planned before any is changed, and `plan` ends it
+    /// all by `None`. When one has to be planned anew, so are those that are not done yet.
+    ///
+    /// Returns how many families, from the first, may have been changed, also on failure.
+    ///
+    /// # Errors
+    /// As [`change`](Iptables::change).
+    pub fn change_all(
+        &mut self,
+        families: &[(Family, Variant)],
+        plan: impl FnMut(&mut Nat<'_>) -> Result<Option<Edit>>,
+    ) -> Result<usize, (usize, Error)> {
+        let mut changed = 0;
+        match self.attempt_all(families, plan, &mut changed) {
+            Ok(()) => Ok(changed),
+            Err(error) => Err((changed, error)),
+        }
+    }
+
+    fn attempt_all(
+        &mut self,
+        families: &[(Family, Variant)],
+        mut plan: impl FnMut(&mut Nat<'_>) -> Result<Option<Edit>>,
+        changed: &mut usize,
+    ) -> Result<()> {
         let Runner { machine, on_sigterm } = self.runner;
         let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.locks(), LOCK_LIMIT)?;
         if let Some(remark) = lock.remark()
@@ -185,26 +213,42 @@ impl<'m> Iptables<'m> {
         {
             notes.note(remark);
         }
-        let mut failed: Option<(String, Error)> = None;
+        let (mut left, mut failed) = (families, None::<(String, Error)>);
+        *changed = 0;
         for _ in 0..ATTEMPTS {
-            let edit = plan(&mut self.read(family, variant)?)?;
-            if edit.is_empty() {
-                return Ok(());
+            let mut edits = Vec::new();
+            for (family, variant) in left {
+                let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
+                let text = edit.everything()?;
+                edits.push((*family, *variant, edit, text));
             }
-            let text = edit.everything()?;
-            if let Some((before, error)) = failed {
-                // The same again would fail the same way.
-                if before == text && !is_momentary(&error) {
-                    return Err(error);
+            for (family, variant, edit, text) in edits {
+                if let Some((before, error)) = failed.take() {
+                    // The same again would fail the same way.
+                    if before == text && !is_momentary(&error) {
+                        return Err(error);
+                    }
+                }
+                let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, &text) };
+                // A legacy program that fails has changed nothing; with the other something may be added, not removed.
+                if !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft) {
+                    *changed = families.len() - left.len() + 1;
+                }
+                match applied {
+                    Ok(()) => left = left.get(1..).unwrap_or_default(),
+                    Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
+                    Err(error) => {
+                        failed = Some((text, error));
+                        break;
+                    }
                 }
             }
-            match self.apply(family, variant, &edit, &text) {
-                Ok(()) => return Ok(()),
-                Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
-                Err(error) => failed = Some((text, error)),
+            if left.is_empty() {
+                return Ok(());
             }
         }
-        Err(failed.map_or_else(|| missing(family, Some(variant)), |(_, error)| error))
+        let cause = || Error::new("failed to change iptables", Cause::text("no attempt came to its end"));
+        Err(failed.map_or_else(cause, |(_, error)| error))
     }
 
     fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, everything: &str) -> Result<()> {
@@ -218,6 +262,12 @@ impl<'m> Iptables<'m> {
         }
         let table = table(family);
         let mut batch = Batch::new();
+        for (chain, rule) in &edit.put_back {
+            if let Some(raw) = &rule.raw {
+                let protocol = rule.value("-p").and_then(compat::protocol_number);
+                batch.put_back(table, chain, raw, protocol);
+            }
+        }
         for (chain, rule) in &edit.deleted {
             if let Some(handle) = rule.handle {
                 batch.delete_rule(table, chain, handle);
@@ -382,7 +432,7 @@ fn parse(saved: &str) -> BTreeMap<String, Option<Chain>> {
                 continue;
             }
             if let Some(chain) = chains.entry(words.remove(0)).or_insert_with(empty) {
-                chain.rules.push(Rule { words, handle: None, whole: true });
+                chain.rules.push(Rule { words, handle: None, whole: true, raw: None });
             }
         }
     }

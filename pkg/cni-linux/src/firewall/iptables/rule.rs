@@ -4,6 +4,8 @@
 //! netlink only what plugins write is put into words; then [`Rule::is_whole`] is false, but target and comment are
 //! always there. A newcomer's mistake: taking `-s` for the source without looking for the `!` before it.
 
+use crate::firewall::nft::Raw;
+
 /// A rule in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
@@ -11,6 +13,8 @@ pub struct Rule {
     /// Its number, where it was read over netlink.
     pub(crate) handle: Option<u64>,
     pub(crate) whole: bool,
+    /// Its bytes, where it was read over netlink.
+    pub(crate) raw: Option<Raw>,
 }
 
 impl Rule {
@@ -96,7 +100,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn rule(line: &str) -> Rule {
-        Rule { words: split(line), handle: None, whole: true }
+        Rule { words: split(line), handle: None, whole: true, raw: None }
     }
 
     #[test]

@@ -7,13 +7,14 @@
 //! What an existing table or chain has is never changed: flags, policy and comment are sent for new ones only, by
 //! leaving them out where leaving them out is the kernel's default.
 
+use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage};
 use netlink_packet_netfilter::nftables as wire;
 use netlink_packet_netfilter::nftables::{ChainAttribute, NfTablesMessage, RuleAttribute, TableAttribute};
 use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage};
 
 use super::userdata;
-use super::{Family, Generation, Rule, Table};
+use super::{Family, Generation, Raw, Rule, Table};
 use crate::error::{Cause, Error, Result};
 
 /// Where a base chain is hooked in.
@@ -190,6 +191,35 @@ impl Batch {
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         self.push(what, Meaning::Plain, table.family, flags, message);
+    }
+
+    /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol` (`IPPROTO_*`) is the one that
+    /// the rule asks for, where matches of xtables are in it: they want to be told, and the kernel does not list it. ENOENT
+    /// if the chain, one it jumps to, or a set it uses is missing: sets without a name go with their rule.
+    pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
+        const NFTA_RULE_EXPRESSIONS: u16 = 4;
+        const NFTA_RULE_COMPAT_PROTO: u16 = 1;
+        const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
+        const NLA_F_NESTED: u16 = 1 << 15;
+        let exprs = DefaultNla::new(NFTA_RULE_EXPRESSIONS | NLA_F_NESTED, raw.exprs.clone());
+        let mut attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Other(exprs),
+        ];
+        if let Some(protocol) = protocol {
+            let number = |kind, value: u32| DefaultNla::new(kind, value.to_be_bytes().to_vec());
+            attributes.push(RuleAttribute::Compat(vec![
+                number(NFTA_RULE_COMPAT_PROTO, protocol.into()),
+                number(NFTA_RULE_COMPAT_FLAGS, 0),
+            ]));
+        }
+        if !raw.userdata.is_empty() {
+            attributes.push(RuleAttribute::UserData(raw.userdata.clone()));
+        }
+        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
+        let what = format!("failed to put back a rule of nft chain {table} {chain}");
+        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
     /// Removes one rule. ENOENT if it is gone.

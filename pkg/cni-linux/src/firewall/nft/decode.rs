@@ -5,7 +5,7 @@
 
 use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
 use super::userdata;
-use super::{BaseChain, Chain, Hook, Kind, Listed, Rule};
+use super::{BaseChain, Chain, Hook, Kind, Listed, Raw, Rule};
 use nix::errno::Errno;
 
 /// A netlink message's header, and where its payload is.
@@ -170,10 +170,13 @@ pub fn rule(payload: &[u8]) -> Option<(String, String, Listed)> {
     let table = text(attribute(bytes, NFTA_RULE_TABLE)?);
     let chain = text(attribute(bytes, NFTA_RULE_CHAIN)?);
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
-    let exprs = attributes(attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default());
-    let exprs = exprs.map(|(_, element)| expr(element)).collect();
-    let (comment, tags) = userdata::decode(attribute(bytes, NFTA_RULE_USERDATA).unwrap_or_default());
-    Some((table, chain, Listed { handle, rule: Rule { exprs, comment, tags } }))
+    let raw = Raw {
+        exprs: attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default().to_vec(),
+        userdata: attribute(bytes, NFTA_RULE_USERDATA).unwrap_or_default().to_vec(),
+    };
+    let exprs = attributes(&raw.exprs).map(|(_, element)| expr(element)).collect();
+    let (comment, tags) = userdata::decode(&raw.userdata);
+    Some((table, chain, Listed { handle, rule: Rule { exprs, comment, tags }, raw }))
 }
 
 /// One element of a rule's expression list.

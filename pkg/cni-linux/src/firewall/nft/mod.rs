@@ -112,6 +112,15 @@ pub struct Listed {
     pub handle: u64,
     /// The rule.
     pub rule: Rule,
+    /// All of it, with what [`Expr`] does not know.
+    pub raw: Raw,
+}
+
+/// A rule's bytes as the kernel sent them, with which it can be put back ([`Batch::put_back`]).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Raw {
+    pub(crate) exprs: Vec<u8>,
+    pub(crate) userdata: Vec<u8>,
 }
 
 /// A chain in the kernel.

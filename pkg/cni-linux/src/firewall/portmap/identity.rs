@@ -21,7 +21,11 @@ const TAG_WITNESSED: u8 = 0x82;
 /// In a rule without expressions: the handles, 8 bytes each, of rules of the attachment that could not be tagged.
 const TAG_HANDLES: u8 = 0x83;
 
+/// Beside the handles: a hash of the text that those rules were written from.
+const TAG_TEXT: u8 = 0x84;
+
 const NETWORK_LEN: usize = 8;
+const TEXT_LEN: usize = 16;
 const MARK_LEN: usize = 16;
 /// Both hashes and a witness.
 const TAGS_MIN: usize = 2 + NETWORK_LEN + MARK_LEN + 2;
@@ -46,6 +50,10 @@ pub(in crate::firewall) enum Owner {
     Container,
     /// Somebody else's.
     Other,
+}
+
+fn text_hash(text: &str) -> Vec<u8> {
+    Sha512::digest(text)[..TEXT_LEN].to_vec()
 }
 
 fn hashes(network: &str, alias: &str) -> Vec<u8> {
@@ -74,13 +82,30 @@ impl Identity {
         }
     }
 
-    /// A rule that does nothing but say that these others are this attachment's. Some are left out if they are too many.
-    pub(super) fn sign_others(&self, handles: &[u64]) -> Rule {
-        let used = comment_len(&self.comment) + 2 + self.hashes.len() + 2;
-        let room = userdata::MAX.saturating_sub(used) / 8;
-        let bytes: Vec<u8> = handles.iter().take(room).flat_map(|handle| handle.to_be_bytes()).collect();
-        let rule = Rule::default().with_comment(self.comment.clone());
-        rule.with_tag(TAG_HASHES, self.hashes.clone()).with_tag(TAG_HANDLES, bytes)
+    /// Rules that do nothing but say that these others are this attachment's, written from this text.
+    pub(super) fn sign_others(&self, handles: &[u64], text: &str) -> Vec<Rule> {
+        let used = comment_len(&self.comment) + 2 + self.hashes.len() + 2 + TEXT_LEN + 2;
+        let room = (userdata::MAX.saturating_sub(used) / 8).max(1);
+        let sign = |handles: &[u64]| {
+            let bytes: Vec<u8> = handles.iter().flat_map(|handle| handle.to_be_bytes()).collect();
+            let rule = Rule::default().with_comment(self.comment.clone()).with_tag(TAG_HASHES, self.hashes.clone());
+            rule.with_tag(TAG_TEXT, text_hash(text)).with_tag(TAG_HANDLES, bytes)
+        };
+        handles.chunks(room).map(sign).collect()
+    }
+
+    /// Whether rules written from this text are this attachment's, all of them are there, and no others beside them.
+    pub(super) fn has_signed(&self, rules: &[Listed], text: &str) -> bool {
+        let hash = text_hash(text);
+        let mut spoken_for = Vec::new();
+        for listed in rules.iter().filter(|listed| self.owner(&listed.rule) == Owner::This) {
+            if listed.rule.tag(TAG_TEXT) != Some(&hash) {
+                return false;
+            }
+            spoken_for.extend(handles(&listed.rule));
+        }
+        let is_there = |handle: &u64| rules.iter().any(|listed| listed.handle == *handle);
+        spoken_for.len() == text.lines().count() && spoken_for.iter().all(is_there)
     }
 
     /// Whose the rule is by what it says itself.
@@ -170,7 +195,12 @@ pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::nft::Raw;
     use super::*;
+
+    fn listed(handle: u64, rule: Rule) -> Listed {
+        Listed { handle, rule, raw: Raw::default() }
+    }
 
     fn signed(mark: &Mark) -> Rule {
         Identity::new(mark).sign(Rule::default(), Witnessed::Yes)
@@ -199,13 +229,13 @@ mod tests {
     #[test]
     fn a_rule_without_a_tag_belongs_to_whom_it_leads() {
         let identity = Identity::new(&Mark::new("net", "c", "eth0"));
-        let list = [Listed { handle: 1, rule: Rule::default().with_comment("c") }];
+        let list = [listed(1, Rule::default().with_comment("c"))];
         let (a, b): (IpAddr, IpAddr) = ("10.0.0.2".parse().unwrap(), "10.0.0.3".parse().unwrap());
         assert_eq!(identity.own(&list, &[a], |_| Some(a)).len(), 1);
         assert_eq!(identity.own(&list, &[b], |_| Some(a)).len(), 0);
         assert_eq!(identity.own(&list, &[], |_| Some(a)).len(), 1);
         let other = Identity::new(&Mark::new("net2", "c", "eth0"));
-        let list = [list[0].clone(), Listed { handle: 2, rule: other.sign_others(&[1]) }];
+        let list = [list[0].clone(), listed(2, other.sign_others(&[1], "t").remove(0))];
         assert_eq!(identity.own(&list, &[], |_| None).len(), 0, "another attachment speaks for it");
         assert_eq!(other.own(&list, &[b], |_| Some(a)).len(), 2);
     }

@@ -202,6 +202,11 @@ impl Forwarding {
         self.mappings.iter().filter_map(|mapping| mapping.claim(container.address())).collect()
     }
 
+    /// The container's addresses.
+    pub fn addresses(&self) -> Vec<IpAddr> {
+        self.containers.iter().map(|container| container.address()).collect()
+    }
+
     /// Whether this is one of the container's addresses.
     pub fn is_container(&self, address: IpAddr) -> bool {
         self.containers.iter().any(|container| container.address() == address)
@@ -210,11 +215,11 @@ impl Forwarding {
 
 /// What became of the wish to have a [`Forwarding`] in force.
 #[derive(Clone, Debug)]
-pub enum Ensured {
+pub enum Ensured<Former> {
     /// It is.
     Done {
-        /// Whether anything of this attachment had to be changed for it.
-        changed: bool,
+        /// If anything had to be changed for it: what the attachment had before, for `put_back`.
+        former: Option<Former>,
         /// What the operator should know, one sentence each.
         remarks: Vec<String>,
     },

@@ -20,10 +20,13 @@ use crate::mark::Mark;
 use crate::route::Family;
 
 mod check;
+mod former;
 pub(in crate::firewall) mod shape;
 #[cfg(test)]
 mod tests;
 
+pub use former::Former;
+use former::is_own;
 use shape::{DNAT, Jump, MASQ, SETMARK, SNAT, Section};
 
 /// Host ports in the tables `nat` of the calling thread's network namespace.
@@ -44,42 +47,54 @@ impl<'m> IptablesPortMap<'m> {
         IptablesPortMap { iptables }
     }
 
-    /// Puts `wanted` in force: IPv4, then IPv6, each in one transaction where nothing has to go.
+    /// Puts `wanted` in force: IPv4, then IPv6, each in one transaction where nothing has to go. Both are judged before
+    /// either is changed. On failure the attachment has what it had before.
     ///
     /// # Errors
-    /// What the program said. IPv4 may be in force when IPv6 fails, or, with iptables-legacy, when a port of IPv6 is
-    /// held: the caller purges.
-    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured> {
+    /// What the program said, and what kept the former state from being put back.
+    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured<Former>> {
         let mut judge = Judge::default();
         let link = judge.bearer(&wanted.mark)?;
-        let (mut changed, mut remarks) = (false, Vec::new());
-        // Both families are judged before either is changed, where looking costs no process.
-        let several = wanted.families().count() > 1;
-        for (container, claims) in wanted.families().filter(|_| several) {
+        let mut families = Vec::new();
+        for (container, _) in wanted.families() {
             let family = Family::of(container.address());
-            if self.variant(family)? == Variant::Nft {
-                let mut nat = self.iptables.read(family, Variant::Nft)?;
-                if let Some(holder) = plan(&mut nat, wanted, container, &claims, link.as_deref(), &mut judge)?.held {
-                    return Ok(Ensured::Held(holder));
-                }
+            families.push((family, self.variant(family)?));
+        }
+        let (mut former, mut held) = (Former::default(), None);
+        // Of each family what its last plan says.
+        let mut remarks: Vec<(Family, Vec<String>)> = Vec::new();
+        let done = self.iptables.change_all(&families, |nat| {
+            let family = nat.family();
+            let Some((container, claims)) = wanted.families().find(|(c, _)| Family::of(c.address()) == family) else {
+                return Ok(Some(Edit::new()));
+            };
+            let variant = families.iter().find(|(of, _)| *of == family).map_or(Variant::Nft, |(_, variant)| *variant);
+            former.remember(nat, variant, wanted)?;
+            let plan = plan(nat, wanted, container, &claims, link.as_deref(), &mut judge)?;
+            if plan.held.is_some() {
+                held = plan.held;
+                return Ok(None);
+            }
+            remarks.retain(|(of, _)| *of != family);
+            remarks.push((family, plan.remarks));
+            Ok(Some(plan.edit))
+        });
+        let (changed, done) = match done {
+            Ok(changed) => (changed, Ok(())),
+            Err((changed, error)) => (changed, Err(error)),
+        };
+        former.keep(changed);
+        // One family may have been changed before the other failed, or before somebody took a port of it.
+        let restored = if done.is_err() || held.is_some() { self.put_back(wanted, &former) } else { Ok(()) };
+        match (done, restored, held) {
+            (Err(error), Err(other), _) => Err(error.context(format_args!("{other}; and"))),
+            (Err(error), ..) | (Ok(()), Err(error), _) => Err(error),
+            (Ok(()), Ok(()), Some(holder)) => Ok(Ensured::Held(holder)),
+            (Ok(()), Ok(()), None) => {
+                let remarks = remarks.into_iter().flat_map(|(_, remarks)| remarks).collect();
+                Ok(Ensured::Done { former: (changed > 0).then_some(former), remarks })
             }
         }
-        for (container, claims) in wanted.families() {
-            let family = Family::of(container.address());
-            let variant = self.variant(family)?;
-            let mut last = Plan::default();
-            self.iptables.change(family, variant, |nat| {
-                last = plan(nat, wanted, container, &claims, link.as_deref(), &mut judge)?;
-                // Somebody who came between the two looks: nothing is done in this family.
-                Ok(if last.held.is_some() { Edit::new() } else { last.edit.clone() })
-            })?;
-            if let Some(holder) = last.held {
-                return Ok(Ensured::Held(holder));
-            }
-            changed |= last.changed;
-            remarks.extend(last.remarks);
-        }
-        Ok(Ensured::Done { changed, remarks })
     }
 
     /// The variant in which new rules are made.
@@ -236,7 +251,6 @@ fn is_needed(jump: &Rule, claims: &[Claim]) -> bool {
 #[derive(Clone, Debug, Default)]
 struct Plan {
     edit: Edit,
-    changed: bool,
     remarks: Vec<String>,
     held: Option<Holder>,
 }
@@ -260,7 +274,6 @@ fn plan(
     }
     shared(nat, wanted, &mut plan.edit)?;
     own(nat, wanted, (container, claims), &ways, link, &mut plan)?;
-    plan.changed |= !plan.edit.is_empty();
     Ok(plan)
 }
 
@@ -316,13 +329,8 @@ fn own(
     new.extend(claims.iter().flat_map(|claim| shape::forward(wanted, container, claim)));
     let there = nat.chain(&chain)?.cloned();
     let sections = shape::sections(there.as_ref().map_or(&[], |there| there.rules.as_slice()));
-    // Unmarked rules that lead to the container's address are an earlier ADD's, by Go.
-    let is_own = |section: &&Section| match section.alias() {
-        Some(alias) => alias == mark.alias(),
-        None => section.groups.iter().all(|g| g.claim.is_some_and(|c| wanted.is_container(c.container.ip()))),
-    };
     let (own, others): (Vec<&Section>, Vec<&Section>) =
-        sections.iter().filter(|section| section.rules().next().is_some()).partition(is_own);
+        sections.iter().filter(|section| section.rules().next().is_some()).partition(|section| is_own(section, wanted));
     let in_place = own.iter().flat_map(|section| section.rules()).count() == new.len()
         && own.iter().flat_map(|section| section.rules()).zip(&new).all(|(rule, words)| rule.is(words));
     if !in_place {

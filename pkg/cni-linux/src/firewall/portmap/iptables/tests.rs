@@ -6,7 +6,7 @@ use super::*;
 use crate::firewall::iptables::split;
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
-    lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true }).collect()
+    lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true, raw: None }).collect()
 }
 
 fn mapping(port: u16, to: &str) -> [String; 2] {

@@ -21,11 +21,15 @@ use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, occurs, raced};
 use crate::mark::Mark;
 use crate::route::Family;
 
+mod check;
+mod former;
 mod program;
 pub(in crate::firewall) mod shape;
 #[cfg(test)]
 mod tests;
 
+pub use former::Former;
+use program::Written;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
 /// How often a change is worked out anew because somebody else changed a rule meanwhile. Of n racing changes each loses at
@@ -60,6 +64,15 @@ impl From<Error> for Refusal {
     }
 }
 
+/// How far an ADD has come.
+#[derive(Clone, Copy)]
+enum Stage<'w> {
+    /// What all share is made, and it is found out whose the ports are.
+    Prepare,
+    /// Everything; the program has written what it had to.
+    Whole(&'w [Written]),
+}
+
 /// What is there of one family.
 struct State {
     family: Family,
@@ -79,84 +92,60 @@ impl NftPortMap {
     }
 
     /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in the same one; if it is
-    /// the same already, nothing happens. On failure everything is as it was.
+    /// the same already, nothing happens. On failure everything is as it was, but for what all share.
     ///
-    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there is one: then a failure
-    /// leaves the attachment without rules.
+    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there is one, and are
+    /// followed by the transaction.
     ///
     /// # Errors
     /// [`Refusal`]
-    pub fn ensure(&mut self, machine: &dyn Machine, wanted: &Forwarding) -> Result<Ensured, Refusal> {
-        let mut written = Vec::new();
-        for (container, claims) in wanted.families() {
-            let family = Family::of(container.address());
-            if let Err(unknown) = conditions::compile(wanted.conditions(family), family) {
-                let Some(program) = program::find() else {
-                    let why = "it is beyond what this plugin compiles itself, and there is no program nft on this host";
-                    return Err(Refusal::Condition { token: unknown.token, why: why.to_owned() });
-                };
-                written.push((family, claims, unknown.token, program));
+    pub fn ensure(&mut self, machine: &dyn Machine, wanted: &Forwarding) -> Result<Ensured<Former>, Refusal> {
+        let mut written = Written::all(wanted)?;
+        if !written.is_empty() {
+            // The program needs the chains, and no port may be held.
+            if let Ensured::Held(holder) = self.transact(wanted, Stage::Prepare)? {
+                return Ok(Ensured::Held(holder));
             }
+            self.write(machine, wanted, &mut written)?;
         }
-        let ensured = self.transact(wanted)?;
-        if matches!(ensured, Ensured::Held(_)) {
-            return Ok(ensured);
+        let ensured = self.transact(wanted, Stage::Whole(&written));
+        if !matches!(ensured, Ok(Ensured::Done { .. })) {
+            self.discard(&written)?;
         }
-        let identity = Identity::new(&wanted.mark);
-        for (family, claims, token, program) in written {
-            let conditions = (wanted.conditions(family), token.as_str());
-            if let Err(refusal) = self.run(machine, &program, &identity, family, conditions, &claims) {
-                let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
-                self.purge(&wanted.mark, &addresses)?;
-                return Err(refusal);
-            }
-        }
-        Ok(ensured)
+        Ok(ensured?)
     }
 
-    fn transact(&mut self, wanted: &Forwarding) -> Result<Ensured> {
+    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<Ensured<Former>> {
         let mut judge = Judge::default();
         let witnessed = if judge.bearer(&wanted.mark)?.is_some() { Witnessed::Yes } else { Witnessed::No };
-        repeat(|| self.attempt(wanted, witnessed, &mut judge))
+        repeat(|| self.attempt(wanted, stage, witnessed, &mut judge))
     }
 
-    fn attempt(&mut self, wanted: &Forwarding, witnessed: Witnessed, judge: &mut Judge) -> Result<Ensured> {
+    fn attempt(
+        &mut self,
+        wanted: &Forwarding,
+        stage: Stage<'_>,
+        witnessed: Witnessed,
+        judge: &mut Judge,
+    ) -> Result<Ensured<Former>> {
         let identity = Identity::new(&wanted.mark);
-        let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
         let mut batch = Batch::new();
         batch.only_at(self.nft.settle()?);
-        let (mut changed, mut remarks) = (false, Vec::new());
+        let (mut former, mut remarks) = (Former::default(), Vec::new());
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
             let state = self.state(family, wanted.snat, &identity, &claims)?;
             state.complete(&mut batch);
 
-            // `None`: the program writes the mappings of this family, afterwards.
+            // `None`: the program has written the mappings of this family.
             let compiled = conditions::compile(wanted.conditions(family), family).ok();
-            changed |= compiled.is_none();
-            let mut new: Vec<(&str, Vec<Vec<Expr>>)> = Vec::new();
-            let forward = |claim: &Claim| Some([compiled.clone()?, shape::forward(claim)].concat());
-            new.push((HOSTPORTS, claims.iter().filter_map(forward).collect()));
-            new.push((MASQUERADING, shape::masquerades(container.address(), wanted.snat)));
-            for (chain, rules) in &state.rules {
-                let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
-                let own = identity.own(rules, &addresses, shape::container);
-                if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_here) {
-                    new.retain(|(name, _)| name != chain);
-                    continue;
-                }
-                for listed in own {
-                    batch.delete_rule(table, chain, listed.handle);
-                }
-            }
             if wanted.policy == Policy::Judge {
                 let collisions = collisions(&state, &identity, &claims, compiled.as_deref());
                 for (chain, listed, holder) in collisions {
                     match judge.fate(wanted, &holder)? {
                         Fate::Alive => return Ok(Ensured::Held(holder)),
                         Fate::Dead => {
-                            changed = true;
                             batch.delete_rule(table, chain, listed.handle);
                             remarks.push(format!("{holder}, which is gone: it was displaced"));
                         }
@@ -166,15 +155,41 @@ impl NftPortMap {
                     }
                 }
             }
-            for (chain, rules) in new {
-                changed |= !rules.is_empty();
-                for exprs in rules {
-                    batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), witnessed));
+            let written = match stage {
+                Stage::Whole(written) => written.iter().find(|written| written.family == family),
+                Stage::Prepare => continue,
+            };
+            let forward = |claim: &Claim| Some([compiled.clone()?, shape::forward(claim)].concat());
+            let mut new: Vec<(&str, Vec<Vec<Expr>>)> = vec![
+                (HOSTPORTS, claims.iter().filter_map(forward).collect()),
+                (MASQUERADING, shape::masquerades(container.address(), wanted.snat)),
+            ];
+            for (chain, rules) in &state.rules {
+                let mut own = identity.own(rules, &wanted.addresses(), shape::container);
+                if let Some(written) = written.filter(|_| *chain == HOSTPORTS) {
+                    own.retain(|listed| written.replaces(listed));
+                }
+                former.remember(family, chain, &own);
+                let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
+                if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_here) {
+                    new.retain(|(name, _)| name != chain);
+                    continue;
+                }
+                for listed in own {
+                    batch.delete_rule(table, chain, listed.handle);
                 }
             }
+            for (chain, exprs) in new.into_iter().flat_map(|(chain, rules)| rules.into_iter().map(move |r| (chain, r)))
+            {
+                batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), witnessed));
+            }
+            for rule in written.iter().flat_map(|written| written.signs(&identity)) {
+                batch.append_rule(table, HOSTPORTS, &rule);
+            }
         }
+        let former = (!batch.is_empty()).then_some(former);
         self.nft.commit(batch)?;
-        Ok(Ensured::Done { changed, remarks })
+        Ok(Ensured::Done { former, remarks })
     }
 
     /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
@@ -241,61 +256,6 @@ impl NftPortMap {
             }
         }
         Ok(false)
-    }
-
-    /// What is not as [`ensure`](NftPortMap::ensure) would have it, one sentence each; empty if all is well. What Go
-    /// made passes, with its conditions in the shared chains, and doubled.
-    pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
-        let identity = Identity::new(&wanted.mark);
-        let addresses: Vec<IpAddr> = wanted.containers.iter().map(|container| container.address()).collect();
-        let mut differences = Vec::new();
-        for (container, claims) in wanted.families() {
-            let family = Family::of(container.address());
-            let table = shape::table(family);
-            let state = self.state(family, wanted.snat, &identity, &[])?;
-            for chain in &state.missing {
-                differences.push(format!("nft chain {table} {chain} is missing"));
-            }
-            let (mut mapped, mut masqueraded, mut by_go) = (Vec::new(), Vec::new(), false);
-            for (chain, rules) in &state.rules {
-                for listed in identity.own(rules, &addresses, shape::container) {
-                    by_go |= identity.owner(&listed.rule) == identity::Owner::Container;
-                    match shape::read(&listed.rule) {
-                        Some((claim, _)) if *chain != MASQUERADING => mapped.push((claim, &listed.rule.exprs)),
-                        _ => masqueraded.push(&listed.rule.exprs),
-                    }
-                }
-            }
-            differences.extend(
-                state
-                    .without_a_way(by_go)
-                    .into_iter()
-                    .map(|chain| format!("nft chain {table} {chain} has no rule that leads on to the mappings")),
-            );
-            let conditions = conditions::compile(wanted.conditions(family), family).ok();
-            for claim in &claims {
-                let exprs = conditions.clone().map(|conditions| [conditions, shape::forward(claim)].concat());
-                let is_it = |there: &Claim, rule: &Vec<Expr>| match &exprs {
-                    Some(exprs) if !by_go => rule == exprs,
-                    _ => there == claim,
-                };
-                if !mapped.iter().any(|(there, rule)| is_it(there, rule)) {
-                    let msg = format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to");
-                    differences.push(format!("{msg} {}", claim.container));
-                }
-            }
-            for (claim, _) in mapped.iter().filter(|(claim, _)| !claims.contains(claim)) {
-                let msg = format!("nft chain {table} {HOSTPORTS} also maps {claim} to {}", claim.container);
-                differences.push(format!("{msg}, which was not asked for"));
-            }
-            for exprs in shape::masquerades(container.address(), wanted.snat) {
-                if !masqueraded.contains(&&exprs) {
-                    let msg = format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address());
-                    differences.push(msg);
-                }
-            }
-        }
-        Ok(differences)
     }
 
     /// The shared chains, and of the containers' rules those of this container and those about a claimed port.
@@ -381,13 +341,6 @@ impl State {
         for (chain, exprs) in &self.gaps {
             batch.append_rule(table, chain, &Rule::new(exprs.clone()));
         }
-    }
-
-    /// The chains from which no way leads on. A base chain with Go's conditions in it has one for what Go made.
-    fn without_a_way(&self, by_go: bool) -> Vec<&'static str> {
-        let is_gap = |name: &'static str| self.gaps.iter().any(|(chain, _)| *chain == name);
-        let shared = ENTRIES.into_iter().map(|(name, _)| name).filter(|_| !by_go).chain([ALL]);
-        shared.filter(|name| is_gap(name) && !self.missing.contains(name)).collect()
     }
 }
 

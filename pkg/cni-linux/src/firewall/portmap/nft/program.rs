@@ -1,18 +1,19 @@
 //! Conditions that only `nft` itself understands: sets, connection states, whatever its language has.
 //!
-//! The rules of such a family are written by `nft -f -`, which costs a process. `nft` writes no tags, so a rule without
-//! effect beside them says, by their handles, whose they are. Between the two the rules look like Go's.
+//! The rules of such a family are added by `nft -f -`, which costs a process, behind what the attachment has; the
+//! transaction after it removes that. `nft` writes no tags, so rules without effect beside them say, by their handles,
+//! whose they are, and by a hash of the text whether an ADD would write the same again: then it does not. Between the two
+//! the rules look like Go's.
 
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::machine::{Child, Exit, Machine, OnSigterm};
 
 use super::shape::{self, HOSTPORTS};
-use super::{Identity, NftPortMap, Refusal};
+use super::{Forwarding, Identity, NftPortMap, Refusal, conditions};
 use crate::error::Result;
-use crate::firewall::nft::Batch;
+use crate::firewall::nft::{Batch, Listed, Rule};
 use crate::firewall::portmap::{Claim, identity};
 use crate::route::Family;
 
@@ -43,46 +44,117 @@ pub(super) fn text(family: Family, conditions: &[String], claims: &[Claim], comm
     text
 }
 
-impl NftPortMap {
-    /// Adds the mappings of one family by the program, and signs them.
-    pub(super) fn run(
-        &mut self,
-        machine: &dyn Machine,
-        program: &std::path::Path,
-        identity: &Identity,
-        family: Family,
-        (conditions, token): (&[String], &str),
-        claims: &[Claim],
-    ) -> Result<(), Refusal> {
-        let refused = |why: String| Refusal::Condition { token: token.to_owned(), why };
-        let text = text(family, conditions, claims, &identity.comment);
+/// The mappings of one family, which the program writes.
+pub(super) struct Written {
+    pub(super) family: Family,
+    claims: Vec<Claim>,
+    text: String,
+    token: String,
+    program: PathBuf,
+    /// The rules it has added; `None` if an earlier ADD had the same text and its rules are all there.
+    fresh: Option<Vec<u64>>,
+}
+
+impl Written {
+    /// Those of all families whose conditions are not compiled here.
+    pub(super) fn all(wanted: &Forwarding) -> Result<Vec<Written>, Refusal> {
+        let mut all = Vec::new();
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            let conditions = wanted.conditions(family);
+            let Err(unknown) = conditions::compile(conditions, family) else { continue };
+            let token = unknown.token;
+            let Some(program) = find() else {
+                let why = "it is beyond what this plugin compiles itself, and there is no program nft on this host";
+                return Err(Refusal::Condition { token, why: why.to_owned() });
+            };
+            let text = text(family, conditions, &claims, &Identity::new(&wanted.mark).comment);
+            all.push(Written { family, claims, text, token, program, fresh: Some(Vec::new()) });
+        }
+        Ok(all)
+    }
+
+    /// Whether this rule, one of the attachment's, is an earlier ADD's that this one replaces.
+    pub(super) fn replaces(&self, listed: &Listed) -> bool {
+        self.fresh.as_ref().is_some_and(|fresh| !fresh.contains(&listed.handle))
+    }
+
+    /// The rules that say whose the new ones are.
+    pub(super) fn signs(&self, identity: &Identity) -> Vec<Rule> {
+        self.fresh.as_deref().map(|fresh| identity.sign_others(fresh, &self.text)).unwrap_or_default()
+    }
+
+    fn run(&self, machine: &dyn Machine) -> Result<(), Refusal> {
+        let refused = |why: String| Refusal::Condition { token: self.token.clone(), why };
         let child = Child {
-            program: program.to_owned(),
+            program: self.program.clone(),
             args: vec!["-f".into(), "-".into()],
             env: None,
-            stdin: text.as_bytes(),
+            stdin: self.text.as_bytes(),
             timeout: LIMIT,
             on_sigterm: OnSigterm::Kill,
         };
-        let output = machine.run(&child).map_err(|error| refused(format!("{}: {error}", program.display())))?;
-        if output.status != Exit::Status(0) {
-            let said = String::from_utf8_lossy(&output.stderr);
-            let said = said.lines().next().unwrap_or_default();
-            return Err(refused(format!("{} -f -: {}: {said}", program.display(), output.status)));
+        let program = self.program.display();
+        let output = machine.run(&child).map_err(|error| refused(format!("{program}: {error}")))?;
+        if output.status == Exit::Status(0) {
+            return Ok(());
         }
-        let addresses: Vec<IpAddr> = claims.iter().map(|claim| claim.container.ip()).collect();
-        Ok(self.sign(identity, family, &addresses)?)
+        let said = String::from_utf8_lossy(&output.stderr);
+        Err(refused(format!("{program} -f -: {}: {}", output.status, said.lines().next().unwrap_or_default())))
+    }
+}
+
+impl NftPortMap {
+    /// Has the program add what it has to; what the attachment has stays beside it. On failure nothing is added.
+    pub(super) fn write(
+        &mut self,
+        machine: &dyn Machine,
+        wanted: &Forwarding,
+        all: &mut [Written],
+    ) -> Result<(), Refusal> {
+        let identity = Identity::new(&wanted.mark);
+        let done = all.iter_mut().try_for_each(|written| self.write_one(machine, &identity, written));
+        if done.is_err() {
+            self.discard(all)?;
+        }
+        done
     }
 
-    fn sign(&mut self, identity: &Identity, family: Family, addresses: &[IpAddr]) -> Result<()> {
-        let table = shape::table(family);
-        let rules = self.nft.rules(table, HOSTPORTS)?;
-        let own = identity.own(&rules, addresses, shape::container);
-        let unsigned = own.iter().filter(|listed| identity.owner(&listed.rule) == identity::Owner::Container);
-        let handles: Vec<u64> = unsigned.map(|listed| listed.handle).collect();
-        let mut batch = Batch::new();
-        batch.append_rule(table, HOSTPORTS, &identity.sign_others(&handles));
-        self.nft.commit(batch)
+    fn write_one(&mut self, machine: &dyn Machine, identity: &Identity, written: &mut Written) -> Result<(), Refusal> {
+        let table = shape::table(written.family);
+        let before = self.nft.rules_with(table, HOSTPORTS, &identity.comment)?;
+        if identity.has_signed(&before, &written.text) {
+            written.fresh = None;
+            return Ok(());
+        }
+        written.run(machine)?;
+        let leads_here = |rule: &Rule| {
+            let leads_to = shape::container(rule);
+            leads_to.is_none_or(|address| written.claims.iter().any(|claim| claim.container.ip() == address))
+        };
+        let is_new = |listed: &&Listed| {
+            !before.iter().any(|old| old.handle == listed.handle)
+                && identity.owner(&listed.rule) == identity::Owner::Container
+                && leads_here(&listed.rule)
+        };
+        let after = self.nft.rules_with(table, HOSTPORTS, &identity.comment)?;
+        written.fresh = Some(after.iter().filter(is_new).map(|listed| listed.handle).collect());
+        Ok(())
+    }
+
+    /// Takes back what the program has added.
+    pub(super) fn discard(&mut self, all: &[Written]) -> Result<()> {
+        for written in all {
+            for handle in written.fresh.iter().flatten() {
+                let mut batch = Batch::new();
+                batch.delete_rule(shape::table(written.family), HOSTPORTS, *handle);
+                match self.nft.commit(batch) {
+                    Err(error) if error.is_not_found() => {}
+                    done => done?,
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -19,12 +19,12 @@ fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwardin
     }
 }
 
-fn ensure(wanted: &Forwarding) -> Ensured {
+fn ensure(wanted: &Forwarding) -> Ensured<Former> {
     NftPortMap::open().unwrap().ensure(&machine(), wanted).unwrap()
 }
 
-fn is_changed(ensured: Ensured) -> bool {
-    matches!(ensured, Ensured::Done { changed: true, .. })
+fn is_changed(ensured: Ensured<Former>) -> bool {
+    matches!(ensured, Ensured::Done { former: Some(_), .. })
 }
 
 #[test]
