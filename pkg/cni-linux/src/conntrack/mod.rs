@@ -3,8 +3,10 @@
 //! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a container that is
 //! gone, or to nobody, until its entry is deleted here; then its next packet is a first one.
 //!
-//! One pass over the table for all ports, none where nothing is tracked. Never waits, never runs a program. A newcomer's mistake: matching the port
-//! alone. The connections of other hosts' clients to that port *elsewhere* pass through this table too, and must live.
+//! One pass over the table for all ports, as [`text`] or as a list over netlink, none where nothing is tracked. The
+//! kernel can be asked for one entry only by all there is of its addresses and ports, so there is no way around the pass.
+//! Never waits, never runs a program. A newcomer's mistake: matching the port alone. The connections of other hosts'
+//! clients to that port *elsewhere* pass through this table too, and must live.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -19,6 +21,8 @@ use crate::Netlink;
 use crate::error::{Cause, Error, Result};
 use crate::firewall::nft::decode::{self, Message, NLMSG_DONE, NLMSG_ERROR, attributes};
 use crate::firewall::portmap::{Claim, Protocol};
+
+mod text;
 
 /// A dump's parts are at most 32 KiB.
 const RECEIVE: usize = 64 * 1024;
@@ -98,11 +102,13 @@ impl Conntrack {
     /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim without a host address is
     /// for every address this host has. Returns how many. A kernel without connection tracking has none.
     pub fn forget(&mut self, claims: &[Claim], forget: Forget) -> Result<usize> {
-        if claims.is_empty() || is_empty() {
+        let tracked = count();
+        if claims.is_empty() || tracked == Some(0) {
             return Ok(0);
         }
         let wanted = Wanted::of(claims);
-        let entries = match self.entries(&wanted) {
+        let short = tracked.filter(|tracked| text::is_cheaper(*tracked)).and_then(|_| text::entries(&wanted));
+        let entries = match short.map_or_else(|| self.entries(&wanted), Ok) {
             Err(error) if error.is_unsupported() => return Ok(0),
             entries => entries?,
         };
@@ -218,10 +224,10 @@ impl Conntrack {
     }
 }
 
-/// Whether nothing at all is tracked in the calling thread's namespace. A pass over the table costs some ms even then,
-/// because the kernel walks every bucket that all namespaces share (262,144 of them: 3.5 ms).
-fn is_empty() -> bool {
-    crate::sysctl::read("net/netfilter/nf_conntrack_count").is_ok_and(|count| count == "0")
+/// How many connections are tracked in the calling thread's namespace, where the kernel tells. A pass over the table
+/// costs something even if it is none, because the kernel walks every bucket that all namespaces share.
+fn count() -> Option<u64> {
+    crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
 /// Whether the entry's first packet was one for the claim, as far as the entry tells.

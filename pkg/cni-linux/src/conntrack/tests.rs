@@ -85,6 +85,82 @@ fn of_its_own_connections_those_it_answers_are_forgotten() {
     });
 }
 
+#[test]
+fn text_and_list_tell_the_same() {
+    in_new_netns(|| {
+        track();
+        let dnat =
+            "table ip n { chain c { type nat hook output priority -100; udp dport 53 dnat to 127.0.0.9:5353; }; }";
+        let done = Command::new("nft").args([dnat]).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let _sockets = ["192.0.2.1:53", "127.0.0.1:54", "192.0.2.1:55", "[::1]:53"].map(send);
+        let listener = std::net::TcpListener::bind("127.0.0.1:80").unwrap();
+        let _stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let ports = [(Protocol::Udp, 53), (Protocol::Udp, 54), (Protocol::Tcp, 80), (Protocol::Tcp, 53)];
+        let wanted = Wanted { ports: ports.into_iter().collect(), family: 0 };
+        let plain = |entries: Vec<Entry>| {
+            let mut all: Vec<String> = entries
+                .iter()
+                .map(|entry| format!("{} {} {}", entry.protocol, entry.destination, entry.answered_by))
+                .collect();
+            all.sort();
+            all
+        };
+        let Some(text) = text::entries(&wanted) else {
+            crate::testing::skip("this kernel has no /proc/net/nf_conntrack");
+            return;
+        };
+        let text = plain(text);
+        assert_eq!(text, plain(Conntrack::open().unwrap().entries(&wanted).unwrap()));
+        let expected = ["tcp 127.0.0.1:80 127.0.0.1", "udp 127.0.0.1:54 127.0.0.1", "udp 192.0.2.1:53 127.0.0.9"];
+        assert!(expected.iter().all(|line| text.iter().any(|found| found == line)), "{text:?}");
+        // What the text names is what is deleted.
+        let mut conntrack = Conntrack::open().unwrap();
+        let tcp = Claim { protocol: Protocol::Tcp, ..claim(None, 80, "10.0.0.2:80") };
+        assert_eq!(conntrack.forget(&[tcp], Forget::Others).unwrap(), 1);
+        assert_eq!(conntrack.forget(&[claim(None, 53, "127.0.0.9:5353")], Forget::Own).unwrap(), 1);
+        assert_eq!(plain(conntrack.entries(&wanted).unwrap()).iter().filter(|line| !line.contains("::1")).count(), 1);
+    });
+}
+
+#[test]
+fn in_a_long_table_too_those_to_the_port_are_forgotten() {
+    in_new_netns(|| {
+        track();
+        let socket = send("192.0.2.1:53");
+        for number in 0..600_u16 {
+            let host = format!("127.1.{}.{}:99", number / 250, 1 + number % 250);
+            let _ = socket.send_to(b"x", host);
+        }
+        assert!(!text::is_cheaper(count().unwrap()), "{:?} entries", count());
+        let mut conntrack = Conntrack::open().unwrap();
+        assert_eq!(conntrack.forget(&[claim(None, 53, "10.0.0.2:53")], Forget::Others).unwrap(), 1);
+        assert_eq!(tracked(&[53]), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn text_that_is_not_understood_is_left_to_the_list() {
+    let wanted = Wanted { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 };
+    let line = |tail: &str| {
+        format!(
+            "ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED] src=10.0.0.2 {tail}\n"
+        )
+    };
+    let read = |text: &str| text::parse(text, &wanted).map(|entries| entries.len());
+    assert_eq!(read(&line("dst=10.0.0.9 sport=53 dport=4000 mark=0 zone=0 use=2")), Some(1));
+    let icmp =
+        "ipv4     2 icmp     1 29 src=10.0.0.9 dst=192.0.2.1 type=8 code=0 id=1 src=192.0.2.1 dst=10.0.0.9 use=2\n";
+    assert_eq!(read(&(icmp.to_owned() + &line("use=2"))), Some(1));
+    assert_eq!(read(&line("zone-orig=7 use=2")), None, "the addresses alone do not name it");
+    assert_eq!(read("ipv4 2 udp 17 29 src=10.0.0.9 dst=192.0.2.1"), None);
+    assert_eq!(read("udp"), None);
+    // The same entry by either way has the same name, but for its number.
+    let by_text = text::parse(&line("use=2"), &wanted).unwrap().remove(0);
+    let found = self::read(&a_message()).unwrap();
+    assert_eq!(found.key[..by_text.key.len()], by_text.key);
+}
+
 /// An entry as the kernel sends it: UDP, 10.0.0.9:4000 to 192.0.2.1:53, answered by 10.0.0.2.
 fn a_message() -> Vec<u8> {
     let tuple = |from: [u8; 4], to: [u8; 4], port: u16| {
@@ -117,6 +193,11 @@ fn an_entry_is_read() {
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_text_makes_it_panic(text in "(ipv[46] |udp 17 |[a-z]+=[0-9.:]+ |\\PC{0,4}|\n){0,40}") {
+        let _ = text::parse(&text, &Wanted { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 });
+    }
 
     #[test]
     fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), cut in 0_usize..200) {
