@@ -30,6 +30,9 @@ packages_of() {
         script) echo bsdutils ;;
         flock | unshare) echo util-linux ;;
         sysctl) echo procps ;;
+        modprobe) echo kmod ;;
+        qemu-system-x86_64) echo qemu-system-x86 ;;
+        setpriv) echo util-linux ;;
         *) echo "$1" ;;
     esac
 }
