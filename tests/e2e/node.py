@@ -19,7 +19,7 @@ import time
 NODE4, CLIENT4 = "203.0.113.1", "203.0.113.2"
 NODE6, CLIENT6 = "2001:db8::1", "2001:db8::2"
 # The subnets of every configuration here.
-PODS = re.compile(r"10\.88\.|fd00:88:")
+PODS = re.compile(r"10\.8[89]\.|fd00:88:")
 GO = "/opt/plugins/go"
 OURS = "/opt/plugins/ours"
 BIN = "/opt/cni/bin"
@@ -123,7 +123,7 @@ def become(scratch, packages, plugins, go):
     """Makes this process, which has new namespaces, a node."""
     sh("mount", "-t", "tmpfs", "-o", "mode=755", "node", scratch)
     root = f"{scratch}/root"
-    folders = ["usr", "etc", "proc", "sys", "dev", "run", "tmp", "root", "opt/cni/bin", "opt/old", "var/lib/cni"]
+    folders = ["usr", "etc", "proc", "sys", "dev", "run", "tmp", "root", "opt/cni/bin", "opt/old", "var/tmp", "var/lib/cni"]
     for folder in [f"root/{each}" for each in folders] + ["upper", "work"]:
         os.makedirs(f"{scratch}/{folder}")
     sh("mount", "--bind", root, root)
@@ -191,6 +191,10 @@ class Netns:
     def __exit__(self, *_):
         enter(self.before)
         os.close(self.before)
+
+    def routes(self):
+        """The destinations of the IPv4 routes."""
+        return [route["dst"] for route in json.loads(sh("nsenter", f"--net={self.path}", "ip", "-j", "route"))]
 
     def sysctl(self, key):
         with self:
@@ -378,6 +382,9 @@ SHARED_RULES = [
         r"-A (PREROUTING|OUTPUT) -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
         r"-A POSTROUTING .*-j CNI-HOSTPORT-MASQ",
         r"-A CNI-HOSTPORT-SETMARK .*-j MARK --set-xmark 0x2000/0x2000",
+        # Debian's firewall.
+        r":CNI-(ADMIN|FORWARD) -",
+        r"-A (CNI-)?FORWARD .*-j CNI-(ADMIN|FORWARD)",
         r"-A CNI-HOSTPORT-MASQ -m mark --mark 0x2000/0x2000 -j MASQUERADE",
     ]
 ]

@@ -1,0 +1,137 @@
+"""Podman 4 with its CNI backend: networks of bridge, portmap, tuning, and firewall, which is Debian's Go plugin."""
+
+import json
+import socket
+
+import image
+from node import GO, NODE4, Failed, Pod, Skip, expect, hear, sh, write
+
+CONTAINERS = """
+[containers]
+# A profile would be loaded into the machine's kernel.
+apparmor_profile = "unconfined"
+log_driver = "k8s-file"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+runtime = "{runtime}"
+[network]
+network_backend = "cni"
+cni_plugin_dirs = ["/opt/cni/bin"]
+network_config_dir = "/etc/cni/net.d"
+"""
+STORAGE = """
+[storage]
+driver = "overlay"
+graphroot = "/var/lib/containers/storage"
+runroot = "/run/containers/storage"
+"""
+BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
+
+
+def podman(*arguments):
+    return sh("podman", *arguments).strip()
+
+
+def start(node, runtime):
+    """Podman with that OCI runtime, the pod's image, and the plugin that is not ours."""
+    write("/etc/containers/containers.conf", CONTAINERS.format(runtime=runtime))
+    write("/etc/containers/storage.conf", STORAGE)
+    write("/etc/containers/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
+    try:
+        info = json.loads(sh("podman", "info", "--format", "json"))
+        sh(runtime, "--version")
+    except (FileNotFoundError, Failed) as error:
+        raise Skip(f"podman with {runtime} does not run here: {error}") from error
+    if info["host"].get("networkBackend") != "cni":
+        raise Skip(f"podman {info['version']['Version']} has no CNI backend")
+    node.use(GO, "firewall")
+    podman("load", "-q", "-i", image.build())
+
+
+def network(name, number, *more):
+    podman("network", "create", "--subnet", f"10.89.{number}.0/24", *more, name)
+
+
+def run(name, *arguments):
+    podman("run", "-d", "--name", name, "-e", f"NAME={name}", *arguments, image.NAME)
+    return pod(name)
+
+
+def pod(name):
+    """A running container as it is now: its namespace changes with each start."""
+    seen = json.loads(podman("inspect", name))[0]
+    addresses = []
+    for each in seen["NetworkSettings"]["Networks"].values():
+        addresses += [address for address in (each["IPAddress"], each["GlobalIPv6Address"]) if address]
+    return Pod(name, f"/proc/{seen['State']['Pid']}/ns/net", addresses)
+
+
+def published_ports(node, runtime):
+    start(node, runtime)
+    network("one", 1, "--ipv6", "--subnet", "fd00:88:1::/64")
+    ports = ["-p", "8080:80", "-p", "8080:53/udp", "-p", f"{NODE4}:8081:80"]
+    seen = run("first", "--network", "one", *ports, "--sysctl", "net.core.somaxconn=517")
+    expect(seen.netns.sysctl("net.core.somaxconn"), "517", "the sysctl")
+    seen.serve_udp(53)
+    node.prove(seen, 8080, BOTH)
+    expect(hear(node.client, NODE4, 8081), "first", "the port of one host address")
+    podman("network", "reload", "first")
+    node.prove(pod("first"), 8080, BOTH)
+    podman("restart", "-t", "0", "first")
+    seen = pod("first")
+    seen.serve_udp(53)
+    node.prove(seen, 8080, BOTH)
+    podman("stop", "-t", "0", "first")
+    expect(node.leftovers(), [], "left by podman stop")
+    podman("start", "first")
+    node.prove(pod("first"), 8080)
+    podman("rm", "-f", "-t", "0", "first")
+
+
+def scenario_published_ports_restart_and_reload_with_runc(node):
+    published_ports(node, "runc")
+
+
+def scenario_published_ports_restart_and_reload_with_crun(node):
+    published_ports(node, "crun")
+
+
+def scenario_two_networks_disconnect_and_connect(node):
+    start(node, "crun")
+    network("one", 1)
+    network("two", 2)
+    both = run("both", "--network", "one", "--network", "two", "-p", "8080:80")
+    other = run("other", "--network", "two", "-p", "8081:80")
+    node.prove(both, 8080)
+    expect(len(both.addresses), 2, "addresses")
+    podman("network", "disconnect", "two", "both")
+    one = pod("both")
+    expect(len(one.addresses), 1, "addresses after the disconnect")
+    node.prove(one, 8080)
+    node.prove(other, 8081)
+    podman("network", "connect", "two", "both")
+    node.prove(pod("both"), 8080)
+    # The default route was the first network's, and goes with it (docs/differences.md); Go's second route would be left.
+    podman("network", "disconnect", "one", "both")
+    two = pod("both")
+    expect(two.netns.routes(), ["10.89.2.0/24"], "routes")
+    expect(hear(node.home, two.addresses[0], 80), "both", "the pod by its own address")
+    # Started anew, the network that is left gives the default route.
+    podman("restart", "-t", "0", "both")
+    node.prove(pod("both"), 8080)
+    podman("rm", "-f", "-t", "0", "both")
+    node.prove(other, 8081)
+    podman("rm", "-f", "-t", "0", "other")
+    podman("network", "rm", "one", "two")
+
+
+def scenario_egress_through_a_forward_drop_policy(node):
+    start(node, "crun")
+    network("one", 1)
+    for program in ["iptables", "ip6tables"]:
+        sh(program, "-P", "FORWARD", "DROP")
+    # The firewall plugin opens the way out and for answers; nobody opens a published port for those outside.
+    node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080, outside=False)
+    podman("rm", "-f", "-t", "0", "first")
+
