@@ -15,7 +15,7 @@ use cni::skel::MachineRef;
 use cni::{Code, Error};
 
 use crate::report::Format;
-use crate::{Call, Exit, Streams, generate, help, ipam, network};
+use crate::{Call, Exit, Streams, generate, help, inspect, ipam, network};
 
 /// Where the networks are unless told otherwise.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
@@ -69,6 +69,9 @@ enum Verb {
     /// List a network's plugins and the versions they speak
     #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
     Version(network::Named),
+    /// Show what the kernel really holds for attachments, and what is left over
+    #[command(before_help = help::INSPECT, after_help = help::AFTER_INSPECT)]
+    Inspect(inspect::Inspect),
     /// See and repair the address reservations of host-local
     Ipam(ipam::Ipam),
     /// Print the completions for a shell
@@ -122,6 +125,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
         Verb::Status(args) => network::run(args.command("status", shared), call, streams).map(done),
         Verb::Version(args) => network::run(args.command("version", shared), call, streams).map(done),
+        Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
         Verb::Completions(args) => generate::completions(&args, streams).map(done),
         Verb::Man(args) => generate::man(&args).map(done),

@@ -161,3 +161,24 @@ Exit codes: 0 released, 1 not reserved, in use, or failed,
 Examples:
   cnitool ipam release mynet 10.1.0.7
   cnitool ipam release mynet --container-id 0123456789ab -i eth0";
+
+pub(crate) const INSPECT: &str = "\
+For each attachment that a runtime or cnitool remembers: the links on the host
+and in the container, addresses, routes, rules, the reservation, what tuning
+saved; a '!' marks what is not as the result of the add says. Then what is left
+over for nobody, each with the command that removes it. Changes nothing.
+
+What an add that is under way has made looks left over for a moment: look twice.
+Whether everything is as the plugins want it, 'cnitool check' asks them.";
+
+pub(crate) const AFTER_INSPECT: &str = "\
+Run it in the host's network namespace.
+
+Environment: NETCONFPATH
+Exit codes: 0 all is as it should be; 1 something differs or is left over, or it
+            failed; 2 the call made no sense
+
+Examples:
+  cnitool inspect
+  cnitool inspect mynet
+  cnitool inspect mynet 0123";

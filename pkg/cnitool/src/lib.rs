@@ -2,6 +2,7 @@
 //!
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
 //!   [`cni::libcni`].
+//! - `inspect`: attachments as they are, beside what their results said, and what is left over.
 //! - `ipam`: the reservations of host-local.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
@@ -18,6 +19,7 @@
 mod cli;
 mod generate;
 mod help;
+mod inspect;
 mod ipam;
 mod network;
 mod node;

@@ -113,11 +113,13 @@ impl Witnesses<'_> {
 pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
     let links = cni_linux::Netlink::open()?.list_links()?;
     let marked = |link: cni_linux::Link| {
-        let alias = link.alias?;
-        // What another plugin made is marked `cni-port:<mark> <its former alias>`.
-        let alias =
-            alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(&alias).to_owned();
+        let alias = mark_in(&link.alias?);
         cni_linux::Mark::parse(&alias).map(|_| (alias, link.name))
     };
     Ok(links.into_iter().filter_map(marked).collect())
+}
+
+/// The mark in an alias: a port that another plugin made is marked `cni-port:<mark> …`. Any other alias as it is.
+pub(crate) fn mark_in(alias: &str) -> String {
+    alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(alias).to_owned()
 }

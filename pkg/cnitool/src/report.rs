@@ -44,6 +44,8 @@ pub(crate) enum Colour {
     Red,
     /// Something may be wrong.
     Yellow,
+    /// A heading.
+    Bold,
 }
 
 /// A text in a colour, where the stream has any.
@@ -51,6 +53,7 @@ pub(crate) fn paint(style: Style, colour: Colour, text: &str) -> String {
     let code = match colour {
         Colour::Red => 31,
         Colour::Yellow => 33,
+        Colour::Bold => 1,
     };
     match style {
         Style::Plain => text.to_owned(),

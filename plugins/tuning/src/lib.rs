@@ -19,14 +19,15 @@ mod restore;
 mod sysctl;
 mod value;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use cni::config::ValidAttachments;
+use cni::config::{NetConf, ValidAttachments};
+use cni::rollback::Notes;
 use cni::skel::{Added, Call, Plugin};
 use cni::{Code, Error, Result};
 
 use allowlist::AllowList;
-use backup::Folder;
+use backup::{Content, Folder};
 use conf::Conf;
 
 /// The plugin.
@@ -35,6 +36,38 @@ pub struct Tuning;
 
 /// Where the node's administrator says which sysctls may be set. Without the file: all below `net`.
 const ALLOW_LIST: &str = "/etc/cni/tuning/allowlist.conf";
+
+/// What was saved of an attachment, for whoever looks at a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Saved {
+    /// The file.
+    pub path: PathBuf,
+    /// Network, container ID and interface; `None` in the Go plugin's files, which do not say.
+    pub owner: Option<(String, String, String)>,
+    /// What will be put back, in words.
+    pub settings: Vec<String>,
+}
+
+/// Every backup in the folder `conf` names. Files that say nothing are told to `notes`.
+///
+/// # Errors
+/// Code 5 if the folder or a file cannot be read; 6 for the configuration.
+pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
+    let mut all = Vec::new();
+    for backup in Folder::new(conf::data_dir(conf)?).list()? {
+        let path = backup.path().to_owned();
+        match backup.read()? {
+            Some(Content::Record(record, _)) => {
+                let settings = record.in_words();
+                let owner = record.attachment.map(|whose| (whose.network, whose.container_id, whose.ifname));
+                all.push(Saved { path, owner, settings });
+            }
+            Some(Content::Garbage(why)) => notes.note(format_args!("{}: {why}", path.display())),
+            None => {}
+        }
+    }
+    Ok(all)
+}
 
 impl Plugin for Tuning {
     fn name(&self) -> &'static str {

@@ -192,10 +192,10 @@ fn in_iptables(nat: &mut Nat<'_>, variant: Variant, held: &mut Vec<Held>) -> Res
         Family::V4 => format!("iptables-{variant}"),
         Family::V6 => format!("ip6tables-{variant}"),
     };
-    let names = |parsed: Option<(&str, &str)>, sign| Owner {
+    let names = |parsed: Option<(&str, &str)>, ifname, sign| Owner {
         network: parsed.map(|(network, _)| network.to_owned()),
         container: parsed.map(|(_, container)| container.to_owned()),
-        ifname: None,
+        ifname,
         sign,
     };
     let entry = |purpose, chain: &str, rule: &Rule, owner| Held {
@@ -206,22 +206,31 @@ fn in_iptables(nat: &mut Nat<'_>, variant: Variant, held: &mut Vec<Held>) -> Res
         removal: None,
     };
     let chain = masquerade_iptables::POSTROUTING;
-    for rule in nat.rules(chain)? {
+    for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
         if rule.target().is_some_and(masquerade_iptables::is_chain_name) {
             let parsed = comment.strip_prefix("name: \"").and_then(|rest| rest.strip_suffix('"'));
             let parsed = parsed.and_then(|rest| rest.split_once("\" id: \""));
-            let owner = names(parsed, Sign::MasqueradeIptables(comment.to_owned()));
+            let ifname = named_in(nat, rule)?;
+            let owner = names(parsed, ifname, Sign::MasqueradeIptables(comment.to_owned()));
             held.push(entry(Purpose::Masquerade, chain, rule, owner));
         }
     }
     let chain = portmap_iptables::DNAT;
-    for rule in nat.rules(chain)? {
+    for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
-        let owner = names(portmap_iptables::read_comment(comment), Sign::PortMapIptables(comment.to_owned()));
+        let ifname = named_in(nat, rule)?;
+        let owner = names(portmap_iptables::read_comment(comment), ifname, Sign::PortMapIptables(comment.to_owned()));
         held.push(entry(Purpose::PortMap, chain, rule, owner));
     }
     Ok(())
+}
+
+/// The interface that the chain a rule leads to names: the first, if it holds several attachments of the container.
+fn named_in(nat: &mut Nat<'_>, rule: &Rule) -> Result<Option<String>> {
+    let Some(chain) = rule.target() else { return Ok(None) };
+    let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
+    Ok(tags.filter_map(Mark::parse).map(|marked| marked.ifname).next())
 }
 
 #[cfg(test)]

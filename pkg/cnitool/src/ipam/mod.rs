@@ -51,9 +51,9 @@ enum Verb {
 }
 
 /// Where the reservations are.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Options of every ipam verb")]
-struct Place {
+pub(crate) struct Place {
     /// The folder of reservations [the networks' dataDir, else /var/lib/cni/networks]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     data_dir: Option<PathBuf>,
@@ -61,7 +61,7 @@ struct Place {
 
 /// Does what the arguments ask for.
 pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let desk = Desk { shared, call, data_dir: args.place.data_dir.as_deref(), notes: streams.notes.clone() };
+    let desk = Desk::new(shared, call, &args.place, &streams.notes);
     let (doing, outcome) = match &args.verb {
         Verb::List => ("ipam list", desk.list(streams)),
         Verb::Show(args) => ("ipam show", desk.show(args, streams)),
@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
 }
 
 /// What the verbs work with.
-struct Desk<'a, 'm> {
+pub(crate) struct Desk<'a, 'm> {
     shared: &'a Shared,
     call: &'a Call<'m>,
     data_dir: Option<&'a Path>,
@@ -80,9 +80,9 @@ struct Desk<'a, 'm> {
 }
 
 /// The addresses of one network.
-struct Addresses {
-    network: String,
-    data_dir: PathBuf,
+pub(crate) struct Addresses {
+    pub(crate) network: String,
+    pub(crate) data_dir: PathBuf,
     lock_timeout: Duration,
     /// What can be given out, or why that is not known.
     ranges: Result<RangeSets, String>,
@@ -90,9 +90,13 @@ struct Addresses {
     configured: bool,
 }
 
-impl Desk<'_, '_> {
+impl<'a, 'm> Desk<'a, 'm> {
+    pub(crate) fn new(shared: &'a Shared, call: &'a Call<'m>, place: &'a Place, notes: &Notes) -> Desk<'a, 'm> {
+        Desk { shared, call, data_dir: place.data_dir.as_deref(), notes: notes.clone() }
+    }
+
     /// Every network with reservations or with host-local in its configuration, by name.
-    fn all(&self) -> Result<Vec<Addresses>, Error> {
+    pub(crate) fn all(&self) -> Result<Vec<Addresses>, Error> {
         let mut found = Vec::new();
         for list in node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
             found.extend(self.of_list(&list));
@@ -185,7 +189,7 @@ impl Desk<'_, '_> {
     }
 
     /// The store under its lock, if it exists.
-    fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
+    pub(crate) fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
         self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine.0)
     }
 

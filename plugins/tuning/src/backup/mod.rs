@@ -152,6 +152,20 @@ impl Attachment {
 }
 
 impl Record {
+    /// What is to be put back, one setting each.
+    pub(crate) fn in_words(&self) -> Vec<String> {
+        let mut words: Vec<String> =
+            self.sysctls.iter().map(|saved| format!("{}={}", saved.path, saved.original)).collect();
+        let mut setting =
+            |name: &str, value: Option<String>| words.extend(value.map(|value| format!("{name} {value}")));
+        setting("mac", Some(self.mac.clone()).filter(|mac| !mac.is_empty()));
+        setting("mtu", self.mtu.map(|mtu| mtu.to_string()));
+        setting("promisc", self.promisc.map(|promisc| promisc.to_string()));
+        setting("allmulti", self.allmulti.map(|allmulti| allmulti.to_string()));
+        setting("txQLen", self.txqlen.map(|length| length.to_string()));
+        words
+    }
+
     /// The sysctl's entry, if it has one.
     pub(crate) fn find_sysctl(&self, path: &str) -> Option<&Saved> {
         self.sysctls.iter().find(|saved| saved.path == path)

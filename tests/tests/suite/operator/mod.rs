@@ -1,6 +1,7 @@
 //! cnitool's verbs for who looks after a node: each shows what is wrong on a node that was made so, and what it
 //! offers mends it.
 
+mod inspect;
 mod ipam;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
@@ -60,6 +61,21 @@ impl Operator {
             assert!(said.contains(word), "it should name `{word}`\n{}", outcome.report());
         }
         outcome
+    }
+
+    /// Runs a command that cnitool printed, as an operator would paste it.
+    #[track_caller]
+    pub(crate) fn paste(&self, command: &str) -> String {
+        let (bin, path) = (bin_dir(), std::env::var("PATH").unwrap_or_default());
+        let variables = [
+            format!("PATH={}:{path}", bin.display()),
+            format!("CNI_PATH={}", bin.display()),
+            format!("NETCONFPATH={}", self.node.dir().join("net.d").display()),
+        ];
+        let mut argv = vec!["env"];
+        argv.extend(variables.iter().map(String::as_str));
+        argv.extend(["sh", "-c", command]);
+        self.node.exec(&argv)
     }
 
     /// A container in the network.

@@ -1,0 +1,290 @@
+//! One attachment: its result, and what there is of it.
+
+use std::path::Path;
+
+use cni::json::Json;
+use cni::libcni::cache::Entry;
+use cni::result::{AddResult, Interface};
+use cni::version::Version;
+use cni_linux::route::Family;
+use cni_linux::{Addr, Link, Mark, Netlink, Netns, OperState, PortState};
+
+use super::Fact;
+use super::picture::{Picture, mark_of};
+use crate::Call;
+use crate::target::Presence;
+
+/// An attachment that is remembered, and what was found of it.
+pub(crate) struct Attached {
+    pub(crate) name: String,
+    pub(crate) network: String,
+    pub(crate) container_id: String,
+    pub(crate) ifname: String,
+    pub(crate) netns: String,
+    pub(crate) facts: Vec<Fact>,
+}
+
+impl Attached {
+    pub(crate) fn look(picture: &Picture, entry: &Entry, call: &Call<'_>) -> Attached {
+        let mark = mark_of(entry);
+        let netns = entry.attachment.netns.clone();
+        let mut facts = Vec::new();
+        let result = match result(entry) {
+            Ok(result) => result,
+            Err(why) => {
+                facts.push(Fact::differs("result", why));
+                AddResult::default()
+            }
+        };
+        host(picture, &mark, &result, &mut facts);
+        match Presence::of(&netns, call.machine) {
+            Presence::There => {
+                facts.push(Fact::fine("namespace", netns.clone()));
+                if let Err(why) = container(&netns, &mark.ifname, &result, &mut facts) {
+                    facts.push(Fact::differs("namespace", why.to_string()));
+                }
+            }
+            // A leftover, and told as such.
+            Presence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
+            Presence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
+        }
+        rules(picture, &mark, entry, &mut facts);
+        stored(picture, &mark, &result, &mut facts);
+        Attached {
+            name: format!("{} {} {}", mark.network, mark.container, mark.ifname),
+            network: mark.network,
+            container_id: mark.container,
+            ifname: mark.ifname,
+            netns,
+            facts,
+        }
+    }
+}
+
+fn result(entry: &Entry) -> Result<AddResult, String> {
+    let Some(raw) = &entry.result else { return Err("none is remembered".to_owned()) };
+    let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
+    AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
+}
+
+/// The links on the host: those that bear the mark, and those that the result names.
+fn host(picture: &Picture, mark: &Mark, result: &AddResult, facts: &mut Vec<Fact>) {
+    let marked = picture.marked.iter().filter(|(whose, _)| whose.alias() == mark.alias()).map(|(_, link)| link);
+    let named = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    let mut shown: Vec<u32> = Vec::new();
+    for link in marked {
+        shown.push(link.index);
+        facts.push(Fact::fine("host link", described(link, &picture.links)));
+    }
+    for interface in named {
+        match picture.links.iter().find(|link| link.name == interface.name) {
+            Some(link) if shown.contains(&link.index) => {}
+            Some(link) => {
+                let what = if link.is_bridge() { "bridge" } else { "host link" };
+                facts.push(Fact::fine(what, described(link, &picture.links)));
+            }
+            None => {
+                let text = format!("{} is in the result and not on the host", interface.name);
+                facts.push(Fact::differs("host link", text));
+            }
+        }
+    }
+}
+
+fn described(link: &Link, all: &[Link]) -> String {
+    let mut text = format!("{} ({}, index {}), mtu {}", link.name, link.kind, link.index, link.mtu);
+    if let Some(mac) = link.mac {
+        text += &format!(", {mac}");
+    }
+    text += match (link.up, link.oper_state) {
+        (false, _) => ", down",
+        (true, OperState::Down) => ", up without carrier",
+        (true, _) => ", up",
+    };
+    if let Some(master) = link.master.and_then(|master| all.iter().find(|other| other.index == master)) {
+        text += &format!(", port of {}", master.name);
+    }
+    if let Some(port) = link.port {
+        text += match port.state {
+            PortState::Forwarding => " (forwarding",
+            PortState::Disabled => " (disabled",
+            PortState::HeldBack => " (held back by the spanning tree",
+        };
+        text += if port.hairpin { ", hairpin" } else { "" };
+        text += if port.isolated { ", isolated" } else { "" };
+        text.push(')');
+    }
+    if let Some(bridge) = &link.bridge {
+        text += if bridge.vlan_filtering { ", vlan filtering" } else { "" };
+        text += if bridge.spanning_tree { ", spanning tree" } else { "" };
+    }
+    text
+}
+
+/// What is in the container's namespace, beside what the result says is there.
+fn container(path: &str, ifname: &str, result: &AddResult, facts: &mut Vec<Fact>) -> cni_linux::Result<()> {
+    let netlink = Netlink::open()?.open_in(&Netns::open(Path::new(path))?)?;
+    let links = netlink.list_links()?;
+    let inside: Vec<(usize, &Interface)> =
+        result.interfaces.iter().enumerate().filter(|(_, interface)| !interface.sandbox.is_empty()).collect();
+    for (_, interface) in &inside {
+        let Some(link) = links.iter().find(|link| link.name == interface.name) else {
+            let text = format!("{} is in the result and not in the namespace", interface.name);
+            facts.push(Fact::differs("interface", text));
+            continue;
+        };
+        facts.push(Fact::fine("interface", described(link, &[])));
+        let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+        if !interface.mac.is_empty() && !interface.mac.eq_ignore_ascii_case(&mac) {
+            let text = format!("{} has the MAC {mac}; the result says {}", interface.name, interface.mac);
+            facts.push(Fact::differs("interface", text));
+        }
+        if let Some(mtu) = interface.mtu.filter(|mtu| *mtu != link.mtu) {
+            let text = format!("{} has an MTU of {}; the result says {mtu}", interface.name, link.mtu);
+            facts.push(Fact::differs("interface", text));
+        }
+    }
+    if !inside.iter().any(|(_, interface)| interface.name == ifname)
+        && let Some(link) = links.iter().find(|link| link.name == ifname)
+    {
+        facts.push(Fact::fine("interface", described(link, &[])));
+    }
+    addresses(&netlink, ifname, &links, result, facts)?;
+    routes(&netlink, ifname, &links, result, facts)
+}
+
+fn addresses(
+    netlink: &Netlink,
+    ifname: &str,
+    links: &[Link],
+    result: &AddResult,
+    facts: &mut Vec<Fact>,
+) -> cni_linux::Result<()> {
+    let there: Vec<Addr> = netlink.list_all_addresses()?;
+    let index = |name: &str| links.iter().find(|link| link.name == name).map(|link| link.index);
+    for ip in &result.ips {
+        let name = ip.interface.and_then(|at| result.interfaces.get(at)).map_or(ifname, |one| one.name.as_str());
+        match there.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index(name)) {
+            Some(addr) if addr.dad_failed => {
+                facts.push(Fact::differs("address", format!("{} on {name} is somebody else's too", ip.address)));
+            }
+            Some(addr) if addr.tentative => {
+                facts.push(Fact::fine("address", format!("{} on {name}, still tentative", ip.address)));
+            }
+            Some(_) => facts.push(Fact::fine("address", format!("{} on {name}", ip.address))),
+            None => {
+                facts.push(Fact::differs("address", format!("{} is in the result and not on {name}", ip.address)));
+            }
+        }
+    }
+    for addr in there.iter().filter(|addr| addr.scope == 0 && Some(addr.index) == index(ifname)) {
+        if !result.ips.iter().any(|ip| ip.address == addr.cidr) {
+            facts.push(Fact::fine("address", format!("{} on {ifname}, not in the result", addr.cidr)));
+        }
+    }
+    Ok(())
+}
+
+fn routes(
+    netlink: &Netlink,
+    ifname: &str,
+    links: &[Link],
+    result: &AddResult,
+    facts: &mut Vec<Fact>,
+) -> cni_linux::Result<()> {
+    let mut there = netlink.list_all_routes(Family::V4)?;
+    there.extend(netlink.list_all_routes(Family::V6)?);
+    let name = |index: u32| links.iter().find(|link| link.index == index).map_or("?", |link| link.name.as_str());
+    for route in &result.routes {
+        let gw = route.gw.or_else(|| {
+            let same = |ip: &&cni::result::IpConfig| ip.address.is_ipv4() == route.dst.is_ipv4();
+            result.ips.iter().find(same).and_then(|ip| ip.gateway)
+        });
+        let text = match gw {
+            Some(gw) => format!("{} via {gw}", route.dst),
+            None => route.dst.to_string(),
+        };
+        let found = there.iter().find(|one| {
+            one.dst == route.dst.network() && (one.gw == gw || gw.is_none()) && one.table_id() == table(route.table)
+        });
+        match found {
+            Some(one) => facts.push(Fact::fine("route", format!("{text} dev {}", name(one.oif)))),
+            None => facts.push(Fact::differs("route", format!("{text} is in the result and not in the namespace"))),
+        }
+    }
+    if result.routes.is_empty() {
+        for one in there.iter().filter(|one| one.gw.is_some() && name(one.oif) == ifname) {
+            let gw = one.gw.map(|gw| gw.to_string()).unwrap_or_default();
+            facts.push(Fact::fine("route", format!("{} via {gw} dev {ifname}, not in the result", one.dst)));
+        }
+    }
+    Ok(())
+}
+
+fn table(table: Option<u32>) -> u32 {
+    table.filter(|table| *table != 0).unwrap_or(cni_linux::route::MAIN_TABLE)
+}
+
+/// The rules there are, and those that the configuration of the ADD asked for and that are not.
+fn rules(picture: &Picture, mark: &Mark, entry: &Entry, facts: &mut Vec<Fact>) {
+    let mut found = Vec::new();
+    for held in picture.rules.iter().filter(|held| held.owner.is(mark)) {
+        found.push(held.purpose.to_string());
+        let what = match held.purpose {
+            cni_linux::firewall::survey::Purpose::Masquerade => "masquerade",
+            cni_linux::firewall::survey::Purpose::PortMap => "host port",
+            cni_linux::firewall::survey::Purpose::SpoofCheck => "macspoofchk",
+        };
+        facts.push(Fact::fine(what, format!("{}  [{}]", held.text, held.place)));
+    }
+    let Ok(config) = Json::parse(&entry.config) else { return };
+    let plugins = match config.get("plugins") {
+        Some(Json::Array(plugins)) => plugins.as_slice(),
+        _ => &[],
+    };
+    let is_on = |plugin: &Json, key: &str| plugin.get(key) == Some(&Json::Bool(true));
+    let kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str).unwrap_or_default().to_owned();
+    let mappings = entry.attachment.capability_args.get_exact("portMappings").map(|raw| raw.get().trim().to_owned());
+    let has_mappings = mappings.is_some_and(|text| !matches!(text.as_str(), "null" | "[]"));
+    for (what, purpose, wanted) in [
+        ("masquerade", "masquerade", plugins.iter().any(|plugin| is_on(plugin, "ipMasq"))),
+        ("macspoofchk", "macspoofchk", plugins.iter().any(|plugin| is_on(plugin, "macspoofchk"))),
+        ("host port", "portmap", has_mappings && plugins.iter().any(|plugin| kind(plugin) == "portmap")),
+    ] {
+        if wanted && !found.iter().any(|one| one == purpose) {
+            facts.push(Fact::differs(what, "there is no rule, although the configuration asked for one"));
+        }
+    }
+}
+
+/// What is on the disk.
+fn stored(picture: &Picture, mark: &Mark, result: &AddResult, facts: &mut Vec<Fact>) {
+    let mut held = Vec::new();
+    for (network, folder, reservations) in &picture.reservations {
+        for one in reservations.iter().filter(|one| *network == mark.network && one.id == mark.container) {
+            if one.ifname.as_ref().is_none_or(|name| *name == mark.ifname) {
+                held.push(one.address);
+                let text = format!("{}  [{}]", one.address, folder.join(network).display());
+                facts.push(Fact::fine("reservation", text));
+            }
+        }
+    }
+    // Only where the network reserves addresses at all.
+    let reserves = picture.reservations.iter().any(|(network, ..)| *network == mark.network);
+    for ip in result.ips.iter().filter(|ip| reserves && !held.contains(&ip.address.address())) {
+        let address = ip.address.address();
+        facts.push(Fact::differs("reservation", format!("{address} is in the result and not reserved for it")));
+    }
+    for saved in &picture.saved {
+        let owner = saved.owner.as_ref().map(|(network, id, ifname)| Mark::new(network, id, ifname));
+        let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
+        let is_its = match owner {
+            Some(owner) => owner == *mark,
+            None => file == format!("{}_{}.json", mark.container, mark.ifname),
+        };
+        if is_its {
+            let text = format!("{}  [{}]", saved.settings.join(", "), saved.path.display());
+            facts.push(Fact::fine("saved", text));
+        }
+    }
+}

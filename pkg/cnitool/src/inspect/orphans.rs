@@ -1,0 +1,204 @@
+//! What is there for nobody: links, rules, reservations, backups and memories whose container is gone.
+//!
+//! Nobody is: no runtime remembers the attachment, and no link of the host bears its mark. What an ADD has made that is
+//! still under way looks the same for a moment, which is why nothing is removed here; the command is only told.
+
+use std::path::Path;
+
+use cni::Error;
+use cni::libcni::cache::Entry;
+use cni_linux::Mark;
+use serde_json::{Value, json};
+
+use super::picture::{Picture, mark_of};
+use crate::Call;
+use crate::node::{Life, Witnesses};
+use crate::target::Presence;
+
+/// Something left over.
+pub(crate) struct Orphan {
+    pub(crate) kind: &'static str,
+    pub(crate) what: String,
+    pub(crate) network: Option<String>,
+    pub(crate) container: Option<String>,
+    pub(crate) why: String,
+    /// What removes it.
+    pub(crate) command: String,
+}
+
+impl Orphan {
+    pub(crate) fn json(&self) -> Value {
+        json!({
+            "kind": self.kind,
+            "what": self.what,
+            "network": self.network,
+            "containerID": self.container,
+            "reason": self.why,
+            "command": self.command,
+        })
+    }
+}
+
+/// Everything that is left over.
+pub(crate) fn find(picture: &Picture, call: &Call<'_>) -> Result<Vec<Orphan>, Error> {
+    let mut orphans = Vec::new();
+    memories(picture, call, &mut orphans);
+    links(picture, &mut orphans);
+    rules(picture, &mut orphans);
+    reservations(picture, call, &mut orphans);
+    backups(picture, &mut orphans);
+    // One command often removes several things; each is told, for it is what was found.
+    Ok(orphans)
+}
+
+/// A DEL by hand of whatever is left, where there is a network to ask.
+fn del(picture: &Picture, mark: &Mark) -> Option<String> {
+    let Mark { network, container, ifname } = mark;
+    let plain = [network, container, ifname].iter().all(|word| word.bytes().all(is_plain));
+    (picture.is_configured(network) && plain && !container.starts_with('#'))
+        .then(|| format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"))
+}
+
+/// Whether a byte means nothing to a shell.
+fn is_plain(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b':' | b'/' | b'@' | b'+')
+}
+
+/// A word as a shell takes it.
+pub(crate) fn quoted(word: &str) -> String {
+    if !word.is_empty() && word.bytes().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+fn is_over(entry: &Entry, call: &Call<'_>) -> Option<String> {
+    match Presence::of(&entry.attachment.netns, call.machine) {
+        Presence::Gone(why) => Some(format!("its namespace {} is gone: {why}", entry.attachment.netns)),
+        Presence::There | Presence::Unknown(_) => None,
+    }
+}
+
+fn memories(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+    for entry in &picture.remembered {
+        let Some(why) = is_over(entry, call) else { continue };
+        let mark = mark_of(entry);
+        // Where its file is gone, DEL takes the configuration that is remembered.
+        let words = [&mark.network, &mark.container, &mark.ifname].map(|word| quoted(word));
+        let [network, container, ifname] = &words;
+        orphans.push(Orphan {
+            kind: "attachment",
+            what: format!("{} {} {}", mark.network, mark.container, mark.ifname),
+            command: format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"),
+            network: Some(mark.network),
+            container: Some(mark.container),
+            why,
+        });
+    }
+}
+
+fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
+    for (mark, link) in &picture.marked {
+        let is_remembered = picture.remembered.iter().any(|entry| mark_of(entry).alias() == mark.alias());
+        // A long ID stands in the alias as a hash, which the memory's mark has too.
+        let is_hashed = link.alias.as_deref().is_some_and(|alias| {
+            picture.remembered.iter().any(|entry| mark_of(entry).is_on(Some(&crate::node::mark_in(alias))))
+        });
+        if is_remembered || is_hashed {
+            continue;
+        }
+        let command = del(picture, mark).unwrap_or_else(|| format!("ip link delete {}", quoted(&link.name)));
+        orphans.push(Orphan {
+            kind: "link",
+            what: format!("{}, marked {} {} {}", link.name, mark.network, mark.container, mark.ifname),
+            network: Some(mark.network.clone()),
+            container: Some(mark.container.clone()),
+            why: "no runtime remembers its attachment".to_owned(),
+            command,
+        });
+    }
+}
+
+fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
+    for held in &picture.rules {
+        let known = picture.remembered.iter().map(mark_of).chain(picture.marked.iter().map(|(mark, _)| mark.clone()));
+        if known.into_iter().any(|mark| held.owner.is(&mark)) {
+            continue;
+        }
+        let owner = &held.owner;
+        let mark = match (&owner.network, &owner.container) {
+            (Some(network), Some(id)) => {
+                let mark = Mark::new(network, id, owner.ifname.as_deref().unwrap_or("eth0"));
+                // A comment that was cut names nobody.
+                held.owner.is(&mark).then_some(mark)
+            }
+            _ => None,
+        };
+        let command = mark.as_ref().and_then(|mark| del(picture, mark)).or_else(|| held.removal.clone());
+        let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
+        orphans.push(Orphan {
+            kind: "rule",
+            what: format!("{} of {}: {}  [{}]", held.purpose, names.join(" "), held.text, held.place),
+            network: owner.network.clone(),
+            container: owner.container.clone(),
+            why: "no runtime remembers its attachment, and no link bears its mark".to_owned(),
+            command: command.unwrap_or_else(|| format!("see 'iptables-save -t nat', chain of {}", held.place)),
+        });
+    }
+}
+
+fn reservations(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+    let marks = picture.marked.iter().map(|(mark, link)| (mark.alias(), link.name.clone())).collect();
+    let witnesses = Witnesses { remembered: &picture.remembered, marks: &marks, machine: call.machine };
+    for (network, folder, reservations) in &picture.reservations {
+        for one in reservations {
+            // What is remembered and over is told as an attachment.
+            let Life::Unknown(why) = witnesses.judge(network, &one.id, one.ifname.as_deref()) else { continue };
+            let usual = folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || picture.is_configured(network);
+            let data_dir =
+                if usual { String::new() } else { format!(" --data-dir {}", quoted(&folder.to_string_lossy())) };
+            orphans.push(Orphan {
+                kind: "reservation",
+                what: format!("{one}  [{}]", folder.join(network).display()),
+                network: Some(network.clone()),
+                container: Some(one.id.clone()),
+                why,
+                command: format!("cnitool ipam release {} {}{data_dir}", quoted(network), one.address),
+            });
+        }
+    }
+}
+
+fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
+    for saved in &picture.saved {
+        let remove = || format!("rm {}", quoted(&saved.path.to_string_lossy()));
+        let (network, container, command) = match &saved.owner {
+            Some((network, id, ifname)) => {
+                let mark = Mark::new(network, id, ifname);
+                if picture.is_known(&mark) {
+                    continue;
+                }
+                (Some(network.clone()), Some(id.clone()), del(picture, &mark).unwrap_or_else(remove))
+            }
+            None => {
+                let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
+                let is_its = |entry: &Entry| {
+                    file == format!("{}_{}.json", entry.attachment.container_id, entry.attachment.ifname)
+                };
+                if picture.remembered.iter().any(is_its) {
+                    continue;
+                }
+                (None, None, remove())
+            }
+        };
+        orphans.push(Orphan {
+            kind: "backup",
+            what: format!("{}: {}", saved.path.display(), saved.settings.join(", ")),
+            network,
+            container,
+            why: "no runtime remembers its attachment".to_owned(),
+            command,
+        });
+    }
+}

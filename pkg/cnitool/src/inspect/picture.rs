@@ -1,0 +1,95 @@
+//! All that is looked at, read once.
+
+use std::path::PathBuf;
+
+use cni::Error;
+use cni::config::NetConf;
+use cni::libcni::NetworkList;
+use cni::libcni::cache::Entry;
+use cni::rollback::Notes;
+use cni_ipam::Reservation;
+use cni_linux::firewall::survey::{Held, survey};
+use cni_linux::{Link, Mark, Netlink};
+use plugin_tuning::{Saved, saved};
+
+use crate::Call;
+use crate::cli::{Shared, Variables};
+use crate::ipam::{Desk, Place};
+use crate::node;
+
+/// A node at one moment.
+pub(crate) struct Picture {
+    pub(crate) networks: Vec<NetworkList>,
+    pub(crate) remembered: Vec<Entry>,
+    /// The links of the namespace of this process, which is taken for the host's.
+    pub(crate) links: Vec<Link>,
+    /// Whose mark a link bears.
+    pub(crate) marked: Vec<(Mark, Link)>,
+    pub(crate) rules: Vec<Held>,
+    pub(crate) saved: Vec<Saved>,
+    /// By network and folder.
+    pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
+}
+
+impl Picture {
+    pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Picture, Error> {
+        let networks = node::networks(&shared.conf_folder(&Variables(&call.environment)))?;
+        let listing = shared.cache().list_all()?;
+        listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
+        let links = Netlink::open()?.list_links()?;
+        let marked = links.iter().filter_map(|link| Some((bearer(link)?, link.clone()))).collect();
+        let mut folders: Vec<NetConf> = Vec::new();
+        for list in &networks {
+            for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
+                folders.extend(list.request(plugin, None).and_then(NetConf::parse));
+            }
+        }
+        // The usual folder too: its network may have left the configuration.
+        folders.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
+        let mut backups: Vec<Saved> = Vec::new();
+        for conf in folders {
+            for one in saved(&conf, notes)? {
+                if !backups.iter().any(|known| known.path == one.path) {
+                    backups.push(one);
+                }
+            }
+        }
+        let place = Place::default();
+        let desk = Desk::new(shared, call, &place, notes);
+        let mut reservations = Vec::new();
+        for addresses in desk.all()? {
+            let held = match desk.lock(&addresses)? {
+                Some(mut locked) => locked.list()?,
+                None => Vec::new(),
+            };
+            let folder = addresses.data_dir.clone();
+            reservations.push((addresses.network, folder, held));
+        }
+        let rules = survey(call.machine.0, notes)?;
+        Ok(Picture { networks, remembered: listing.entries, links, marked, rules, saved: backups, reservations })
+    }
+
+    /// Whether a network of this name is configured.
+    pub(crate) fn is_configured(&self, network: &str) -> bool {
+        self.networks.iter().any(|list| list.name() == network)
+    }
+
+    /// Whether it is remembered, or a link of the host bears its mark.
+    pub(crate) fn is_known(&self, mark: &Mark) -> bool {
+        self.remembered.iter().any(|entry| mark_of(entry) == *mark)
+            || self.marked.iter().any(|(known, _)| known == mark)
+    }
+}
+
+/// The mark of a remembered attachment.
+pub(crate) fn mark_of(entry: &Entry) -> Mark {
+    Mark::new(&entry.network, &entry.attachment.container_id, &entry.attachment.ifname)
+}
+
+/// Whose mark a link bears; of an ID too long for an alias only the hash is known, which stands for it.
+fn bearer(link: &Link) -> Option<Mark> {
+    let marked = Mark::parse(&node::mark_in(link.alias.as_deref()?))?;
+    let alias = node::mark_in(link.alias.as_deref()?);
+    let hashed = alias.split('/').nth(1).unwrap_or_default().to_owned();
+    Some(Mark::new(marked.network, marked.container.unwrap_or(hashed), marked.ifname))
+}

@@ -1,0 +1,143 @@
+//! What the kernel holds beside what the result said, and what is left over for nobody.
+
+use cni_testkit::{Container, probe, require};
+use serde_json::{Value, json};
+
+use super::{Operator, path};
+
+/// A network with everything that leaves something on the host.
+fn everything(masquerade: &str) -> Operator {
+    let operator = Operator::new();
+    let keys = json!({"ipMasq": true, "ipMasqBackend": masquerade, "macspoofchk": true});
+    let portmap = json!({"type": "portmap", "backend": masquerade, "capabilities": {"portMappings": true}});
+    let tuning = json!({"type": "tuning", "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}});
+    operator.configure(keys, &[portmap, tuning]);
+    operator
+}
+
+fn attach(operator: &Operator) -> Container {
+    let container = operator.node.container();
+    let call = operator.call(&["add", "net1", path(&container), "--container-id", &container.id]);
+    let ports = json!({"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]});
+    let outcome = call.env("CAP_ARGS", ports.to_string()).run();
+    assert_eq!(outcome.status, Some(0), "{}", outcome.report());
+    container
+}
+
+/// The kinds of what is left over, and the commands, each once.
+fn left_over(seen: &Value) -> (Vec<&str>, Vec<&str>) {
+    let all = seen["leftOver"].as_array().unwrap();
+    let words = |key: &str| {
+        let mut words: Vec<&str> = all.iter().map(|one| one[key].as_str().unwrap()).collect();
+        words.dedup();
+        words
+    };
+    (words("kind"), words("command"))
+}
+
+#[test]
+fn an_attachment_is_shown_whole_and_what_differs_is_marked() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    require!(probe::nft_bridge());
+    let operator = everything("nftables");
+    let container = attach(&operator);
+    let text = operator.done(&["inspect"]);
+    for words in [
+        &format!("net1 {} eth0", container.id)[..],
+        "port of br0 (forwarding)",
+        "address      10.1.0.2/24 on eth0",
+        "masquerade   -s 10.1.0.2/32",
+        "host port    tcp port 8080 to 10.1.0.2:80  [nft ip cni_hostport hostports]",
+        "macspoofchk",
+        "reservation  10.1.0.2",
+        "net/ipv4/conf/eth0/arp_filter=0",
+        "1 attachment; nothing is left over.",
+    ] {
+        assert!(text.contains(words), "it should say `{words}`:\n{text}");
+    }
+    assert!(!text.contains('!') || !text.lines().any(|line| line.starts_with('!')), "{text}");
+    assert_eq!(operator.done(&["inspect", "net1", &container.id[..6]]), text);
+    operator.failed(&["inspect", "net1", "x"], &["nothing of container x is attached to network \"net1\""]);
+
+    container.exec(&["ip", "addr", "del", "10.1.0.2/24", "dev", "eth0"]);
+    container.exec(&["ip", "link", "set", "eth0", "address", "02:00:00:00:00:77"]);
+    operator.node.exec(&["nft", "flush chain ip cni_hostport hostports"]);
+    operator.node.exec(&["nft", "flush chain ip cni_hostport masquerading"]);
+    let said = operator.failed(
+        &["inspect"],
+        &[
+            "! address      10.1.0.2/24 is in the result and not on eth0",
+            "! interface    eth0 has the MAC 02:00:00:00:00:77; the result says",
+            "! host port    there is no rule, although the configuration asked for one",
+        ],
+    );
+    assert!(said.stdout.contains("nothing is left over"), "{}", said.report());
+    operator.detach(&container);
+}
+
+#[test]
+fn what_is_left_over_is_found_and_the_printed_command_removes_it() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    require!(probe::nft_bridge());
+    require!(probe::iptables());
+    for backend in ["nftables", "iptables"] {
+        let operator = everything(backend);
+        let container = attach(&operator);
+        // The runtime has lost its memory.
+        operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/net1-*"]);
+        let seen = operator.json(&["inspect"]);
+        // The link's mark still vouches for the rules and the rest.
+        let del = format!("cnitool del net1 --container-id {} --ifname eth0 --keep-going", container.id);
+        assert_eq!(left_over(&seen), (vec!["link"], vec![del.as_str()]), "{seen:#}");
+        // The link too.
+        let link = operator.node.ports("br0").pop().unwrap();
+        operator.node.exec(&["ip", "link", "delete", &link]);
+        let seen = operator.json(&["inspect"]);
+        let (kinds, commands) = left_over(&seen);
+        assert_eq!(kinds, ["rule", "reservation", "backup"], "{seen:#}");
+        assert_eq!(commands[0], del, "{seen:#}");
+        for command in commands {
+            // One command may have removed what another one was for.
+            if operator.json(&["inspect"])["leftOver"].to_string().contains(command) {
+                operator.paste(command);
+            }
+        }
+        assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
+        drop(container);
+    }
+}
+
+#[test]
+fn an_attachment_whose_namespace_is_gone_is_left_over_as_a_whole() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    container.unlink();
+    let seen = operator.json(&["inspect"]);
+    let (kinds, commands) = left_over(&seen);
+    assert_eq!(kinds, ["attachment"], "{seen:#}");
+    operator.paste(commands[0]);
+    assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
+}
+
+#[test]
+fn a_go_plugins_leftovers_are_found_too() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::go_plugins());
+    require!(probe::iptables());
+    let operator = Operator::new();
+    operator.configure(json!({"ipMasq": true}), &[]);
+    let container = operator.node.container();
+    let mut config = conformance::bridge(&operator.node, &["10.1.0.0/24"]);
+    config["ipMasq"] = json!(true);
+    let go = operator.node.go_plugin("bridge").command("ADD").container(&container).config(&config);
+    go.run().success();
+    let seen = operator.json(&["inspect"]);
+    let (kinds, commands) = left_over(&seen);
+    assert_eq!(kinds, ["rule", "reservation"], "its link bears no mark: {seen:#}");
+    operator.paste(commands[0]);
+    assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n", "one DEL removes both");
+    container.exec(&["ip", "link", "delete", "eth0"]);
+}
