@@ -16,7 +16,7 @@ use cni::version::Version;
 use cni::{Code, Error, Result};
 use cni_ipam::lock::DEFAULT_LIMIT;
 use cni_ipam::store::DEFAULT_DATA_DIR;
-use cni_ipam::{Earlier, RangeConf, RangeSets, Requested};
+use cni_ipam::{Again, Earlier, RangeConf, RangeSets, Requested};
 use serde::Deserialize;
 
 /// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left in it.
@@ -25,6 +25,8 @@ pub(crate) struct Place {
     pub(crate) data_dir: PathBuf,
     pub(crate) lock_timeout: Duration,
     pub(crate) earlier: Earlier,
+    /// Only ADD asks for it.
+    pub(crate) again: Again,
 }
 
 /// All that ADD needs.
@@ -75,7 +77,7 @@ impl Place {
             notes.note(format_args!("{error}; nothing is reclaimed"));
             Earlier::Keep
         });
-        Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier })
+        Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier, again: Again::Refuse })
     }
 }
 
@@ -83,7 +85,12 @@ impl AddConf {
     /// Reads and checks everything.
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
-        let place = Place { data_dir: data_dir(conf)?, lock_timeout: lock_timeout(conf)?, earlier: earlier(conf)? };
+        let again = match boolean(conf, "reuse")? {
+            Some(true) => Again::Reuse,
+            Some(false) | None => Again::Refuse,
+        };
+        let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
+        let place = Place { data_dir, lock_timeout, earlier: earlier(conf)?, again };
 
         let mut requested = Requested::none();
         requested.add("runtimeConfig.ips", keys.runtime_config.ips.iter().map(String::as_str))?;
@@ -154,10 +161,17 @@ fn data_dir(conf: &NetConf) -> Result<PathBuf> {
 }
 
 fn earlier(conf: &NetConf) -> Result<Earlier> {
-    match in_ipam(conf, "reclaimAfterReboot") {
-        None | Some(Json::Bool(true)) => Ok(Earlier::Reclaim),
-        Some(Json::Bool(false)) => Ok(Earlier::Keep),
-        Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: ipam.reclaimAfterReboot: expected a boolean")),
+    Ok(match boolean(conf, "reclaimAfterReboot")? {
+        Some(true) | None => Earlier::Reclaim,
+        Some(false) => Earlier::Keep,
+    })
+}
+
+fn boolean(conf: &NetConf, key: &str) -> Result<Option<bool>> {
+    match in_ipam(conf, key) {
+        None => Ok(None),
+        Some(Json::Bool(value)) => Ok(Some(*value)),
+        Some(_) => Err(Error::new(Code::DECODE, format!("failed to load netconf: ipam.{key}: expected a boolean"))),
     }
 }
 

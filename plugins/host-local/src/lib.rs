@@ -68,8 +68,8 @@ impl Plugin for HostLocal {
         let limit = conf.place.lock_timeout.min(ROLLBACK_LIMIT);
         rollback.push("release the addresses just reserved", move || store.undo(&made, limit, &*machine));
 
-        let ips = lease.addresses.iter().filter_map(|(range, made)| {
-            let address = Cidr::new(made.address(), range.subnet().prefix())?;
+        let ips = lease.addresses.iter().filter_map(|(range, address)| {
+            let address = Cidr::new(*address, range.subnet().prefix())?;
             Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
         });
         let result = AddResult { ips: ips.collect(), routes: conf.routes, dns, ..AddResult::default() };
@@ -145,6 +145,7 @@ fn owner(call: &Call<'_>) -> Owner {
 }
 
 fn store(call: &Call<'_>, place: &Place) -> Store {
-    let options = Options { notes: call.notes.clone(), host: Host::read(Path::new("/")), earlier: place.earlier };
+    let options = Options::new(call.notes.clone(), Host::read(Path::new("/")));
+    let options = Options { earlier: place.earlier, again: place.again, ..options };
     Store::open(&place.data_dir, call.conf.name(), options)
 }

@@ -39,7 +39,7 @@ use folder::Folder;
 
 pub use reboot::Earlier;
 pub use release::Collected;
-pub use reserve::{Lease, Made};
+pub use reserve::{Again, Lease, Made};
 pub use status::Usage;
 
 /// Where the folders of all networks lie unless the configuration says otherwise.
@@ -127,6 +127,15 @@ pub struct Options {
     pub host: Host,
     /// What becomes of reservations that we made before the machine was booted.
     pub earlier: Earlier,
+    /// What an ADD does for an attachment that has addresses already.
+    pub again: Again,
+}
+
+impl Options {
+    /// Nothing is reclaimed and nothing is given twice.
+    pub fn new(notes: Notes, host: Host) -> Options {
+        Options { notes, host, earlier: Earlier::Keep, again: Again::Refuse }
+    }
 }
 
 /// The store of one network. Opening it does nothing yet.

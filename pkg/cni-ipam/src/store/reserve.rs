@@ -15,11 +15,21 @@ use crate::allocator::{self, Occupied, Requested};
 use crate::index::{Content, Index, Record};
 use crate::ranges::{Range, RangeSet, RangeSets};
 
-/// What an ADD has reserved, in the order of the range sets.
+/// What an ADD does for an attachment that has addresses already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Again {
+    /// It is refused, as the specification has it: an attachment is added once.
+    Refuse,
+    /// It gets the same addresses.
+    Reuse,
+}
+
+/// What an ADD gets, in the order of the range sets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// The range that each address is of, and the reservation.
-    pub addresses: Vec<(Range, Made)>,
+    /// The range that each address is of, and the address.
+    pub addresses: Vec<(Range, IpAddr)>,
+    made: Vec<Made>,
 }
 
 /// A reservation made by this process: enough to take back this one and no other.
@@ -30,19 +40,21 @@ pub struct Made {
     content: String,
 }
 
-impl Made {
-    /// The address.
-    pub fn address(&self) -> IpAddr {
-        self.address
+impl Lease {
+    /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it found.
+    pub fn made(&self) -> Vec<Made> {
+        self.made.clone()
     }
 }
 
-impl Lease {
-    /// The reservations alone, for [`Store::undo`](super::Store::undo).
-    pub fn made(&self) -> Vec<Made> {
-        self.addresses.iter().map(|(_, made)| made.clone()).collect()
-    }
+/// The address that one set gives, and whether the owner has it already.
+struct Pick {
+    address: IpAddr,
+    held: bool,
 }
+
+/// How many addresses a message names.
+const NAMED: usize = 8;
 
 struct Asking<'a>(&'a Index);
 
@@ -56,7 +68,7 @@ impl Occupied for Asking<'_> {
 
 impl Locked {
     /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What an earlier boot has
-    /// left is taken away first, as the options say.
+    /// left is taken away first, as the options say; and with [`Again::Reuse`] what the owner has of a set is its address.
     ///
     /// # Errors
     /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an address of a set,
@@ -80,12 +92,17 @@ impl Locked {
                 // STATUS answers from these counters.
                 locked.index()?.count(range)?;
             }
-            let records = locked.carry_out(owner, &picked)?;
-            let lease = sets.sets().iter().zip(records).filter_map(|(set, record)| {
-                let made = Made { address: record.address, inode: record.inode, content: owner.content() };
-                set.find(record.address).map(|range| (range.clone(), made))
-            });
-            Ok(Lease { addresses: lease.collect() })
+            let new: Vec<(usize, IpAddr)> = picked
+                .iter()
+                .enumerate()
+                .filter(|(_, pick)| !pick.held)
+                .map(|(set, pick)| (set, pick.address))
+                .collect();
+            let records = if new.is_empty() { Vec::new() } else { locked.carry_out(owner, &new)? };
+            let made = |record: Record| Made { address: record.address, inode: record.inode, content: owner.content() };
+            let addresses = sets.sets().iter().zip(&picked);
+            let addresses = addresses.filter_map(|(set, pick)| Some((set.find(pick.address)?.clone(), pick.address)));
+            Ok(Lease { addresses: addresses.collect(), made: records.into_iter().map(made).collect() })
         })
     }
 
@@ -95,7 +112,17 @@ impl Locked {
         position: usize,
         set: &RangeSet,
         requested: Option<IpAddr>,
-    ) -> Result<IpAddr, Trouble> {
+    ) -> Result<Pick, Trouble> {
+        let [exact, old] = owner.hashes();
+        let mut held = self.held(exact, owner.content().trim().as_bytes())?;
+        if self.store.options.again == Again::Reuse {
+            // Of the exact form only: one of the container's ID alone may be another interface's.
+            let wanted = |address: &IpAddr| requested.is_none_or(|requested| requested == *address);
+            let usable = |address: &IpAddr| set.find(*address).is_some() && !set.is_gateway(*address);
+            if let Some(address) = held.iter().copied().find(|address| wanted(address) && usable(address)) {
+                return Ok(Pick { address, held: true });
+            }
+        }
         if let Some(address) = requested {
             if set.is_gateway(address) {
                 return Err(Error::config(format!("requested ip {address} is subnet's gateway")).into());
@@ -107,19 +134,20 @@ impl Locked {
             }
         }
         // Both forms: whoever holds an address of the set in either gets no second one.
-        let [exact, old] = owner.hashes();
-        let mut held = self.held(exact, owner.content().trim().as_bytes())?;
         held.extend(self.held(old, owner.id().as_bytes())?);
-        if let Some(address) = held.into_iter().find(|address| set.find(*address).is_some()) {
+        if let Some(address) = held.iter().find(|address| set.find(**address).is_some()) {
             let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
-            return Err(Error::new(Code::CONFLICT, msg).with_details(self.describe(address)).into());
+            let held: Vec<String> = held.iter().take(NAMED).map(|address| self.describe(*address)).collect();
+            return Err(Error::new(Code::CONFLICT, msg)
+                .with_details(format!("{}; DEL releases, and \"reuse\": true in ipam gives again", held.join(", ")))
+                .into());
         }
         if let Some(address) = requested {
-            return Ok(address);
+            return Ok(Pick { address, held: false });
         }
         let last = self.folder.last_reserved(position);
         match allocator::next(set, last, &mut Asking(self.index()?))? {
-            Some(address) => Ok(address),
+            Some(address) => Ok(Pick { address, held: false }),
             // Something may have been removed without the lock and unseen; reading the folder once will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
             None => Err(self.exhausted(set, last)?.into()),
@@ -158,12 +186,12 @@ impl Locked {
     }
 
     /// Makes the files, then tells the index. The order is the one that `index` proves.
-    fn carry_out(&mut self, owner: &Owner, picked: &[IpAddr]) -> Result<Vec<Record>, Trouble> {
+    fn carry_out(&mut self, owner: &Owner, picked: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
         if !self.begin()? {
             return Err(Trouble::Stale);
         }
         let mut made: Vec<Record> = Vec::with_capacity(picked.len());
-        for (position, address) in picked.iter().enumerate() {
+        for (position, address) in picked {
             match self.create(owner, *address) {
                 Ok(Linked::Made(record)) => made.push(record),
                 outcome => {
@@ -187,8 +215,8 @@ impl Locked {
                 }
             }
         }
-        for (position, address) in picked.iter().enumerate() {
-            if let Err(error) = self.folder.set_last_reserved(position, *address) {
+        for (position, address) in picked {
+            if let Err(error) = self.folder.set_last_reserved(*position, *address) {
                 // Only the next turn's starting point is lost.
                 let path = self.folder.path.display();
                 self.store

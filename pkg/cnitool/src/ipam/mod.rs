@@ -19,7 +19,7 @@ use cni::libcni::cache::Entry;
 use cni::rollback::Notes;
 use cni::{Error, ident};
 use cni_ipam::store::{DEFAULT_DATA_DIR, networks};
-use cni_ipam::{Earlier, Host, Locked, Options, RangeSets, Reservation, Store};
+use cni_ipam::{Host, Locked, Options, RangeSets, Reservation, Store};
 use plugin_host_local::Pool;
 
 use crate::cli::{Failure, Shared, Variables, failed};
@@ -182,9 +182,8 @@ impl<'a, 'm> Desk<'a, 'm> {
     }
 
     fn store(&self, addresses: &Addresses) -> Store {
-        // What an earlier boot has left goes by the operator's word here, like everything else.
-        let earlier = Earlier::Keep;
-        let options = Options { notes: self.notes.clone(), host: Host::read(Path::new("/")), earlier };
+        // Nothing is reclaimed after a reboot: what goes here goes by the operator's word.
+        let options = Options::new(self.notes.clone(), Host::read(Path::new("/")));
         Store::open(&addresses.data_dir, &addresses.network, options)
     }
 

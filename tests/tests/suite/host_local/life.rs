@@ -1,7 +1,7 @@
 //! Add, add twice, check, delete, delete twice; interfaces of one container.
 
 use cni_testkit::{Attachment, Node};
-use conformance::{VERSIONS, addresses, attach, host_local, patched};
+use conformance::{VERSIONS, addresses, attach, bridge, host_local, patched};
 use serde_json::{Value, json};
 
 #[test]
@@ -14,6 +14,45 @@ fn the_second_add_of_an_attachment_fails_and_changes_nothing() {
     assert!(failure.msg.contains(&text), "{failure:?} should say `{text}`");
     assert_eq!(node.reservations("net1"), before);
     attachment.del().success();
+}
+
+#[test]
+fn with_reuse_a_second_add_returns_the_same_addresses() {
+    let node = Node::new();
+    let config = patched(host_local(&node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"ipam": {"reuse": true}}));
+    let mut all = attach(&node, &config, 2);
+    let before = node.reservations("net1");
+    let (container, attachment, result) = all.remove(0);
+    assert_eq!(attachment.add().success(), result);
+    assert_eq!(node.reservations("net1"), before);
+    attachment.check(&result).success();
+    // Another interface of the container is another attachment.
+    let other = attachment.clone().ifname("eth1");
+    assert_eq!(addresses(&other.add().success()), ["10.1.0.4/24", "fd00:1::4/64"]);
+    other.del().success();
+    let strict = attachment.clone().config(patched(config.clone(), json!({"ipam": {"reuse": false}})));
+    let failure = strict.add().fails_naming(102, &["10.1.0.2", "fd00:1::2", "reuse"]);
+    let text = format!("failed to allocate for range 0: 10.1.0.2 has been allocated to {}, dupl", container.id);
+    assert!(failure.msg.starts_with(&text), "{failure:?}");
+    // A result that nobody received takes back nothing that was there before.
+    assert_eq!(attachment.invocation("ADD", None).with_closed_stdout().run().status, Some(1));
+    assert_eq!(node.reservations("net1"), before);
+    attachment.del().success();
+    all.remove(0).1.del().success();
+}
+
+#[test]
+fn with_reuse_a_restarted_container_keeps_its_address() {
+    let node = Node::new();
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipam": {"reuse": true}}));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    // The runtime has lost the namespace without a DEL, and starts the same container in a new one.
+    container.destroy();
+    let fresh = node.container();
+    let again = attachment.clone().netns(fresh.netns());
+    assert_eq!(addresses(&again.add().success()), addresses(&result));
+    assert_eq!(fresh.addresses("eth0"), addresses(&result));
+    again.del().success();
 }
 
 #[test]

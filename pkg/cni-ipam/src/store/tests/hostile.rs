@@ -67,7 +67,7 @@ fn fifos_in_the_sidecar_are_never_waited_for() {
     let path = data.clone();
     let added = at_once("ADD", move || {
         let mut locked = Net::open(&path).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
-        locked.reserve(&owner("b"), &pool, &Requested::none()).unwrap().made()[0].address().to_string()
+        locked.reserve(&owner("b"), &pool, &Requested::none()).unwrap().addresses[0].1.to_string()
     });
     assert_eq!(added, "10.0.0.3");
     put_fifos();
@@ -96,7 +96,7 @@ fn fifos_in_the_folder_are_never_waited_for_and_get_nothing() {
         let mut locked = Net::open(&data).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
         let lease = locked.reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap();
         let removed = locked.collect(&[]).unwrap().removed.len();
-        (lease.made()[0].address().to_string(), removed, locked.list().unwrap().len())
+        (lease.addresses[0].1.to_string(), removed, locked.list().unwrap().len())
     });
     assert_eq!(outcome, ("10.0.0.3".to_owned(), 1, 0));
     let mut got = String::new();
@@ -112,8 +112,7 @@ fn a_sidecar_that_cannot_be_written_costs_time_and_one_line() {
     let lines = Rc::new(std::cell::RefCell::new(Vec::new()));
     let sink = Rc::clone(&lines);
     let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
-    let store =
-        Store::open(net.data.path(), "net", Options { notes, host: Host::default(), earlier: Earlier::Reclaim });
+    let store = Store::open(net.data.path(), "net", Options::new(notes, Host::default()));
     let pool = sets(&["10.0.0.0/29"]);
     let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
     for id in ["a", "b", "c", "d", "e"] {

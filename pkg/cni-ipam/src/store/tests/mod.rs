@@ -30,11 +30,7 @@ impl Net {
     }
 
     fn open(data: &Path) -> Store {
-        Store::open(
-            data,
-            "net",
-            Options { notes: Notes::silent(), host: Host::new("m", "b"), earlier: Earlier::Reclaim },
-        )
+        Store::open(data, "net", Options::new(Notes::silent(), Host::new("m", "b")))
     }
 
     fn lock(&self) -> Locked {
@@ -56,7 +52,7 @@ impl Net {
 
     fn add_asking(&self, id: &str, sets: &RangeSets, requested: &Requested) -> Result<Vec<String>> {
         let lease = self.lock().reserve(&owner(id), sets, requested)?;
-        Ok(lease.addresses.iter().map(|(_, made)| made.address().to_string()).collect())
+        Ok(lease.addresses.iter().map(|(_, address)| address.to_string()).collect())
     }
 
     fn del(&self, id: &str) -> Vec<String> {

@@ -23,7 +23,7 @@ fn threads_on_one_store_get_distinct_addresses() {
                         let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
                         assert_eq!(locked.release(&owner(&id)).unwrap().len(), 1);
                     } else {
-                        got.push(lease.addresses[0].1.address().to_string());
+                        got.push(lease.addresses[0].1.to_string());
                     }
                 }
                 got

@@ -32,12 +32,12 @@ fn store(net: &Net, host: Host) -> (Store, Lines) {
     let lines = Lines::default();
     let sink = Rc::clone(&lines);
     let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
-    (Store::open(net.data.path(), "net", Options { notes, host, earlier: Earlier::Reclaim }), lines)
+    (Store::open(net.data.path(), "net", Options { earlier: Earlier::Reclaim, ..Options::new(notes, host) }), lines)
 }
 
 fn add(store: &Store, id: &str, sets: &RangeSets) -> Result<String> {
     let mut locked = store.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
-    Ok(locked.reserve(&owner(id), sets, &Requested::none())?.made()[0].address().to_string())
+    Ok(locked.reserve(&owner(id), sets, &Requested::none())?.addresses[0].1.to_string())
 }
 
 fn header(net: &Net) -> index::header::Header {

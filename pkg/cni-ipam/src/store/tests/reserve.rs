@@ -123,3 +123,70 @@ fn undoing_an_add_does_not_take_a_later_reservation_of_the_same_owner() {
     net.lock().undo(&made).unwrap();
     assert!(net.path("10.0.0.2").exists());
 }
+
+#[test]
+fn a_refusal_names_what_is_held_and_the_ways_out() {
+    let net = Net::new();
+    net.write("10.7.0.9", "a");
+    net.add("a", &sets(&["10.0.0.0/24", "10.1.0.0/24"])).unwrap();
+    let error = net.add("a", &sets(&["10.0.0.0/24"])).unwrap_err();
+    assert_eq!(
+        error.details(),
+        "10.0.0.2 is held by a eth0, 10.1.0.2 is held by a eth0, 10.7.0.9 is held by a; DEL releases, and \"reuse\": true \
+         in ipam gives again"
+    );
+}
+
+fn reusing(net: &Net) -> Locked {
+    let options = Options { again: Again::Reuse, ..Options::new(Notes::silent(), Host::new("m", "b")) };
+    Store::open(net.data.path(), "net", options).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap()
+}
+
+fn again(net: &Net, id: &str, sets: &RangeSets, requested: &Requested) -> Result<Vec<String>> {
+    let lease = reusing(net).reserve(&owner(id), sets, requested)?;
+    Ok(lease.addresses.iter().map(|(_, address)| address.to_string()).collect())
+}
+
+#[test]
+fn reuse_gives_the_same_addresses_and_what_is_missing() {
+    let net = Net::new();
+    let two = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
+    net.add("a", &sets(&["10.1.0.0/24"])).unwrap();
+    net.add("b", &two).unwrap();
+    let first = again(&net, "a", &two, &Requested::none()).unwrap();
+    assert_eq!(first, ["10.0.0.3", "10.1.0.2"]);
+    let (before, index) = (net.names(), fs::read(net.index()).unwrap());
+    assert_eq!(again(&net, "a", &two, &Requested::none()).unwrap(), first);
+    assert_eq!(again(&net, "a", &two, &asking("10.1.0.2")).unwrap(), first, "also when asked for");
+    assert_eq!((net.names(), fs::read(net.index()).unwrap()), (before, index), "nothing is written");
+    assert_eq!(fs::read_to_string(net.path("last_reserved_ip.1")).unwrap(), "10.1.0.3");
+    assert_eq!(net.lock().release(&owner("a")).unwrap().len(), 2);
+}
+
+#[test]
+fn reuse_is_refused_where_it_would_be_another_address_or_another_s() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/24"]);
+    net.add("a", &pool).unwrap();
+    assert_eq!(again(&net, "a", &pool, &asking("10.0.0.9")).unwrap_err().code(), Code::CONFLICT);
+    // Whose interface this is nobody knows.
+    net.write("10.0.0.3", "old");
+    assert_eq!(again(&net, "old", &pool, &Requested::none()).unwrap_err().code(), Code::CONFLICT);
+    // The configuration has made a gateway of it since.
+    let conf =
+        RangeConf { subnet: Some("10.0.0.0/24".into()), gateway: Some("10.0.0.2".into()), ..RangeConf::default() };
+    let moved = RangeSets::check(&[], &RangeConf::default(), &[vec![conf]]).unwrap();
+    assert_eq!(again(&net, "a", &moved, &Requested::none()).unwrap_err().code(), Code::CONFLICT);
+    assert_eq!(again(&net, "b", &pool, &asking("10.0.0.2")).unwrap_err().code(), Code::CONFLICT, "another's");
+    assert_eq!(net.names(), ["10.0.0.2", "10.0.0.3", "last_reserved_ip.0", "lock"]);
+}
+
+#[test]
+fn undoing_a_reuse_frees_what_it_added_alone() {
+    let net = Net::new();
+    net.add("a", &sets(&["10.1.0.0/24"])).unwrap();
+    let lease = reusing(&net).reserve(&owner("a"), &sets(&["10.0.0.0/24", "10.1.0.0/24"]), &Requested::none()).unwrap();
+    assert_eq!((lease.addresses.len(), lease.made().len()), (2, 1));
+    net.lock().undo(&lease.made()).unwrap();
+    assert_eq!(net.names(), ["10.1.0.2", "last_reserved_ip.0", "lock"]);
+}
