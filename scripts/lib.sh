@@ -28,7 +28,7 @@ packages_of() {
         ping) echo iputils-ping ;;
         nft) echo nftables ;;
         script) echo bsdutils ;;
-        flock | unshare) echo util-linux ;;
+        flock | unshare | nsenter) echo util-linux ;;
         sysctl) echo procps ;;
         modprobe) echo kmod ;;
         qemu-system-x86_64) echo qemu-system-x86 ;;

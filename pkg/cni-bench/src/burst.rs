@@ -1,0 +1,97 @@
+//! Many attachments at once, as a runtime starts them after a reboot of its node.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::call::{Streams, children_cpu};
+use crate::cases::Ready;
+use crate::error::{Doing as _, Error, Result};
+use crate::world::World;
+
+/// What a crowd's verb cost.
+#[derive(Debug, Default)]
+pub(crate) struct Crowd {
+    /// From the start of the first process to the end of the last, in milliseconds.
+    pub(crate) all: f64,
+    /// Of each attachment, from the common start to the end of its last plugin, in milliseconds.
+    pub(crate) each: Vec<f64>,
+    /// User and system time of all, in milliseconds.
+    pub(crate) cpu: f64,
+    /// What each ADD returned.
+    pub(crate) results: Vec<Value>,
+}
+
+/// How far one attachment is.
+struct Progress {
+    number: usize,
+    place: usize,
+    streams: Streams,
+}
+
+/// Runs `verb` for all containers of `ready` at once; each attachment's plugins follow each other.
+pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
+    let count = ready.containers.len();
+    let length = ready.chain.plugins.len();
+    let mut crowd = Crowd { results: vec![Value::Null; count], ..Crowd::default() };
+    let mut running: HashMap<Pid, Progress> = HashMap::new();
+    let call = |number: usize, place: usize, prev: Option<&Value>| {
+        let place = if verb == "DEL" { length - 1 - place } else { place };
+        ready.chain.call(verb, place, &ready.attachment(round, number), prev)
+    };
+    // Files are made before the clock runs.
+    let mut waiting = Vec::new();
+    for number in 0..count {
+        let call = call(number, 0, results.get(number));
+        let streams = Streams::new(world.scratch(), number, &call.conf)?;
+        waiting.push((call.command(&call.program, &streams)?, Progress { number, place: 0, streams }));
+    }
+    let before = children_cpu()?;
+    let begin = Instant::now();
+    for (mut command, progress) in waiting {
+        let child = command.spawn().doing("failed to start a plugin")?;
+        running.insert(Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?), progress);
+    }
+    let mut failure = None;
+    while !running.is_empty() {
+        let (pid, succeeded) = match waitpid(None, None).doing("failed to wait")? {
+            WaitStatus::Exited(pid, status) => (pid, status == 0),
+            WaitStatus::Signaled(pid, ..) => (pid, false),
+            _ => continue,
+        };
+        let now = begin.elapsed().as_secs_f64() * 1e3;
+        let Some(Progress { number, place, mut streams }) = running.remove(&pid) else { continue };
+        let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number)).cloned();
+        let said = match streams.outcome(&call(number, place, prev.as_ref()), succeeded) {
+            Ok(said) => said,
+            Err(error) => {
+                failure.get_or_insert(error);
+                continue;
+            }
+        };
+        if verb == "ADD"
+            && let Some(result) = crowd.results.get_mut(number)
+        {
+            *result = said;
+        }
+        if place + 1 == length {
+            crowd.each.push(now);
+            continue;
+        }
+        let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number));
+        let next = call(number, place + 1, prev);
+        let streams = Streams::new(world.scratch(), number, &next.conf)?;
+        let child = next.command(&next.program, &streams)?.spawn().doing("failed to start a plugin")?;
+        let pid = Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?);
+        running.insert(pid, Progress { number, place: place + 1, streams });
+    }
+    crowd.all = begin.elapsed().as_secs_f64() * 1e3;
+    crowd.cpu = children_cpu()? - before;
+    match failure {
+        None => Ok(crowd),
+        Some(error) => Err(Error::new(format!("{count} at once: {error}"))),
+    }
+}

@@ -1,0 +1,122 @@
+//! One run of a plugin, timed.
+//!
+//! The clock runs from just before the process is made to just after it has been reaped; making files for its streams,
+//! reading its output and JSON are outside. CPU is what the kernel charges to children that have ended, those of the
+//! plugin included.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike as _;
+use serde_json::Value;
+
+use crate::error::{Doing as _, Error, Result};
+
+/// A plugin about to be run.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) program: PathBuf,
+    pub(crate) verb: &'static str,
+    pub(crate) container: String,
+    pub(crate) netns: PathBuf,
+    pub(crate) conf: Value,
+}
+
+/// What one run cost.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Cost {
+    /// Milliseconds on the wall.
+    pub(crate) wall: f64,
+    /// Milliseconds of user and system time.
+    pub(crate) cpu: f64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Cost) {
+        self.wall += other.wall;
+        self.cpu += other.cpu;
+    }
+}
+
+/// The standard streams of a run, as files in the scratch folder.
+#[derive(Debug)]
+pub(crate) struct Streams {
+    stdin: File,
+    pub(crate) stdout: File,
+    stderr: File,
+}
+
+impl Streams {
+    pub(crate) fn new(scratch: &Path, tag: usize, conf: &Value) -> Result<Streams> {
+        let open = |name: &str| {
+            let path = scratch.join(format!("{name}{tag}"));
+            let mut options = File::options();
+            options.read(true).write(true).create(true).truncate(true);
+            options.open(&path).doing(format_args!("failed to make {}", path.display()))
+        };
+        let (mut stdin, stdout, stderr) = (open("in")?, open("out")?, open("err")?);
+        stdin.write_all(conf.to_string().as_bytes()).doing("failed to write a configuration")?;
+        stdin.rewind().doing("failed to rewind a configuration")?;
+        Ok(Streams { stdin, stdout, stderr })
+    }
+
+    /// What the plugin wrote: its result, or why it failed.
+    pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
+        let mut text = String::new();
+        self.stdout.rewind().and_then(|()| self.stdout.read_to_string(&mut text)).doing("failed to read an output")?;
+        if succeeded {
+            if text.trim().is_empty() {
+                return Ok(Value::Null);
+            }
+            return serde_json::from_str(&text).doing(format_args!("{call} printed no JSON"));
+        }
+        let mut stderr = String::new();
+        let _ = self.stderr.rewind().and_then(|()| self.stderr.read_to_string(&mut stderr));
+        let said = serde_json::from_str::<Value>(&text).map(|error| error["msg"].to_string()).unwrap_or(text);
+        let why: String = format!("{} {}", said.trim(), stderr.trim()).chars().take(400).collect();
+        Err(Error::new(format!("{call} failed: {}", why.trim())))
+    }
+}
+
+impl std::fmt::Display for Call {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}", self.program.display(), self.verb)
+    }
+}
+
+impl Call {
+    /// The process to be made, as a runtime would make it.
+    pub(crate) fn command(&self, program: &Path, streams: &Streams) -> Result<Command> {
+        let clone = |file: &File| file.try_clone().map(Stdio::from).doing("failed to hand over a stream");
+        let mut command = Command::new(program);
+        command.stdin(clone(&streams.stdin)?).stdout(clone(&streams.stdout)?).stderr(clone(&streams.stderr)?);
+        command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("CNI_COMMAND", self.verb);
+        command.env("CNI_PATH", self.program.parent().unwrap_or(Path::new("/")));
+        if !matches!(self.verb, "VERSION" | "STATUS" | "GC") {
+            command.env("CNI_CONTAINERID", &self.container).env("CNI_NETNS", &self.netns).env("CNI_IFNAME", "eth0");
+        }
+        Ok(command)
+    }
+
+    /// Runs it to its end.
+    pub(crate) fn run(&self, scratch: &Path) -> Result<(Value, Cost)> {
+        let mut streams = Streams::new(scratch, 0, &self.conf)?;
+        let mut command = self.command(&self.program, &streams)?;
+        let before = children_cpu()?;
+        let begin = Instant::now();
+        let status = command.spawn().and_then(|mut child| child.wait()).doing(format_args!("failed to run {self}"))?;
+        let wall = begin.elapsed().as_secs_f64() * 1e3;
+        let cpu = children_cpu()? - before;
+        Ok((streams.outcome(self, status.success())?, Cost { wall, cpu }))
+    }
+}
+
+/// User and system time of all children that have been reaped, in milliseconds.
+pub(crate) fn children_cpu() -> Result<f64> {
+    let usage = getrusage(UsageWho::RUSAGE_CHILDREN).doing("failed to read the children's CPU time")?;
+    Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)
+}

@@ -1,0 +1,426 @@
+//! What is measured: configurations, and what is there before.
+//!
+//! Every side of every case has a node, a data folder and containers of its own; so the same names and addresses can be
+//! used by all, and nobody meets what another left.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::chain::{Attachment, Chain};
+use crate::error::{Doing as _, Error, Result};
+use crate::floor::Floor;
+use crate::options::Extent;
+use crate::world::{Node, World, feed, run};
+
+/// One of those that are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Side {
+    /// Our plugins, with iptables where a firewall is involved.
+    Ours,
+    /// Our plugins with nftables.
+    OursNft,
+    /// The other plugins, as they are configured by default.
+    Theirs,
+    /// The kernel alone: no process, the fewest requests.
+    Kernel,
+}
+
+impl Side {
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Side::Ours => "ours",
+            Side::OursNft => "ours, nftables",
+            Side::Theirs => "theirs",
+            Side::Kernel => "kernel alone",
+        }
+    }
+}
+
+/// Sides where no firewall is involved, and where one is.
+const PLAIN: [Side; 2] = [Side::Ours, Side::Theirs];
+const FIREWALL: [Side; 3] = [Side::Ours, Side::OursNft, Side::Theirs];
+
+/// Which plugins, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Plugins {
+    Loopback,
+    HostLocal,
+    /// A portmap of one port behind a result made by hand.
+    Portmap,
+    /// tuning behind a result made by hand: two sysctls and an MTU.
+    Tuning,
+    Chain(Links),
+    /// VERSION of this plugin, nothing else.
+    Version(&'static str),
+}
+
+/// bridge with host-local, and what is behind them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Links {
+    pub(crate) masquerade: bool,
+    pub(crate) tuning: bool,
+    pub(crate) ports: usize,
+    pub(crate) dual: bool,
+}
+
+/// What is on the node before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Before {
+    Nothing,
+    /// So many reservations in the network's folder.
+    Reservations(usize),
+    /// All addresses reserved but four, and those half a lap away.
+    AlmostFull,
+    /// So many mappings, or masqueraded addresses, of other containers, in the side's own shape.
+    OthersRules(usize),
+    /// So many rules that have nothing to do with CNI, in the same tables.
+    ForeignRules(usize),
+}
+
+/// Something to be measured.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) group: &'static str,
+    pub(crate) name: String,
+    pub(crate) plugins: Plugins,
+    pub(crate) before: Before,
+    pub(crate) sides: Vec<Side>,
+    /// How many attachments at once; one after the other if `None`.
+    pub(crate) at_once: Option<usize>,
+}
+
+pub(crate) const ALONE: &str = "each plugin alone";
+pub(crate) const CHAINS: &str = "chains";
+pub(crate) const AT_ONCE: &str = "at once";
+pub(crate) const RESERVATIONS: &str = "host-local and reservations";
+pub(crate) const MAPPINGS: &str = "portmap and rules";
+pub(crate) const MASQUERADE: &str = "ipMasq and rules";
+pub(crate) const START: &str = "start-up";
+
+/// The chain of the targets.
+pub(crate) const WHOLE: Links = Links { masquerade: true, tuning: true, ports: 1, dual: false };
+pub(crate) const SIMPLE: Links = Links { masquerade: false, tuning: false, ports: 0, dual: false };
+pub(crate) const PLUGINS: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
+
+impl Links {
+    pub(crate) fn name(self) -> String {
+        let mut name = "bridge + host-local".to_owned();
+        if self.masquerade {
+            name.push_str(" + ipMasq");
+        }
+        if self.tuning {
+            name.push_str(" + tuning");
+        }
+        if self.ports > 0 {
+            name.push_str(&format!(" + portmap {}", self.ports));
+        }
+        if self.dual {
+            name.push_str(", dual stack");
+        }
+        name
+    }
+
+    fn firewall(self) -> bool {
+        self.masquerade || self.ports > 0
+    }
+}
+
+/// Everything, in the order of the report.
+pub(crate) fn all(extent: Extent) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let mut push = |group, name: String, plugins, before, sides: &[Side], at_once| {
+        cases.push(Case { group, name, plugins, before, sides: sides.to_vec(), at_once });
+    };
+    for plugin in PLUGINS {
+        push(START, format!("VERSION of {plugin}"), Plugins::Version(plugin), Before::Nothing, &PLAIN, None);
+    }
+    for (name, plugins, sides) in [
+        ("loopback", Plugins::Loopback, &PLAIN[..]),
+        ("host-local", Plugins::HostLocal, &PLAIN),
+        ("tuning", Plugins::Tuning, &PLAIN),
+        ("portmap", Plugins::Portmap, &FIREWALL),
+    ] {
+        push(ALONE, name.to_owned(), plugins, Before::Nothing, sides, None);
+    }
+    for dual in [false, true] {
+        for (masquerade, tuning, ports) in
+            [(false, false, 0), (true, false, 0), (true, true, 0), (true, true, 1), (true, true, 10), (true, true, 50)]
+        {
+            let links = Links { masquerade, tuning, ports, dual };
+            let mut sides = if links.firewall() { FIREWALL.to_vec() } else { PLAIN.to_vec() };
+            // Measured in the same rounds, so that the distance is one of the same seconds.
+            if links == SIMPLE || links == WHOLE {
+                sides.push(Side::Kernel);
+            }
+            push(CHAINS, links.name(), Plugins::Chain(links), Before::Nothing, &sides, None);
+        }
+    }
+    for links in [SIMPLE, WHOLE] {
+        let sides = if links.firewall() { &FIREWALL[..] } else { &PLAIN };
+        for count in extent.sizes(&[1, 8, 32, 64]) {
+            push(AT_ONCE, links.name(), Plugins::Chain(links), Before::Nothing, sides, Some(count));
+        }
+    }
+    for count in extent.sizes(&[0, 1000, 10_000, 60_000]) {
+        let before = Before::Reservations(count);
+        push(RESERVATIONS, format!("{} reservations", grouped(count)), Plugins::HostLocal, before, &PLAIN, None);
+    }
+    push(RESERVATIONS, "4 of 4,093 addresses free".to_owned(), Plugins::HostLocal, Before::AlmostFull, &PLAIN, None);
+    for (group, plugins, what) in [
+        (MAPPINGS, Plugins::Portmap, "mappings"),
+        (MASQUERADE, Plugins::Chain(Links { masquerade: true, ..SIMPLE }), "masqueraded addresses"),
+    ] {
+        for count in extent.sizes(&[0, 100, 1000, 5000]) {
+            push(group, format!("{} {what}", grouped(count)), plugins, Before::OthersRules(count), &FIREWALL, None);
+        }
+        for count in extent.sizes(&[100, 1000, 5000]) {
+            push(
+                group,
+                format!("{} foreign rules", grouped(count)),
+                plugins,
+                Before::ForeignRules(count),
+                &FIREWALL,
+                None,
+            );
+        }
+    }
+    cases
+}
+
+/// 60000 as 60,000.
+pub(crate) fn grouped(number: usize) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (place, digit) in digits.chars().enumerate() {
+        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A side made ready for a case.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pub(crate) side: Side,
+    pub(crate) node: Node,
+    pub(crate) chain: Chain,
+    pub(crate) containers: Vec<PathBuf>,
+    pub(crate) floor: Option<Floor>,
+}
+
+impl Ready {
+    /// Attachment number `round` of container `number`; each round has another container ID.
+    pub(crate) fn attachment(&self, round: usize, number: usize) -> Attachment {
+        let netns = self.containers.get(number).cloned().unwrap_or_default();
+        Attachment { container: format!("bench-{round}-{number}"), netns, number }
+    }
+}
+
+/// The two folders under comparison.
+#[derive(Clone, Debug)]
+pub(crate) struct Folders {
+    pub(crate) ours: PathBuf,
+    pub(crate) theirs: PathBuf,
+}
+
+/// Makes a node with everything that the case wants to find.
+pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Ready> {
+    let node = world.node()?;
+    let containers = (0..case.at_once.unwrap_or(1)).map(|_| world.container()).collect::<Result<Vec<_>>>()?;
+    let data = world.folder()?;
+    let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
+    let first = containers.first().cloned().unwrap_or_default();
+    let chain = Chain { dir, plugins: plugins(case.plugins, side, &data, &first) };
+    if matches!(case.plugins, Plugins::Portmap) {
+        run(&["ip", "link", "add", "br0", "type", "bridge"])?;
+        run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
+        run(&["ip", "link", "set", "br0", "up"])?;
+    }
+    if matches!(case.plugins, Plugins::Tuning) {
+        let net = format!("--net={}", first.display());
+        run(&["nsenter", &net, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "other"])?;
+    }
+    let mut ready = Ready { side, node, chain, containers, floor: None };
+    match case.before {
+        Before::Nothing => {}
+        Before::Reservations(count) => reserve(&data, "10.1", 2, count, None)?,
+        // Host 1 is nobody's: it is the gateway. Free are 2 to 5, the search begins at 2050.
+        Before::AlmostFull => reserve(&data, "10.1", 6, 4089, Some(2050))?,
+        Before::OthersRules(count) => others_rules(&ready, count)?,
+        Before::ForeignRules(count) => foreign_rules(side, count)?,
+    }
+    if matches!(case.before, Before::AlmostFull)
+        && let Some(conf) = ready.chain.plugins.first_mut()
+    {
+        conf["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
+    }
+    if side == Side::Kernel {
+        ready.floor = Some(Floor::new(&data)?);
+    }
+    Ok(ready)
+}
+
+fn ipam(data: &Path, dual: bool) -> Value {
+    let mut ranges = vec![json!([{"subnet": "10.1.0.0/16"}])];
+    let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
+    if dual {
+        ranges.push(json!([{"subnet": "fd00:1::/64"}]));
+        routes.push(json!({"dst": "::/0"}));
+    }
+    json!({"type": "host-local", "dataDir": data, "ranges": ranges, "routes": routes})
+}
+
+fn tuning() -> Value {
+    json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500", "net.ipv4.conf.all.arp_filter": "1"}, "mtu": 1400})
+}
+
+fn portmap(side: Side, count: usize) -> Value {
+    let mappings: Vec<Value> = (0..count)
+        .map(|place| json!({"hostPort": 8080 + place, "containerPort": 80 + place, "protocol": "tcp"}))
+        .collect();
+    let mut conf = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
+    match side {
+        Side::Ours => conf["backend"] = "iptables".into(),
+        Side::OursNft => conf["backend"] = "nftables".into(),
+        Side::Theirs | Side::Kernel => {}
+    }
+    conf
+}
+
+fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<Value> {
+    let by_hand = json!({
+        "cniVersion": "1.0.0",
+        "interfaces": [{"name": "eth0", "sandbox": container}],
+        "ips": [{"address": "10.1.0.9/16", "gateway": "10.1.0.1", "interface": 0}],
+    });
+    let mut list = match plugins {
+        Plugins::Loopback => vec![json!({"type": "loopback"})],
+        Plugins::Version(plugin) => vec![json!({"type": plugin})],
+        Plugins::HostLocal => vec![json!({"type": "host-local", "ipam": ipam(data, false)})],
+        Plugins::Portmap => vec![portmap(side, 1)],
+        Plugins::Tuning => vec![tuning()],
+        Plugins::Chain(links) => {
+            let mut bridge =
+                json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam(data, links.dual)});
+            if links.masquerade {
+                bridge["ipMasq"] = true.into();
+                match side {
+                    Side::Ours => bridge["ipMasqBackend"] = "iptables".into(),
+                    Side::OursNft => bridge["ipMasqBackend"] = "nftables".into(),
+                    Side::Theirs | Side::Kernel => {}
+                }
+            }
+            let mut list = vec![bridge];
+            list.extend(links.tuning.then(tuning));
+            list.extend((links.ports > 0).then(|| portmap(side, links.ports)));
+            list
+        }
+    };
+    for conf in &mut list {
+        conf["cniVersion"] = "1.0.0".into();
+        conf["name"] = "benchnet".into();
+        if matches!(plugins, Plugins::Portmap | Plugins::Tuning) {
+            conf["prevResult"] = by_hand.clone();
+        }
+    }
+    list
+}
+
+/// Reservations as every release of host-local writes them, for `count` hosts of the network from `first` on.
+fn reserve(data: &Path, network: &str, first: usize, count: usize, last: Option<usize>) -> Result<()> {
+    let folder = data.join("benchnet");
+    fs::create_dir(&folder).doing(format_args!("failed to make {}", folder.display()))?;
+    let name = |host: usize| format!("{network}.{}.{}", host / 256, host % 256);
+    for host in first..first + count {
+        let path = folder.join(name(host));
+        fs::write(&path, format!("other-{host}\r\neth0")).doing(format_args!("failed to write {}", path.display()))?;
+    }
+    let last = last.or((count > 0).then(|| first + count - 1));
+    let Some(last) = last else { return Ok(()) };
+    let path = folder.join("last_reserved_ip.0");
+    fs::write(&path, name(last)).doing(format_args!("failed to write {}", path.display()))
+}
+
+/// What one attachment leaves in the firewall, many times over: it is made once, read as text, and written again with
+/// other names, addresses and ports.
+fn others_rules(ready: &Ready, count: usize) -> Result<()> {
+    if count == 0 {
+        return Ok(());
+    }
+    let scratch = Path::new("/run");
+    let at = ready.attachment(0, 0);
+    let result = ready.chain.run("ADD", &at, None, |call| call.run(scratch).map(|(said, _)| said))?;
+    let address = result["ips"][0]["address"].as_str().and_then(|text| text.split('/').next()).unwrap_or_default();
+    if address.is_empty() {
+        return Err(Error::new("the result of an ADD has no address"));
+    }
+    let rename = |text: &str, number: usize| {
+        text.replace(&at.container, &format!("other-{number}"))
+            .replace(address, &format!("10.1.{}.{}", 100 + number / 250, 2 + number % 250))
+            .replace("8080", &(20_000 + number).to_string())
+    };
+    if ready.side == Side::OursNft {
+        let rules = run(&["nft", "-n", "list", "ruleset"])?;
+        let of_it = |line: &&str| line.contains(&at.container) || line.contains(address);
+        if !rules.lines().any(|line| of_it(&line)) {
+            return Err(Error::new("the attachment left no rule in nf_tables"));
+        }
+        let mut text = String::new();
+        for line in rules.lines() {
+            if of_it(&line) {
+                (1..=count).for_each(|number| text.extend([rename(line, number).as_str(), "\n"]));
+            }
+            text.extend([line, "\n"]);
+        }
+        feed(&["nft", "-f", "-"], &format!("flush ruleset\n{text}"))?;
+    } else {
+        let rules = run(&["iptables-save", "-t", "nat"])?;
+        // The attachment's own chain is renamed too; it is the target of a jump that names the container.
+        let jump = rules
+            .lines()
+            .find(|line| line.starts_with("-A") && line.contains(&at.container) && line.contains(" -j CNI-"));
+        let chain = jump.and_then(|line| line.rsplit(" -j ").next()).unwrap_or_default().trim().to_owned();
+        if chain.is_empty() {
+            return Err(Error::new("the attachment left no chain of its own in iptables"));
+        }
+        let mut text = String::new();
+        for line in rules.lines() {
+            if line.contains(&chain) {
+                for number in 1..=count {
+                    let name = format!("{}{number:06}", &chain[..chain.len() - 6]);
+                    text.extend([rename(line, number).replace(&chain, &name).as_str(), "\n"]);
+                }
+            }
+            text.extend([line, "\n"]);
+        }
+        feed(&["iptables-restore", "-w"], &text)?;
+    }
+    ready.chain.run("DEL", &at, Some(&result), |call| call.run(scratch).map(|(said, _)| said))?;
+    Ok(())
+}
+
+/// Rules as a node's other programs have them: chains of a few rules with matches by address and port.
+fn foreign_rules(side: Side, count: usize) -> Result<()> {
+    let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
+    if side == Side::OursNft {
+        let mut text = "table ip foreign {\n chain services {\n".to_owned();
+        for number in 0..count {
+            text.push_str(&format!("  ip daddr {} tcp dport 443 counter return\n", address(number)));
+        }
+        text.push_str(" }\n}\n");
+        feed(&["nft", "-f", "-"], &text)?;
+    } else {
+        let mut text = "*nat\n:FOREIGN-SERVICES - [0:0]\n".to_owned();
+        for number in 0..count {
+            let address = address(number);
+            text.push_str(&format!("-A FOREIGN-SERVICES -d {address}/32 -p tcp -m tcp --dport 443 -j RETURN\n"));
+        }
+        text.push_str("COMMIT\n");
+        feed(&["iptables-restore", "-w", "--noflush"], &text)?;
+    }
+    Ok(())
+}

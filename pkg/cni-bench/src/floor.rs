@@ -1,0 +1,288 @@
+//! The floor: what the kernel alone takes for the attachment of bridge + host-local.
+//!
+//! In this process, by one blocking socket per namespace and the fewest requests that leave the same state behind:
+//! the pair with its mark, the announcement's and duplicate detection's sysctls, address, "up", default route, the wait
+//! until the bridge forwards, the announcement, and a reservation under a lock. Nothing is checked, nothing is undone.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Instant;
+
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload,
+};
+use netlink_sys::{Socket, SocketAddr};
+use nix::sched::{CloneFlags, setns};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike as _;
+use rtnetlink::packet_route::address::{AddressAttribute, AddressMessage};
+use rtnetlink::packet_route::link::{
+    InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, State,
+};
+use rtnetlink::packet_route::route::{
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use crate::call::Cost;
+use crate::error::{Doing as _, Error, Result};
+use crate::world::run;
+
+/// The forwarding state of a bridge's port.
+const FORWARDING: u8 = 3;
+/// RTMGRP_LINK.
+const LINK_EVENTS: u32 = 1;
+
+/// A node on which the floor is measured.
+#[derive(Debug)]
+pub(crate) struct Floor {
+    data: PathBuf,
+    bridge: u32,
+    round: std::cell::Cell<u32>,
+}
+
+/// What [`Floor::add`] left.
+#[derive(Debug)]
+pub(crate) struct Made {
+    link: u32,
+    reservation: PathBuf,
+}
+
+struct Connection(Socket);
+
+impl Floor {
+    /// A node with a bridge in use: up, with the gateway's address, forwarding.
+    pub(crate) fn new(data: &Path) -> Result<Floor> {
+        run(&["ip", "link", "add", "br0", "type", "bridge"])?;
+        run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
+        run(&["ip", "link", "set", "br0", "up"])?;
+        let text = fs::read_to_string("/proc/thread-self/net/dev_mcast").unwrap_or_default();
+        let line = text.lines().find(|line| line.split_whitespace().nth(1) == Some("br0"));
+        let index = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        let bridge = match index {
+            Some(index) => index,
+            None => Connection::open(0)?.find("br0")?,
+        };
+        Ok(Floor { data: data.to_owned(), bridge, round: std::cell::Cell::new(0) })
+    }
+
+    /// ADD.
+    pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
+        self.round.set(self.round.get() % 60_000 + 1);
+        let host = self.round.get() + 10;
+        let address = [10, 1, (host / 256) as u8, (host % 256) as u8];
+        timed(|| self.attach(netns, address))
+    }
+
+    fn attach(&self, netns: &Path, address: [u8; 4]) -> Result<Made> {
+        let reservation = self.reserve(address)?;
+        let netns = File::open(netns).doing("failed to open a namespace")?;
+        let host = Connection::open(0)?;
+        let mac = [2, 0, address[0], address[1], address[2], address[3]];
+        host.find("br0")?;
+        let (outer, inner) = host.pair(self.bridge, &netns, mac)?;
+        let events = Connection::open(LINK_EVENTS)?;
+        let mut mark = LinkMessage::default();
+        mark.header.index = outer;
+        mark.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
+        host.ask(RouteNetlinkMessage::SetLink(mark), 0)?;
+        // The thread that enters is thrown away, as anybody's would be who may not get lost.
+        let container = thread::scope(|scope| {
+            let visit = || -> Result<Connection> {
+                setns(&netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
+                for (value, text) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
+                    let _ = fs::write(format!("/proc/sys/net/{value}"), text);
+                }
+                Connection::open(0)
+            };
+            scope.spawn(visit).join().unwrap_or_else(|_| Err(Error::new("the visit to a namespace failed")))
+        })?;
+        container.address(inner, address)?;
+        container.up(inner)?;
+        container.default_route(inner)?;
+        while !host.forwards(outer)? {
+            events.0.recv_from_full().doing("failed to wait for the port")?;
+        }
+        let mut announce = LinkMessage::default();
+        announce.header.index = inner;
+        announce.attributes.push(LinkAttribute::Address(mac.to_vec()));
+        container.ask(RouteNetlinkMessage::SetLink(announce), 0)?;
+        Ok(Made { link: outer, reservation })
+    }
+
+    fn reserve(&self, address: [u8; 4]) -> Result<PathBuf> {
+        let doing = "failed to reserve an address";
+        let lock =
+            File::options().create(true).truncate(false).write(true).open(self.data.join("lock")).doing(doing)?;
+        lock.lock().doing(doing)?;
+        let [a, b, c, d] = address;
+        let path = self.data.join(format!("{a}.{b}.{c}.{d}"));
+        fs::write(&path, "floor\r\neth0").doing(doing)?;
+        fs::write(self.data.join("last_reserved_ip.0"), format!("{a}.{b}.{c}.{d}")).doing(doing)?;
+        Ok(path)
+    }
+
+    /// DEL: all of it, and of that the one RTM_DELLINK.
+    pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
+        let (alone, all) = timed(|| {
+            let host = Connection::open(0)?;
+            let mut message = LinkMessage::default();
+            message.header.index = made.link;
+            let ((), alone) = timed(|| host.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
+            fs::remove_file(&made.reservation).doing("failed to give an address back")?;
+            Ok(alone)
+        })?;
+        Ok((all, alone))
+    }
+}
+
+fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
+    let cpu = || -> Result<f64> {
+        let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
+        Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)
+    };
+    let before = cpu()?;
+    let begin = Instant::now();
+    let value = work()?;
+    let wall = begin.elapsed().as_secs_f64() * 1e3;
+    Ok((value, Cost { wall, cpu: cpu()? - before }))
+}
+
+impl Connection {
+    fn open(groups: u32) -> Result<Connection> {
+        let mut socket = Socket::new(netlink_sys::protocols::NETLINK_ROUTE).doing("failed to open a netlink socket")?;
+        if groups != 0 {
+            socket.bind(&SocketAddr::new(0, groups)).doing("failed to listen to the kernel")?;
+        }
+        Ok(Connection(socket))
+    }
+
+    /// One request and what came before its acknowledgement.
+    fn ask(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>> {
+        let mut message = NetlinkMessage::from(message);
+        message.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
+        message.finalize();
+        let mut bytes = vec![0; message.buffer_len()];
+        message.serialize(&mut bytes);
+        self.0.send(&bytes, 0).doing("failed to send a request")?;
+        let mut answers = Vec::new();
+        loop {
+            let (bytes, _) = self.0.recv_from_full().doing("failed to read an answer")?;
+            let mut rest = bytes.as_slice();
+            while !rest.is_empty() {
+                let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).doing("a reply is garbled")?;
+                let length = (reply.header.length as usize).next_multiple_of(4).clamp(16, rest.len());
+                rest = rest.get(length..).unwrap_or_default();
+                match reply.payload {
+                    NetlinkPayload::InnerMessage(message) => answers.push(message),
+                    NetlinkPayload::Error(error) => match error.code {
+                        None => return Ok(answers),
+                        Some(_) => return Err(Error::new(format!("the kernel refused: {}", error.to_io()))),
+                    },
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn link(&self, message: LinkMessage) -> Result<LinkMessage> {
+        let answers = self.ask(RouteNetlinkMessage::GetLink(message), 0)?;
+        let link = answers.into_iter().find_map(|answer| match answer {
+            RouteNetlinkMessage::NewLink(link) => Some(link),
+            _ => None,
+        });
+        link.ok_or_else(|| Error::new("the kernel did not tell of a link"))
+    }
+
+    fn find(&self, name: &str) -> Result<u32> {
+        let mut message = LinkMessage::default();
+        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        Ok(self.link(message)?.header.index)
+    }
+
+    fn pair(&self, bridge: u32, netns: &File, mac: [u8; 6]) -> Result<(u32, u32)> {
+        let mut peer = LinkMessage::default();
+        peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
+        peer.attributes.push(LinkAttribute::Address(mac.to_vec()));
+        peer.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
+        let mut host = LinkMessage::default();
+        (host.header.flags, host.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
+        host.attributes.push(LinkAttribute::IfName("vethfloor".to_owned()));
+        host.attributes.push(LinkAttribute::Controller(bridge));
+        host.attributes.push(LinkAttribute::LinkInfo(vec![
+            LinkInfo::Kind(InfoKind::Veth),
+            LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
+        ]));
+        let answers = self.ask(RouteNetlinkMessage::NewLink(host), NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
+        let told = answers.into_iter().find_map(|answer| match answer {
+            RouteNetlinkMessage::NewLink(link) => Some(link),
+            _ => None,
+        });
+        let made = match told {
+            Some(made) => made,
+            None => {
+                let mut message = LinkMessage::default();
+                message.attributes.push(LinkAttribute::IfName("vethfloor".to_owned()));
+                self.link(message)?
+            }
+        };
+        let inner = made.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::Link(index) => Some(*index),
+            _ => None,
+        });
+        Ok((made.header.index, inner.ok_or_else(|| Error::new("the kernel did not tell of the other end"))?))
+    }
+
+    fn address(&self, index: u32, address: [u8; 4]) -> Result<()> {
+        let mut message = AddressMessage::default();
+        (message.header.family, message.header.prefix_len, message.header.index) = (AddressFamily::Inet, 16, index);
+        message.attributes.push(AddressAttribute::Local(address.into()));
+        message.attributes.push(AddressAttribute::Address(address.into()));
+        self.ask(RouteNetlinkMessage::NewAddress(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
+    }
+
+    fn up(&self, index: u32) -> Result<()> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
+        self.ask(RouteNetlinkMessage::SetLink(message), 0).map(drop)
+    }
+
+    fn default_route(&self, index: u32) -> Result<()> {
+        let mut message = RouteMessage::default();
+        message.header.address_family = AddressFamily::Inet;
+        message.header.table = RouteHeader::RT_TABLE_MAIN;
+        message.header.protocol = RouteProtocol::Boot;
+        message.header.scope = RouteScope::Universe;
+        message.header.kind = RouteType::Unicast;
+        message.attributes.push(RouteAttribute::Gateway(RouteAddress::Inet([10, 1, 0, 1].into())));
+        message.attributes.push(RouteAttribute::Oif(index));
+        self.ask(RouteNetlinkMessage::NewRoute(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
+    }
+
+    /// Whether the bridge's port lets frames pass.
+    fn forwards(&self, index: u32) -> Result<bool> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        let link = self.link(message)?;
+        let mut forwarding = false;
+        let mut up = false;
+        for attribute in &link.attributes {
+            match attribute {
+                LinkAttribute::OperState(state) => up = *state == State::Up,
+                LinkAttribute::LinkInfo(infos) => {
+                    for info in infos {
+                        let LinkInfo::PortData(InfoPortData::BridgePort(port)) = info else { continue };
+                        forwarding |= port.iter().any(
+                            |entry| matches!(entry, InfoBridgePort::State(state) if u8::from(*state) == FORWARDING),
+                        );
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(up && forwarding)
+    }
+}

@@ -1,0 +1,209 @@
+//! The guard: what an operation may cost, counted, against a table in the repository.
+//!
+//! System calls of the plugins' own processes, programs and threads they start. These do not depend on the load of the
+//! machine as times do, nor on the release of iptables, whose own calls are left out.
+
+use std::fs;
+
+use crate::cases::{self, ALONE, CHAINS, Case, Folders, Links, Plugins, SIMPLE, START, Side, WHOLE};
+use crate::error::{Doing as _, Error, Result};
+use crate::measure;
+use crate::options::{Guard, GuardMode};
+use crate::report::{progress, say};
+use crate::world::World;
+
+/// Each operation is counted so often, and the least counts: a wait that took one more look is not the code's doing.
+const ROUNDS: usize = 4;
+
+const HEAD: &str = "\
+# What each operation of the plugins costs: system calls of its own processes, programs started, threads started.
+# Compared by `scripts/test`, written by `scripts/bench --counts`. See docs/performance.md, \"The guard\".
+";
+
+/// One line of the table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Line {
+    what: String,
+    syscalls: usize,
+    programs: usize,
+    threads: usize,
+}
+
+impl Line {
+    fn text(&self) -> String {
+        format!("{:<64} {:>5} {:>3} {:>3}\n", self.what, self.syscalls, self.programs, self.threads)
+    }
+
+    fn parse(line: &str) -> Result<Line> {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let parsed = || {
+            let (what, figures) = words.split_at_checked(words.len().checked_sub(3)?)?;
+            let mut figures = figures.iter().map(|word| word.parse().ok());
+            let mut figure = || figures.next().flatten();
+            let (syscalls, programs, threads) = (figure()?, figure()?, figure()?);
+            Some(Line { what: what.join(" "), syscalls, programs, threads })
+        };
+        parsed().ok_or_else(|| Error::new(format!("no line of the table: {line:?}")))
+    }
+
+    /// The most that is let pass. A kernel older than the one of the table answers a creation without telling what it
+    /// made, which costs one more request (two calls) for each link; four calls are two links.
+    fn bound(&self) -> usize {
+        self.syscalls + self.syscalls / 33 + 4
+    }
+
+    /// Why `now` is more than the table allows.
+    fn excess(&self, now: &Line) -> Option<String> {
+        let mut wrong = Vec::new();
+        if now.syscalls > self.bound() {
+            wrong.push(format!("{} system calls, {} in the table", now.syscalls, self.syscalls));
+        }
+        for (name, now, then) in [("programs", now.programs, self.programs), ("threads", now.threads, self.threads)] {
+            if now > then {
+                wrong.push(format!("{now} {name}, {then} in the table"));
+            }
+        }
+        (!wrong.is_empty()).then(|| format!("{}: {}", self.what, wrong.join("; ")))
+    }
+}
+
+fn guarded() -> Vec<Case> {
+    let case = |group, name: &str, plugins, sides: &[Side]| Case {
+        group,
+        name: name.to_owned(),
+        plugins,
+        before: cases::Before::Nothing,
+        sides: sides.to_vec(),
+        at_once: None,
+    };
+    let (one, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
+    let dual = Links { dual: true, ..SIMPLE };
+    vec![
+        case(START, "bridge", Plugins::Version("bridge"), &one),
+        case(ALONE, "loopback", Plugins::Loopback, &one),
+        case(ALONE, "host-local", Plugins::HostLocal, &one),
+        case(ALONE, "tuning", Plugins::Tuning, &one),
+        case(ALONE, "portmap", Plugins::Portmap, &both),
+        case(CHAINS, &SIMPLE.name(), Plugins::Chain(SIMPLE), &one),
+        case(CHAINS, &dual.name(), Plugins::Chain(dual), &one),
+        case(CHAINS, &WHOLE.name(), Plugins::Chain(WHOLE), &both),
+    ]
+}
+
+/// Counts, and compares or writes the table. Whether all is within its bounds.
+pub(crate) fn run(options: &Guard) -> Result<bool> {
+    let table = match options.mode {
+        GuardMode::Update => Vec::new(),
+        GuardMode::Compare => read(options)?,
+    };
+    let world = World::new()?;
+    let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
+    let mut now = Vec::new();
+    for case in guarded() {
+        for side in &case.sides {
+            let lines =
+                count(&world, &folders, &case, *side).doing(format_args!("{} ({})", case.name, side.label()))?;
+            now.extend(lines);
+        }
+    }
+    if options.mode == GuardMode::Update {
+        let text: String = now.iter().map(Line::text).collect();
+        fs::write(&options.table, format!("{HEAD}{text}"))
+            .doing(format_args!("failed to write {}", options.table.display()))?;
+        return Ok(true);
+    }
+    let mut good = true;
+    for line in &now {
+        match table.iter().find(|old| old.what == line.what) {
+            Some(old) => {
+                if let Some(excess) = old.excess(line) {
+                    progress(&format!("more than before: {excess}"));
+                    good = false;
+                } else if line.bound() < old.syscalls {
+                    say(&format!(
+                        "less than before: {}: {} system calls, {} in the table",
+                        line.what, line.syscalls, old.syscalls
+                    ));
+                }
+            }
+            None => {
+                progress(&format!("not in {}: {}", options.table.display(), line.what));
+                good = false;
+            }
+        }
+    }
+    for old in table.iter().filter(|old| !now.iter().any(|line| line.what == old.what)) {
+        progress(&format!("in the table, and not counted: {}", old.what));
+        good = false;
+    }
+    say(&format!("{} operations counted", now.len()));
+    if !good {
+        progress("If this is meant: scripts/bench --counts writes the table anew. What makes the calls: strace -f -c.");
+    }
+    Ok(good)
+}
+
+fn read(options: &Guard) -> Result<Vec<Line>> {
+    let path = options.table.display();
+    let text = fs::read_to_string(&options.table).doing(format_args!("failed to read {path}"))?;
+    let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
+    let lines: Vec<Line> = lines.map(Line::parse).collect::<Result<_>>()?;
+    if lines.is_empty() {
+        return Err(Error::new(format!("{path} is empty: there is nothing to hold to")));
+    }
+    Ok(lines)
+}
+
+fn count(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Vec<Line>> {
+    let ready = cases::prepare(world, folders, case, side)?;
+    let mut lines: Vec<Line> = Vec::new();
+    // The first round makes what is made once.
+    for round in 0..=ROUNDS {
+        let counted = measure::counted(world, &ready, case, round)?;
+        if round == 0 {
+            continue;
+        }
+        for (verb, counts) in counted {
+            if counts.own_syscalls == 0 {
+                return Err(Error::new(format!("no system call of {verb} was seen")));
+            }
+            let what = format!("{} {verb}, {}", case.name, side.label());
+            let line =
+                Line { what, syscalls: counts.own_syscalls, programs: counts.programs, threads: counts.own_threads };
+            match lines.iter_mut().find(|old| old.what == line.what) {
+                Some(old) => {
+                    old.syscalls = old.syscalls.min(line.syscalls);
+                    old.programs = old.programs.min(line.programs);
+                    old.threads = old.threads.min(line.threads);
+                }
+                None => lines.push(line),
+            }
+        }
+    }
+    Ok(lines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(syscalls: usize, programs: usize, threads: usize) -> Line {
+        Line { what: "bridge + host-local ADD, ours".to_owned(), syscalls, programs, threads }
+    }
+
+    #[test]
+    fn a_line_is_read_as_it_was_written() {
+        assert_eq!(Line::parse(line(200, 1, 2).text().trim_end()).unwrap(), line(200, 1, 2));
+        assert!(Line::parse("bridge ADD").is_err());
+    }
+
+    #[test]
+    fn a_few_calls_more_pass_and_a_request_more_does_not() {
+        let old = line(100, 1, 2);
+        assert_eq!(old.excess(&line(107, 1, 2)), None);
+        assert_eq!(old.excess(&line(50, 0, 0)), None);
+        assert!(old.excess(&line(108, 1, 2)).unwrap().contains("108 system calls, 100 in the table"));
+        assert!(old.excess(&line(100, 2, 2)).unwrap().contains("2 programs"));
+        assert!(old.excess(&line(100, 1, 3)).unwrap().contains("3 threads"));
+    }
+}

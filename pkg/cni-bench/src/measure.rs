@@ -1,0 +1,321 @@
+//! The run: every case, every side, round by round.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::burst;
+use crate::call::Cost;
+use crate::cases::{self, Case, Folders, PLUGINS, Plugins, Ready, SIMPLE, Side};
+use crate::error::{Doing as _, Error, Result};
+use crate::options::Bench;
+use crate::report;
+use crate::stats::Samples;
+use crate::trace::{self, Counts};
+use crate::world::World;
+
+/// The order of the report.
+const VERBS: [&str; 7] = ["VERSION", "ADD", "CHECK", "DEL", "RTM_DELLINK", "STATUS", "GC"];
+
+/// From then on few rounds must do, so that a slow machine is done in time too.
+const LATE: Duration = Duration::from_secs(600);
+
+/// One verb of one side of one case.
+#[derive(Debug)]
+pub(crate) struct Row {
+    pub(crate) group: &'static str,
+    pub(crate) case: String,
+    pub(crate) side: Side,
+    pub(crate) verb: &'static str,
+    /// Milliseconds.
+    pub(crate) wall: Samples,
+    /// Milliseconds of user and system time.
+    pub(crate) cpu: Samples,
+    pub(crate) counts: Option<Counts>,
+}
+
+/// One verb of a crowd.
+#[derive(Debug)]
+pub(crate) struct CrowdRow {
+    pub(crate) case: String,
+    pub(crate) count: usize,
+    pub(crate) side: Side,
+    pub(crate) verb: &'static str,
+    pub(crate) per_second: Samples,
+    /// From the common start to each one's end, in milliseconds.
+    pub(crate) latency: Samples,
+    /// Milliseconds of user and system time, per attachment.
+    pub(crate) cpu: Samples,
+}
+
+/// One plugin's size, in bytes.
+#[derive(Debug)]
+pub(crate) struct Size {
+    pub(crate) plugin: &'static str,
+    pub(crate) ours: u64,
+    pub(crate) theirs: u64,
+}
+
+/// Everything that was found out.
+#[derive(Debug, Default)]
+pub(crate) struct Results {
+    pub(crate) rows: Vec<Row>,
+    pub(crate) crowds: Vec<CrowdRow>,
+    pub(crate) sizes: Vec<Size>,
+    /// Cases that could not be measured, and why.
+    pub(crate) failures: Vec<String>,
+    pub(crate) machine: Vec<(String, String)>,
+}
+
+impl Results {
+    pub(crate) fn row(&self, group: &str, case: &str, side: Side, verb: &str) -> Option<&Row> {
+        self.rows.iter().find(|row| row.group == group && row.case == case && row.side == side && row.verb == verb)
+    }
+
+    pub(crate) fn crowd(&self, case: &str, count: usize, side: Side, verb: &str) -> Option<&CrowdRow> {
+        let mut rows = self.crowds.iter();
+        rows.find(|row| row.case == case && row.count == count && row.side == side && row.verb == verb)
+    }
+
+    fn add(&mut self, case: &Case, side: Side, verb: &'static str, cost: Cost) {
+        let found = self
+            .rows
+            .iter_mut()
+            .find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb);
+        if let Some(row) = found {
+            row.wall.push(cost.wall);
+            row.cpu.push(cost.cpu);
+            return;
+        }
+        let (mut wall, mut cpu) = (Samples::default(), Samples::default());
+        wall.push(cost.wall);
+        cpu.push(cost.cpu);
+        self.rows.push(Row { group: case.group, case: case.name.clone(), side, verb, wall, cpu, counts: None });
+    }
+
+    fn count(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
+        let mut rows = self.rows.iter_mut();
+        if let Some(row) =
+            rows.find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb)
+        {
+            row.counts = Some(counts);
+        }
+    }
+}
+
+/// Measures everything and writes the report. Whether all of it could be measured.
+pub(crate) fn all(options: &Bench) -> Result<bool> {
+    let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
+    std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
+    let mut results = Results { machine: report::machine(&folders, options.extent), ..Results::default() };
+    for plugin in PLUGINS {
+        let size = |dir: &Path| {
+            let path = dir.join(plugin);
+            path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))
+        };
+        results.sizes.push(Size { plugin, ours: size(&folders.ours)?, theirs: size(&folders.theirs)? });
+    }
+    let world = World::new()?;
+    let begin = Instant::now();
+    for case in cases::all(options.extent) {
+        let name = match case.at_once {
+            Some(count) => format!("{}: {} ({count})", case.group, case.name),
+            None => format!("{}: {}", case.group, case.name),
+        };
+        if !options.only.is_empty() && !options.only.iter().any(|part| name.contains(part.as_str())) {
+            continue;
+        }
+        report::progress(&format!("{:4.0} s  {name}", begin.elapsed().as_secs_f64()));
+        let rounds = match begin.elapsed() {
+            elapsed if elapsed > LATE => (LATE / 600, 1, 20),
+            _ => options.extent.rounds(),
+        };
+        if let Err(error) = one(&world, &folders, &case, rounds, &mut results) {
+            report::progress(&format!("        {error}"));
+            results.failures.push(format!("{name}: {error}"));
+        }
+    }
+    // As they are read: verb by verb, ours first.
+    let order = |verb: &str| VERBS.iter().position(|known| *known == verb);
+    let cases: Vec<String> = results.rows.iter().map(|row| format!("{}{}", row.group, row.case)).collect();
+    let place = |row: &Row| {
+        let name = format!("{}{}", row.group, row.case);
+        cases.iter().position(|case| *case == name)
+    };
+    results.rows.sort_by_key(|row| (place(row), order(row.verb), row.side));
+    results.crowds.sort_by(|a, b| (&a.case, a.count, a.verb, a.side).cmp(&(&b.case, b.count, b.verb, b.side)));
+    results.machine.push(("The run took".to_owned(), format!("{:.0} s", begin.elapsed().as_secs_f64())));
+    results.machine.push(("Load at its end".to_owned(), report::load()));
+    report::write(&results, &options.out)?;
+    Ok(results.failures.is_empty())
+}
+
+/// The attachment verbs of a case, and those of the network that a side knows.
+pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
+    let network = case.group == cases::ALONE || (case.group == cases::CHAINS && case.plugins == Plugins::Chain(SIMPLE));
+    match (case.plugins, side) {
+        (Plugins::Version(_), _) => vec!["VERSION"],
+        // 1.1.0 verbs, which a release of the Go plugins of 2022 does not know.
+        (_, Side::Ours | Side::OursNft) if network => vec!["ADD", "CHECK", "DEL", "STATUS", "GC"],
+        _ => vec!["ADD", "CHECK", "DEL"],
+    }
+}
+
+fn one(
+    world: &World,
+    folders: &Folders,
+    case: &Case,
+    (time, least, most): (Duration, usize, usize),
+    results: &mut Results,
+) -> Result<()> {
+    let mut sides = Vec::new();
+    for side in &case.sides {
+        let ready = cases::prepare(world, folders, case, *side).doing(format_args!("to prepare {}", side.label()))?;
+        sides.push(ready);
+    }
+    // What takes long is the same each time; few rounds will do.
+    let least = if case.group == cases::CHAINS || case.group == cases::ALONE { least } else { least.div_ceil(3) };
+    let mut begin = Instant::now();
+    let mut measured = 0;
+    for round in 0.. {
+        // The first one makes what is made once: bridges, base chains, an index.
+        let is_warm_up = round == 0;
+        if round == 1 {
+            begin = Instant::now();
+        }
+        if measured >= most || (measured >= least && begin.elapsed() >= time) {
+            break;
+        }
+        // Nobody is always the first.
+        for place in 0..sides.len() {
+            let Some(ready) = sides.get((place + round) % sides.len()) else { continue };
+            ready.node.enter()?;
+            let what = format!("{}, round {round}", ready.side.label());
+            match case.at_once {
+                Some(count) => {
+                    let rows = crowd(world, ready, case, round, count).doing(what)?;
+                    if !is_warm_up {
+                        merge(&mut results.crowds, rows);
+                    }
+                }
+                None => {
+                    let costs = costs(world, ready, case, round).doing(what)?;
+                    let keep = costs.into_iter().filter(|_| !is_warm_up);
+                    keep.for_each(|(verb, cost)| results.add(case, ready.side, verb, cost));
+                }
+            }
+        }
+        measured += usize::from(!is_warm_up);
+    }
+    if case.at_once.is_none() {
+        for ready in sides.iter().filter(|ready| ready.side != Side::Kernel) {
+            ready.node.enter()?;
+            for (verb, counts) in counted(world, ready, case, usize::MAX)? {
+                results.count(case, ready.side, verb, counts);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One life of one attachment, timed.
+fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
+    let at = ready.attachment(round, 0);
+    if let Some(floor) = &ready.floor {
+        let (made, add) = floor.add(&at.netns)?;
+        let (del, alone) = floor.del(made)?;
+        return Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", alone)]);
+    }
+    let mut costs = Vec::new();
+    let mut result: Option<Value> = None;
+    for verb in verbs(case, ready.side) {
+        let mut all = Cost::default();
+        let said = ready.chain.run(verb, &at, result.as_ref(), |call| {
+            let (said, cost) = call.run(world.scratch())?;
+            all += cost;
+            Ok(said)
+        });
+        let said = match said {
+            Ok(said) => said,
+            // Some releases refuse what they made themselves (portmap of 1.1.1, where there is only IPv4). That is no
+            // reason not to measure the rest.
+            Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
+            Err(error) => return Err(error),
+        };
+        if verb == "ADD" {
+            result = Some(said);
+        }
+        costs.push((verb, all));
+    }
+    Ok(costs)
+}
+
+/// One life of one attachment, counted.
+pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Counts)>> {
+    let at = ready.attachment(round, 0);
+    let mut all = Vec::new();
+    let mut result: Option<Value> = None;
+    for verb in verbs(case, ready.side) {
+        let mut counts = Counts::default();
+        let said = ready.chain.run(verb, &at, result.as_ref(), |call| {
+            let (said, more) = trace::run(call, world.scratch())?;
+            counts.add(more);
+            Ok(said)
+        });
+        let said = match said {
+            Ok(said) => said,
+            Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
+            Err(error) => return Err(error),
+        };
+        if verb == "ADD" {
+            result = Some(said);
+        }
+        all.push((verb, counts));
+    }
+    Ok(all)
+}
+
+fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) -> Result<Vec<CrowdRow>> {
+    let mut rows = Vec::new();
+    let mut results = Vec::new();
+    for verb in ["ADD", "DEL"] {
+        let crowd = burst::run(world, ready, round, verb, &results)?;
+        if crowd.each.len() != count {
+            return Err(Error::new(format!("{} of {count} ended", crowd.each.len())));
+        }
+        let mut row = CrowdRow {
+            case: case.name.clone(),
+            count,
+            side: ready.side,
+            verb,
+            per_second: Samples::default(),
+            latency: Samples::default(),
+            cpu: Samples::default(),
+        };
+        row.per_second.push(count as f64 / crowd.all * 1e3);
+        row.cpu.push(crowd.cpu / count as f64);
+        crowd.each.iter().for_each(|latency| row.latency.push(*latency));
+        rows.push(row);
+        if verb == "ADD" {
+            results = crowd.results;
+        }
+    }
+    Ok(rows)
+}
+
+fn merge(all: &mut Vec<CrowdRow>, rows: Vec<CrowdRow>) {
+    for row in rows {
+        let is_same = |old: &&mut CrowdRow| {
+            (&old.case, old.count, old.side, old.verb) == (&row.case, row.count, row.side, row.verb)
+        };
+        match all.iter_mut().find(is_same) {
+            Some(old) => {
+                old.per_second.extend(row.per_second);
+                old.latency.extend(row.latency);
+                old.cpu.extend(row.cpu);
+            }
+            None => all.push(row),
+        }
+    }
+}

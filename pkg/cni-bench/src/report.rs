@@ -1,0 +1,369 @@
+//! What is written: tables as text and Markdown, everything as JSON, plots.
+//!
+//! `DIR.md` beside the folder `DIR`, if it has the two marks, gets the part between them anew: so a page of words stays
+//! a page of words, and its figures are those of the newest run.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::cases::{ALONE, AT_ONCE, CHAINS, Folders, MAPPINGS, MASQUERADE, RESERVATIONS, START, Side};
+use crate::error::{Doing as _, Result};
+use crate::measure::{CrowdRow, Results, Row};
+use crate::options::Extent;
+use crate::plot;
+use crate::targets::{self, short};
+use crate::world::run;
+
+const BEGIN: &str = "<!-- begin: written by scripts/bench -->";
+const END: &str = "<!-- end: written by scripts/bench -->";
+
+const GROUPS: [&str; 6] = [START, ALONE, CHAINS, RESERVATIONS, MAPPINGS, MASQUERADE];
+const SIDES: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
+
+/// A line for whoever waits, on standard error.
+pub(crate) fn progress(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// A line on standard output.
+pub(crate) fn say(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
+pub(crate) fn load() -> String {
+    let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split_whitespace().take(3).collect::<Vec<_>>().join(" ")
+}
+
+/// What the figures belong to.
+pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)> {
+    let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let field = |name: &str| {
+        let value = cpu.lines().find(|line| line.starts_with(name)).and_then(|line| line.split(": ").nth(1));
+        value.unwrap_or("unknown").to_owned()
+    };
+    let cores = cpu.lines().filter(|line| line.starts_with("processor")).count();
+    let hypervisor = if field("flags").contains("hypervisor") { ", in a virtual machine" } else { "" };
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let memory = memory.lines().next().and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+    let told = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
+    let package = run(&["dpkg-query", "-S", &folders.theirs.join("bridge").display().to_string()])
+        .ok()
+        .and_then(|text| text.split(':').next().map(str::to_owned))
+        .and_then(|name| run(&["dpkg-query", "-W", &name]).ok())
+        .map(|text| format!(" ({})", text.trim().replace('\t', " ")))
+        .unwrap_or_default();
+    let revision = std::env::var("CNI_BENCH_REVISION").unwrap_or_default();
+    let ours = if revision.is_empty() { "ours".to_owned() } else { revision };
+    vec![
+        ("Processor".to_owned(), format!("{cores} of {}{hypervisor}", field("model name"))),
+        ("Memory".to_owned(), memory.map_or("unknown".to_owned(), |kib| format!("{:.1} GiB", kib as f64 / 1048576.0))),
+        ("Kernel".to_owned(), told(&["uname", "-sr"])),
+        ("iptables".to_owned(), told(&["iptables", "--version"])),
+        ("Ours".to_owned(), ours),
+        ("Theirs".to_owned(), format!("{}{package}", folders.theirs.display())),
+        (
+            "Extent".to_owned(),
+            if extent == Extent::Quick { "--quick: figures that mean little" } else { "full" }.to_owned(),
+        ),
+        ("Date".to_owned(), told(&["date", "-u", "+%Y-%m-%d %H:%M UTC"])),
+        ("Load at its begin".to_owned(), load()),
+    ]
+}
+
+/// A table, to be rendered in two ways.
+struct Table {
+    title: String,
+    head: Vec<&'static str>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    fn text(&self) -> String {
+        let mut widths: Vec<usize> = self.head.iter().map(|cell| cell.len()).collect();
+        for row in &self.rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
+            }
+        }
+        let line = |cells: Vec<&str>| {
+            let mut line = String::new();
+            for (place, (cell, width)) in cells.iter().zip(&widths).enumerate() {
+                // Words to the left, figures to the right.
+                let padded = if place < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
+                line.push_str(&padded);
+            }
+            line.trim_end().to_owned() + "\n"
+        };
+        let mut text = format!("{}\n\n{}", self.title, line(self.head.clone()));
+        for row in &self.rows {
+            text.push_str(&line(row.iter().map(String::as_str).collect()));
+        }
+        text.push('\n');
+        text
+    }
+
+    fn markdown(&self) -> String {
+        let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+        let head: Vec<String> = self.head.iter().map(|cell| (*cell).to_owned()).collect();
+        let rule: Vec<String> = self.head.iter().map(|_| "---".to_owned()).collect();
+        let rows: String = self.rows.iter().map(|cells| row(cells)).collect();
+        format!("### {}\n\n{}{}{rows}\n", self.title, row(&head), row(&rule))
+    }
+}
+
+/// Writes everything into `out`.
+pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
+    let save = |name: &str, text: &str| {
+        let path = out.join(name);
+        fs::write(&path, text).doing(format_args!("failed to write {}", path.display()))
+    };
+    let text = text(results);
+    say(&text);
+    save("results.txt", &text)?;
+    let json = serde_json::to_string_pretty(&as_json(results)).doing("failed to write JSON")?;
+    save("results.json", &(json + "\n"))?;
+    let mut plots = Vec::new();
+    for (name, title, svg) in plot::all(results) {
+        save(&name, &svg)?;
+        plots.push((name, title));
+    }
+    let page = out.with_extension("md");
+    let Ok(words) = fs::read_to_string(&page) else { return Ok(()) };
+    let (Some(begin), Some(end)) = (words.find(BEGIN), words.find(END)) else { return Ok(()) };
+    let folder = out.file_name().unwrap_or_default().to_string_lossy();
+    let generated = markdown(results, &plots, &folder);
+    let (before, after) = (words.get(..begin + BEGIN.len()), words.get(end..));
+    let whole = format!("{}\n\n{generated}{}", before.unwrap_or_default(), after.unwrap_or_default());
+    fs::write(&page, whole).doing(format_args!("failed to write {}", page.display()))
+}
+
+fn text(results: &Results) -> String {
+    let mut text = String::new();
+    for (name, value) in &results.machine {
+        text.push_str(&format!("{name:<18} {value}\n"));
+    }
+    text.push('\n');
+    text.push_str(&targets_table(results).text());
+    for group in GROUPS {
+        let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
+        if !rows.is_empty() {
+            text.push_str(&long_table(results, group, &rows).text());
+        }
+    }
+    if !results.crowds.is_empty() {
+        text.push_str(&crowd_table(results, &results.crowds.iter().collect::<Vec<_>>()).text());
+    }
+    text.push_str(&size_table(results).text());
+    for failure in &results.failures {
+        text.push_str(&format!("NOT MEASURED  {failure}\n"));
+    }
+    text
+}
+
+fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> String {
+    let mut text = String::new();
+    for (name, value) in &results.machine {
+        text.push_str(&format!("- {name}: {value}\n"));
+    }
+    text.push('\n');
+    text.push_str(&targets_table(results).markdown());
+    for (name, title) in plots {
+        text.push_str(&format!("![{title}]({folder}/{name})\n\n"));
+    }
+    for group in GROUPS {
+        let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
+        if !rows.is_empty() {
+            text.push_str(&short_table(results, group, &rows).markdown());
+        }
+    }
+    if !results.crowds.is_empty() {
+        text.push_str(&crowd_table(results, &results.crowds.iter().collect::<Vec<_>>()).markdown());
+    }
+    text.push_str(&size_table(results).markdown());
+    for failure in &results.failures {
+        text.push_str(&format!("- Not measured: {failure}\n"));
+    }
+    text
+}
+
+fn targets_table(results: &Results) -> Table {
+    let rows = targets::all(results).into_iter().map(|target| {
+        let kept = match target.kept {
+            Some(true) => "yes",
+            Some(false) => "no",
+            None => "-",
+        };
+        vec![target.what, target.bound, target.reached, kept.to_owned()]
+    });
+    Table { title: "Targets".to_owned(), head: vec!["what", "target", "reached", "kept"], rows: rows.collect() }
+}
+
+fn dash(value: Option<f64>) -> String {
+    value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
+}
+
+fn theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
+    results.row(row.group, &row.case, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs)
+}
+
+fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
+    let cells = |row: &&Row| {
+        let theirs = theirs(results, row);
+        let count = |value: fn(&crate::trace::Counts) -> usize| {
+            row.counts.as_ref().map_or("-".to_owned(), |counts| value(counts).to_string())
+        };
+        vec![
+            row.case.clone(),
+            row.verb.to_owned(),
+            row.side.label().to_owned(),
+            short(row.wall.median()),
+            short(row.wall.p99()),
+            short(row.cpu.median()),
+            dash(theirs.map(|theirs| row.wall.median() / theirs.wall.median())),
+            dash(theirs.map(|theirs| row.cpu.median() / theirs.cpu.median())),
+            count(|counts| counts.syscalls),
+            count(|counts| counts.programs),
+            count(|counts| counts.threads),
+            count(|counts| counts.peak),
+            row.wall.len().to_string(),
+        ]
+    };
+    Table {
+        title: format!("{} (ms; peak in KiB, of the largest process)", capital(group)),
+        head: vec![
+            "case",
+            "verb",
+            "side",
+            "median",
+            "p99",
+            "CPU",
+            "/theirs",
+            "CPU/theirs",
+            "syscalls",
+            "programs",
+            "threads",
+            "peak",
+            "n",
+        ],
+        rows: rows.iter().map(cells).collect(),
+    }
+}
+
+/// One line per case and verb, the sides beside each other.
+fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
+    let mut lines: Vec<Vec<String>> = Vec::new();
+    let mut done: Vec<(&str, &str)> = Vec::new();
+    for row in rows.iter().filter(|row| row.verb != "RTM_DELLINK") {
+        if done.contains(&(row.case.as_str(), row.verb)) {
+            continue;
+        }
+        done.push((&row.case, row.verb));
+        let median = |side: Side, verb: &str| results.row(group, &row.case, side, verb).map(|row| row.wall.median());
+        let ratio = |side| median(side, row.verb).zip(median(Side::Theirs, row.verb)).map(|(a, b)| a / b);
+        let mut line = vec![row.case.clone(), row.verb.to_owned()];
+        line.extend(SIDES.iter().map(|side| dash(median(*side, row.verb))));
+        line.extend([dash(ratio(Side::Ours)), dash(ratio(Side::OursNft))]);
+        lines.push(line);
+        if row.verb == "DEL" && median(Side::Kernel, "RTM_DELLINK").is_some() {
+            let mut line = vec![row.case.clone(), "RTM_DELLINK".to_owned()];
+            line.extend(SIDES.iter().map(|side| dash(median(*side, "RTM_DELLINK"))));
+            line.extend(["-".to_owned(), "-".to_owned()]);
+            lines.push(line);
+        }
+    }
+    Table {
+        title: format!("{} (median wall time, ms)", capital(group)),
+        head: vec![
+            "case",
+            "verb",
+            "ours",
+            "ours, nftables",
+            "theirs",
+            "kernel alone",
+            "ours/theirs",
+            "nftables/theirs",
+        ],
+        rows: lines,
+    }
+}
+
+fn crowd_table(results: &Results, rows: &[&CrowdRow]) -> Table {
+    let cells = |row: &&CrowdRow| {
+        let theirs = results.crowd(&row.case, row.count, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs);
+        vec![
+            format!("{} of {}", row.count, row.case),
+            row.verb.to_owned(),
+            row.side.label().to_owned(),
+            short(row.per_second.median()),
+            short(row.latency.median()),
+            short(row.latency.p99()),
+            short(row.cpu.median()),
+            dash(theirs.map(|theirs| row.per_second.median() / theirs.per_second.median())),
+            row.per_second.len().to_string(),
+        ]
+    };
+    Table {
+        title: format!("{} (each from the common start to its end, ms; CPU per attachment, ms)", capital(AT_ONCE)),
+        head: vec!["case", "verb", "side", "per second", "median", "p99", "CPU", "times theirs", "crowds"],
+        rows: rows.iter().map(cells).collect(),
+    }
+}
+
+fn size_table(results: &Results) -> Table {
+    let line = |name: &str, ours: u64, theirs: u64| {
+        let kilo = |bytes: u64| format!("{:.0}", bytes as f64 / 1e3);
+        vec![name.to_owned(), kilo(ours), kilo(theirs), short(ours as f64 / theirs as f64)]
+    };
+    let mut rows: Vec<Vec<String>> =
+        results.sizes.iter().map(|size| line(size.plugin, size.ours, size.theirs)).collect();
+    let sum = |of: fn(&crate::measure::Size) -> u64| results.sizes.iter().map(of).sum();
+    rows.push(line("together", sum(|size| size.ours), sum(|size| size.theirs)));
+    Table { title: "Sizes (kB)".to_owned(), head: vec!["plugin", "ours", "theirs", "ours/theirs"], rows }
+}
+
+fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
+}
+
+fn as_json(results: &Results) -> Value {
+    let three = |value: f64| (value * 1e3).round() / 1e3;
+    let machine: serde_json::Map<String, Value> =
+        results.machine.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect();
+    let rows = results.rows.iter().map(|row| {
+        json!({
+            "group": row.group, "case": row.case, "side": row.side.label(), "verb": row.verb, "n": row.wall.len(),
+            "wall_ms": {"median": three(row.wall.median()), "p99": three(row.wall.p99())},
+            "cpu_ms": {"median": three(row.cpu.median()), "p99": three(row.cpu.p99())},
+            "counts": row.counts.as_ref().map(|counts| json!({
+                "syscalls": counts.syscalls, "own_syscalls": counts.own_syscalls, "programs": counts.programs,
+                "threads": counts.threads, "peak_kib": counts.peak,
+            })),
+        })
+    });
+    let crowds = results.crowds.iter().map(|row| {
+        json!({
+            "case": row.case, "count": row.count, "side": row.side.label(), "verb": row.verb,
+            "crowds": row.per_second.len(), "per_second": three(row.per_second.median()),
+            "latency_ms": {"median": three(row.latency.median()), "p99": three(row.latency.p99())},
+            "cpu_ms_each": three(row.cpu.median()),
+        })
+    });
+    let sizes =
+        results.sizes.iter().map(|size| json!({"plugin": size.plugin, "ours": size.ours, "theirs": size.theirs}));
+    let targets = targets::all(results).into_iter().map(
+        |target| json!({"what": target.what, "target": target.bound, "reached": target.reached, "kept": target.kept}),
+    );
+    json!({
+        "machine": machine,
+        "targets": targets.collect::<Value>(),
+        "operations": rows.collect::<Value>(),
+        "at_once": crowds.collect::<Value>(),
+        "sizes": sizes.collect::<Value>(),
+        "failures": results.failures,
+    })
+}

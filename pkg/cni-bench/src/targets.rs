@@ -1,0 +1,111 @@
+//! What the project has promised itself, with the figures of this run.
+
+use crate::cases::{CHAINS, RESERVATIONS, SIMPLE, START, Side, WHOLE, grouped};
+use crate::measure::{Results, Row};
+
+/// A promise and what became of it.
+#[derive(Debug)]
+pub(crate) struct Target {
+    pub(crate) what: String,
+    pub(crate) bound: String,
+    pub(crate) reached: String,
+    /// `None`: this run did not measure it.
+    pub(crate) kept: Option<bool>,
+}
+
+fn at_most(what: impl Into<String>, bound: f64, unit: &str, reached: Option<f64>) -> Target {
+    Target {
+        what: what.into(),
+        bound: format!("at most {}{unit}", short(bound)),
+        reached: reached.map_or("not measured".to_owned(), |value| format!("{}{unit}", short(value))),
+        kept: reached.map(|value| value <= bound),
+    }
+}
+
+/// Three digits that count.
+pub(crate) fn short(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        size if size >= 1.0 => format!("{value:.2}"),
+        size if size >= 0.01 || size == 0.0 => format!("{value:.3}"),
+        _ => format!("{value:.5}"),
+    }
+}
+
+pub(crate) fn all(results: &Results) -> Vec<Target> {
+    let whole = WHOLE.name();
+    let row = |case: &str, side, verb| results.row(CHAINS, case, side, verb);
+    let wall = |row: Option<&Row>| row.map(|row| row.wall.median());
+    let cpu = |row: Option<&Row>| row.map(|row| row.cpu.median());
+    let peak = |row: Option<&Row>| row.and_then(|row| row.counts.as_ref()).map(|counts| counts.peak as f64);
+    let ratio = |ours: Option<f64>, theirs: Option<f64>| ours.zip(theirs).map(|(ours, theirs)| ours / theirs);
+    let mut targets = Vec::new();
+    for (side, bound) in [(Side::Ours, 0.15), (Side::OursNft, 0.08)] {
+        let (ours, theirs) = (row(&whole, side, "ADD"), row(&whole, Side::Theirs, "ADD"));
+        let name = backend(side);
+        targets.push(at_most(
+            format!("ADD of {whole}, {name}: wall, of theirs"),
+            bound,
+            "",
+            ratio(wall(ours), wall(theirs)),
+        ));
+        targets.push(at_most(
+            format!("ADD of {whole}, {name}: CPU, of theirs"),
+            0.12,
+            "",
+            ratio(cpu(ours), cpu(theirs)),
+        ));
+    }
+    for (side, bound) in [(Side::Ours, 14.0), (Side::OursNft, 6.0)] {
+        let alone = wall(row(&whole, Side::Kernel, "RTM_DELLINK"));
+        let more = wall(row(&whole, side, "DEL")).zip(alone).map(|(del, alone)| del - alone);
+        let what = format!("DEL of {whole}, {}: beyond one RTM_DELLINK", backend(side));
+        targets.push(at_most(what, bound, " ms", more));
+    }
+    let many = format!("{} reservations", grouped(60_000));
+    for verb in ["ADD", "DEL"] {
+        let of = |side| wall(results.row(RESERVATIONS, &many, side, verb));
+        let what = format!("host-local {verb} at {many}: wall, of theirs");
+        targets.push(at_most(what, 0.005, "", ratio(of(Side::Ours), of(Side::Theirs))));
+    }
+    for (links, side) in [(SIMPLE, Side::Ours), (WHOLE, Side::Ours), (WHOLE, Side::OursNft)] {
+        let of = |side| results.crowd(&links.name(), 64, side, "ADD").map(|row| row.per_second.median());
+        let times = ratio(of(side), of(Side::Theirs));
+        let backend = if links == SIMPLE { String::new() } else { format!(", {}", backend(side)) };
+        targets.push(Target {
+            what: format!("64 ADDs of {} at once{backend}: attachments per second, times theirs", links.name()),
+            bound: "at least 6".to_owned(),
+            reached: times.map_or("not measured".to_owned(), short),
+            kept: times.map(|times| times >= 6.0),
+        });
+    }
+    for side in [Side::Ours, Side::OursNft] {
+        let of = |side| peak(row(&whole, side, "ADD"));
+        let what = format!("ADD of {whole}, {}: largest process, of theirs", backend(side));
+        targets.push(at_most(what, 0.25, "", ratio(of(side), of(Side::Theirs))));
+    }
+    let together: u64 = results.sizes.iter().map(|size| size.ours).sum();
+    targets.push(at_most("The five binaries together", 8.0, " MB", Some(together as f64 / 1e6)));
+    let start = |side, plugin: &str| wall(results.row(START, &format!("VERSION of {plugin}"), side, "VERSION"));
+    let ratios =
+        results.sizes.iter().map(|size| ratio(start(Side::Ours, size.plugin), start(Side::Theirs, size.plugin)));
+    let worst = ratios.collect::<Option<Vec<f64>>>().and_then(|ratios| ratios.into_iter().reduce(f64::max));
+    targets.push(at_most("Start-up (VERSION), the slowest of the five: wall, of theirs", 0.2, "", worst));
+    let simple = SIMPLE.name();
+    let limit = wall(row(&simple, Side::Kernel, "ADD"))
+        .zip(start(Side::Ours, "bridge").zip(start(Side::Ours, "host-local")))
+        .map(|(floor, (bridge, ipam))| 2.0 * floor + bridge + ipam);
+    let add = wall(row(&simple, Side::Ours, "ADD"));
+    targets.push(Target {
+        what: format!("ADD of {simple}: twice the kernel alone plus two starts"),
+        bound: limit.map_or("not measured".to_owned(), |limit| format!("at most {} ms", short(limit))),
+        reached: add.map_or("not measured".to_owned(), |add| format!("{} ms", short(add))),
+        kept: add.zip(limit).map(|(add, limit)| add <= limit),
+    });
+    targets
+}
+
+fn backend(side: Side) -> &'static str {
+    if side == Side::OursNft { "nftables" } else { "iptables" }
+}

@@ -1,0 +1,161 @@
+//! One run of a plugin under ptrace: its system calls, processes, threads, and the memory of the largest.
+//!
+//! The counts do not depend on the load of the machine, which is why a guard can rest on them. Memory is each process's
+//! own high-water mark as it ends (`VmHWM`); what wait4 tells is at least its starter's size before the exec.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::Command;
+
+use nix::sys::ptrace;
+use nix::sys::signal::{Signal, raise};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::call::{Call, Streams};
+use crate::error::{Doing as _, Error, Result};
+
+/// The variable that makes this program stop, be traced, and become another.
+const TRACEE: &str = "CNI_BENCH_TRACEE";
+
+/// What one run did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// System calls of all its processes and threads, after its own exec.
+    pub(crate) syscalls: usize,
+    /// Programs that it started.
+    pub(crate) programs: usize,
+    /// Threads that it started, in all processes.
+    pub(crate) threads: usize,
+    /// The largest process, in KiB.
+    pub(crate) peak: usize,
+    /// Of the system calls, those of programs in the plugin's own folder.
+    pub(crate) own_syscalls: usize,
+    /// Of the threads, those of programs in the plugin's own folder.
+    pub(crate) own_threads: usize,
+}
+
+impl Counts {
+    /// Adds what another call of the same chain did.
+    pub(crate) fn add(&mut self, other: Counts) {
+        self.syscalls += other.syscalls;
+        self.programs += other.programs;
+        self.threads += other.threads;
+        self.peak = self.peak.max(other.peak);
+        self.own_syscalls += other.own_syscalls;
+        self.own_threads += other.own_threads;
+    }
+}
+
+/// If this process was started to be traced, becomes the program in question; returns only if that failed.
+pub(crate) fn become_tracee() -> Option<Error> {
+    let program = std::env::var_os(TRACEE)?;
+    let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
+    let error = match traced {
+        Ok(()) => Command::new(&program).env_remove(TRACEE).exec().to_string(),
+        Err(errno) => errno.to_string(),
+    };
+    Some(Error::new(format!("failed to run {}: {error}", program.display())))
+}
+
+/// Runs a plugin and counts.
+pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
+    let mut streams = Streams::new(scratch, 0, &call.conf)?;
+    // Not its path: a build may have replaced it.
+    let mut command = call.command(Path::new("/proc/self/exe"), &streams)?;
+    command.env(TRACEE, &call.program);
+    let child = command.spawn().doing(format_args!("failed to run {call}"))?;
+    let root = Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?);
+    let folder = call.program.parent().unwrap_or(Path::new("/"));
+    let (succeeded, counts) = follow(root, folder).doing(format_args!("failed to trace {call}"))?;
+    Ok((streams.outcome(call, succeeded)?, counts))
+}
+
+fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
+    use ptrace::Options;
+    let mut counts = Counts::default();
+    // Threads that are between the entry of a system call and its end.
+    let mut inside: HashMap<Pid, bool> = HashMap::new();
+    // Threads of programs from elsewhere.
+    let mut foreign: HashSet<Pid> = HashSet::new();
+    // Nothing counts before our program has become the plugin.
+    let mut begun = false;
+    match waitpid(root, None).doing("failed to wait for it to stop")? {
+        WaitStatus::Stopped(_, Signal::SIGSTOP) => {}
+        other => return Err(Error::new(format!("it did not stop: {other:?}"))),
+    }
+    let options = Options::PTRACE_O_TRACESYSGOOD
+        | Options::PTRACE_O_TRACECLONE
+        | Options::PTRACE_O_TRACEFORK
+        | Options::PTRACE_O_TRACEVFORK
+        | Options::PTRACE_O_TRACEEXEC
+        | Options::PTRACE_O_TRACEEXIT
+        | Options::PTRACE_O_EXITKILL;
+    ptrace::setoptions(root, options).doing("failed to set its options")?;
+    let go_on = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
+        // Killed meanwhile; its end will be told.
+        Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
+        Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
+    };
+    go_on(root, None)?;
+    loop {
+        match waitpid(None, Some(WaitPidFlag::__WALL)).doing("failed to wait")? {
+            WaitStatus::PtraceSyscall(pid) => {
+                let inside = inside.entry(pid).or_default();
+                *inside = !*inside;
+                if *inside && begun {
+                    counts.syscalls += 1;
+                    counts.own_syscalls += usize::from(!foreign.contains(&pid));
+                }
+                go_on(pid, None)?;
+            }
+            WaitStatus::PtraceEvent(pid, _, event) => {
+                if event == ptrace::Event::PTRACE_EVENT_EXEC as i32 {
+                    // The end of this system call is still to come.
+                    inside.insert(pid, true);
+                    counts.programs += usize::from(begun);
+                    begun = true;
+                    match fs::read_link(format!("/proc/{pid}/exe")) {
+                        Ok(program) if program.parent() == Some(folder) => foreign.remove(&pid),
+                        _ => foreign.insert(pid),
+                    };
+                } else if event == ptrace::Event::PTRACE_EVENT_CLONE as i32
+                    || event == ptrace::Event::PTRACE_EVENT_FORK as i32
+                    || event == ptrace::Event::PTRACE_EVENT_VFORK as i32
+                {
+                    if event == ptrace::Event::PTRACE_EVENT_CLONE as i32 {
+                        counts.threads += usize::from(begun);
+                        counts.own_threads += usize::from(begun && !foreign.contains(&pid));
+                    }
+                    let child = ptrace::getevent(pid).doing("failed to ask who was made")?;
+                    if foreign.contains(&pid) {
+                        foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
+                    }
+                } else if event == ptrace::Event::PTRACE_EVENT_EXIT as i32 {
+                    counts.peak = counts.peak.max(high_water(pid).unwrap_or(0));
+                }
+                go_on(pid, None)?;
+            }
+            WaitStatus::Stopped(pid, signal) => {
+                // A new thread or child begins with a stop that nobody sent.
+                let first = !inside.contains_key(&pid);
+                inside.entry(pid).or_default();
+                go_on(pid, Some(signal).filter(|signal| !(first && *signal == Signal::SIGSTOP)))?;
+            }
+            WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, counts)),
+            WaitStatus::Signaled(pid, signal, _) if pid == root => {
+                return Err(Error::new(format!("it was ended by {signal}")));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The largest that a process has been, in KiB.
+fn high_water(pid: Pid) -> Option<usize> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?.trim().parse().ok()
+}

@@ -1,0 +1,122 @@
+//! Where everything plays: namespaces of this process's own.
+//!
+//! [`World::new`] leaves the machine's network and mounts for ever; what is made afterwards ends with the process. Each
+//! side has a node of its own, so that no plugin meets another's rules, and containers that it shares with nobody.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, setns, unshare};
+
+use crate::error::{Doing as _, Error, Result};
+
+/// The scratch folder, a tmpfs seen by this process and its children alone.
+const SCRATCH: &str = "/run";
+
+/// Folders that must be nobody's: plugins write to them.
+const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
+
+#[derive(Debug)]
+pub(crate) struct World {
+    made: std::cell::Cell<usize>,
+}
+
+/// A host's network.
+#[derive(Debug)]
+pub(crate) struct Node {
+    net: File,
+}
+
+impl World {
+    /// Leaves the machine. The process must have one thread.
+    pub(crate) fn new() -> Result<World> {
+        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
+            .doing("failed to leave the machine's network and mounts (run as root, or inside `unshare -Urmn`)")?;
+        let none: Option<&str> = None;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
+        for folder in PRIVATE {
+            mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
+                .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
+        }
+        Ok(World { made: std::cell::Cell::new(0) })
+    }
+
+    /// A folder for whatever files.
+    pub(crate) fn scratch(&self) -> &'static Path {
+        Path::new(SCRATCH)
+    }
+
+    fn path(&self, kind: &str) -> PathBuf {
+        self.made.set(self.made.get() + 1);
+        Path::new(SCRATCH).join(format!("{kind}{}", self.made.get()))
+    }
+
+    /// A new host with `lo` up, which this thread enters.
+    pub(crate) fn node(&self) -> Result<Node> {
+        let node = Node { net: namespace(None)? };
+        node.enter()?;
+        run(&["ip", "link", "set", "lo", "up"])?;
+        Ok(node)
+    }
+
+    /// A new container's namespace, bound to a path as runtimes do it.
+    pub(crate) fn container(&self) -> Result<PathBuf> {
+        let path = self.path("netns");
+        File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
+        namespace(Some(&path))?;
+        Ok(path)
+    }
+
+    /// An empty folder.
+    pub(crate) fn folder(&self) -> Result<PathBuf> {
+        let path = self.path("folder");
+        fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
+        Ok(path)
+    }
+}
+
+impl Node {
+    /// Takes this thread, and what it starts from now on, to this host.
+    pub(crate) fn enter(&self) -> Result<()> {
+        setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter a node")
+    }
+}
+
+/// Makes a network namespace on a thread that is thrown away, and binds it to a path, if wanted.
+fn namespace(bind: Option<&Path>) -> Result<File> {
+    const OWN: &str = "/proc/thread-self/ns/net";
+    let make = || -> Result<File> {
+        unshare(CloneFlags::CLONE_NEWNET).doing("failed to make a network namespace")?;
+        if let Some(path) = bind {
+            let none: Option<&str> = None;
+            mount(Some(OWN), path, none, MsFlags::MS_BIND, none).doing("failed to bind a namespace")?;
+        }
+        File::open(OWN).doing("failed to open a namespace")
+    };
+    thread::scope(|scope| scope.spawn(make).join()).unwrap_or_else(|_| Err(Error::new("failed to make a namespace")))
+}
+
+/// Runs a program and returns what it printed.
+pub(crate) fn run(argv: &[&str]) -> Result<String> {
+    feed(argv, "")
+}
+
+/// The same, with something on its standard input.
+pub(crate) fn feed(argv: &[&str], input: &str) -> Result<String> {
+    let shown = argv.join(" ");
+    let mut command = Command::new(argv.first().copied().unwrap_or_default());
+    command.args(argv.iter().skip(1)).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().doing(format_args!("failed to run `{shown}`"))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(input.as_bytes()).doing(format_args!("failed to feed `{shown}`"))?;
+    }
+    let output = child.wait_with_output().doing(format_args!("failed to run `{shown}`"))?;
+    if !output.status.success() {
+        return Err(Error::new(format!("`{shown}` failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
