@@ -3,8 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use lexopt::{Arg, ValueExt as _};
-
 use crate::error::{Doing as _, Error, Result};
 
 pub(crate) const HELP: &str = "\
@@ -73,22 +71,25 @@ pub(crate) enum GuardMode {
     Update,
 }
 
+/// `scripts/bench` is the interface; this takes what that hands on, and nothing shorter.
 pub(crate) fn parse() -> Result<Job> {
-    let mut parser = lexopt::Parser::from_env();
+    let mut words = std::env::args_os().skip(1);
     let (mut ours, mut theirs, mut out, mut table) = (None, None, None, None);
     let (mut extent, mut mode, mut guard, mut only) = (Extent::Full, GuardMode::Compare, false, Vec::new());
-    while let Some(arg) = parser.next().doing("command line")? {
-        match arg {
-            Arg::Long("ours") => ours = Some(parser.value().doing("command line")?.into()),
-            Arg::Long("theirs") => theirs = Some(parser.value().doing("command line")?.into()),
-            Arg::Long("out") => out = Some(parser.value().doing("command line")?.into()),
-            Arg::Long("table") => table = Some(parser.value().doing("command line")?.into()),
-            Arg::Long("only") => only.push(parser.value().doing("command line")?.string().doing("--only")?),
-            Arg::Long("quick") => extent = Extent::Quick,
-            Arg::Long("update") => mode = GuardMode::Update,
-            Arg::Long("help") | Arg::Short('h') => return Ok(Job::Help),
-            Arg::Value(word) if word == "guard" => guard = true,
-            other => return Err(Error::new(format!("command line: {}", other.unexpected()))),
+    while let Some(word) = words.next() {
+        let word = word.to_string_lossy().into_owned();
+        let mut value = || words.next().ok_or_else(|| Error::new(format!("command line: {word} needs a value")));
+        match word.as_str() {
+            "--ours" => ours = Some(PathBuf::from(value()?)),
+            "--theirs" => theirs = Some(PathBuf::from(value()?)),
+            "--out" => out = Some(PathBuf::from(value()?)),
+            "--table" => table = Some(PathBuf::from(value()?)),
+            "--only" => only.push(value()?.to_string_lossy().into_owned()),
+            "--quick" => extent = Extent::Quick,
+            "--update" => mode = GuardMode::Update,
+            "--help" | "-h" => return Ok(Job::Help),
+            "guard" => guard = true,
+            other => return Err(Error::new(format!("command line: {other}: see --help"))),
         }
     }
     let given = |value: Option<PathBuf>, name: &str| value.ok_or_else(|| Error::new(format!("{name} is missing")));
