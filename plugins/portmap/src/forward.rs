@@ -11,9 +11,9 @@ use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::conntrack::{Conntrack, Forget};
 use cni_linux::firewall::iptables::Iptables;
-use cni_linux::firewall::portmap::iptables::IptablesPortMap;
+use cni_linux::firewall::portmap::iptables::{IptablesPortMap, Unseen};
 use cni_linux::firewall::portmap::nft::NftPortMap;
-use cni_linux::firewall::portmap::{Ensured, Forwarding, Snat};
+use cni_linux::firewall::portmap::{Ensured, Forwarding, Holder, Rivals, Snat, Then};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
@@ -32,7 +32,12 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         return Ok(rollback);
     }
     let localnet = localnet_key(&wanted)?;
-    let remarks = match backend(call, conf)? {
+    let backend = backend(call, conf)?;
+    let elsewhere = rivals(call, &wanted, backend, Then::Nothing)?;
+    if let Some(holder) = elsewhere.held {
+        return Err(conflict(&holder));
+    }
+    let remarks = match backend {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| unserved(error, Backend::Nftables))?;
             let ensured = nft.ensure(call.machine.0, &wanted).map_err(|error| refusal(error, Backend::Nftables))?;
@@ -53,8 +58,14 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             remarks
         }
     };
-    for remark in remarks {
+    for remark in remarks.iter().chain(&elsewhere.remarks) {
         call.notes.note(format_args!("portmap: {remark}"));
+    }
+    // Only now that the ports lead to us. If it fails, both do.
+    if elsewhere.dead
+        && let Err(error) = rivals(call, &wanted, backend, Then::Displace)
+    {
+        call.notes.note(format_args!("portmap: failed to displace what is gone: {error}"));
     }
     if let Some(key) = localnet {
         sysctl::ensure(&key, "1").map_err(|error| {
@@ -80,9 +91,34 @@ fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<Ipt
 fn done<Former>(ensured: Ensured<Former>) -> Result<(Option<Former>, Vec<String>)> {
     match ensured {
         Ensured::Done { former, remarks } => Ok((former, remarks)),
-        Ensured::Held(holder) => Err(Error::new(Code::CONFLICT, holder.to_string())
-            .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same")),
+        Ensured::Held(holder) => Err(conflict(&holder)),
     }
+}
+
+fn conflict(holder: &Holder) -> Error {
+    Error::new(Code::CONFLICT, holder.to_string())
+        .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same")
+}
+
+/// Who has the ports where this backend does not look.
+fn rivals(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: Then) -> Result<Rivals> {
+    let unseen = match backend {
+        Backend::Nftables => Unseen::Both,
+        Backend::Iptables => Unseen::TheOther,
+    };
+    let mut all = iptables(call, OnSigterm::Kill)?.rivals(wanted, unseen, then)?;
+    if backend == Backend::Iptables && all.held.is_none() {
+        match NftPortMap::open().and_then(|mut nft| nft.rivals(wanted, then)) {
+            Ok(more) => {
+                all.held = more.held;
+                all.dead |= more.dead;
+                all.remarks.extend(more.remarks);
+            }
+            Err(error) if error.is_unsupported() => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(all)
 }
 
 /// What this attachment wants.

@@ -6,6 +6,7 @@ mod identity;
 mod life;
 mod packets;
 mod refusals;
+mod rivals;
 mod shapes;
 mod undo;
 mod world;

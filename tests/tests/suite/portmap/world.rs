@@ -46,7 +46,7 @@ impl Backend {
 
     /// A PATH in which `iptables` is the one meant, and in which every program that is run leaves a line.
     pub(crate) fn path(self, node: &Node) -> String {
-        let folder = node.dir().join("bin");
+        let folder = node.dir().join(format!("bin-{self:?}"));
         let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
         if folder.exists() {
             return path;

@@ -44,6 +44,26 @@ impl std::fmt::Display for Holder {
     }
 }
 
+/// Who has wanted ports in a backend that an ADD does not use.
+#[derive(Clone, Debug, Default)]
+pub struct Rivals {
+    /// A living one: nothing may be changed then.
+    pub held: Option<Holder>,
+    /// Whether something dead is to be displaced, or has been.
+    pub dead: bool,
+    /// What the operator should know, one sentence each.
+    pub remarks: Vec<String>,
+}
+
+/// What comes after looking for [`Rivals`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// Nothing is changed.
+    Nothing,
+    /// The dead go, unless there is a living one.
+    Displace,
+}
+
 /// What is known of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {

@@ -21,7 +21,7 @@ pub(super) mod identity;
 pub mod iptables;
 pub mod nft;
 
-pub use conflict::{Holder, Policy};
+pub use conflict::{Holder, Policy, Rivals, Then};
 
 /// A transport protocol with ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

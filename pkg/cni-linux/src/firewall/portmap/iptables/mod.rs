@@ -21,12 +21,14 @@ use crate::route::Family;
 
 mod check;
 mod former;
+mod rivals;
 pub(in crate::firewall) mod shape;
 #[cfg(test)]
 mod tests;
 
 pub use former::Former;
 use former::is_own;
+pub use rivals::Unseen;
 use shape::{DNAT, Jump, MASQ, SETMARK, SNAT, Section};
 
 /// Host ports in the tables `nat` of the calling thread's network namespace.
@@ -414,7 +416,7 @@ fn displace(
                     gone.push(group);
                 }
                 Fate::Unknown => {
-                    plan.remarks.push(format!("{holder} already, which goes first as long as it is there"));
+                    plan.remarks.push(format!("{holder} already, which may go first as long as it is there"));
                     left.push(group);
                 }
             }

@@ -24,6 +24,7 @@ use crate::route::Family;
 mod check;
 mod former;
 mod program;
+mod rivals;
 pub(in crate::firewall) mod shape;
 #[cfg(test)]
 mod tests;
@@ -150,7 +151,7 @@ impl NftPortMap {
                             remarks.push(format!("{holder}, which is gone: it was displaced"));
                         }
                         Fate::Unknown => {
-                            remarks.push(format!("{holder} already, which goes first as long as it is there"));
+                            remarks.push(format!("{holder} already, which may go first as long as it is there"));
                         }
                     }
                 }

@@ -1,0 +1,70 @@
+//! Whether an ADD with another backend wants a port that somebody has here.
+
+use super::super::conflict::{Judge, Rivals, Then};
+use super::super::{Forwarding, Policy};
+use super::shape::{self, DNAT};
+use super::{IptablesPortMap, Plan, displace};
+use crate::error::Result;
+use crate::firewall::iptables::{Edit, Nat};
+use crate::route::Family;
+
+/// Which tables an ADD has not looked at itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unseen {
+    /// Those of both variants: it uses nf_tables.
+    Both,
+    /// Those of the variant in which it makes no rules.
+    TheOther,
+}
+
+impl IptablesPortMap<'_> {
+    /// Judges who has a wanted port in tables that the ADD itself does not look at, in all families. No process but one
+    /// `iptables-legacy-save` for each family that has a legacy table; if something dead is to be displaced, that again, and
+    /// a restore.
+    pub fn rivals(&mut self, wanted: &Forwarding, unseen: Unseen, then: Then) -> Result<Rivals> {
+        let (mut rivals, mut judge) = (Rivals::default(), Judge::default());
+        if wanted.policy == Policy::Ignore {
+            return Ok(rivals);
+        }
+        for (container, claims) in wanted.families() {
+            let family = Family::of(container.address());
+            let seen = if unseen == Unseen::TheOther { self.iptables.chosen(family)? } else { None };
+            for variant in self.iptables.holders(family, &[DNAT])? {
+                if Some(variant) == seen {
+                    continue;
+                }
+                let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
+                if !self.iptables.can_remove(family, variant)? {
+                    rivals.remarks.push(format!(
+                        "{name}-{variant} has a table nat, but its programs are not there: who has ports in it is not known"
+                    ));
+                    continue;
+                }
+                let mut judged = |nat: &mut Nat<'_>| {
+                    let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
+                    let ways = nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))?;
+                    let mut plan = Plan::default();
+                    displace(nat, wanted, &claims, &ways, &mut judge, &mut plan)?;
+                    Ok(plan)
+                };
+                let plan = match then {
+                    Then::Nothing => judged(&mut self.iptables.read(family, variant)?)?,
+                    Then::Displace => {
+                        let mut last = Plan::default();
+                        self.iptables.change(family, variant, |nat| {
+                            last = judged(nat)?;
+                            Ok(if last.held.is_some() { Edit::new() } else { last.edit.clone() })
+                        })?;
+                        last
+                    }
+                };
+                rivals.dead |= !plan.edit.is_empty();
+                rivals.remarks.extend(plan.remarks.into_iter().map(|remark| format!("{remark} ({name}-{variant})")));
+                if plan.held.is_some() {
+                    return Ok(Rivals { held: plan.held, ..rivals });
+                }
+            }
+        }
+        Ok(rivals)
+    }
+}

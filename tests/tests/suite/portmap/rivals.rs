@@ -1,0 +1,81 @@
+//! A port that somebody has in a backend which is not the one in use.
+
+use cni_testkit::bin_dir;
+use conformance::patched;
+use serde_json::{Value, json};
+
+use super::world::{BACKENDS, Backend, Pod, World, ask_tcp, at, each, map};
+
+/// A call of portmap with another backend than the world's.
+#[track_caller]
+fn by(backend: Backend, pod: &Pod<'_>, verb: &str, config: &Value) {
+    let config = patched(config.clone(), json!({"backend": backend.key()}));
+    let call = pod.invocation(&bin_dir(), verb, &config, Some(&pod.result));
+    call.env("PATH", backend.path(&pod.world.node)).run().success();
+}
+
+fn others(world: &World) -> impl Iterator<Item = Backend> {
+    BACKENDS.into_iter().filter(|other| *other != world.backend && other.probe().is_ok())
+}
+
+/// Everything that nf_tables and, where there are such tables, the older iptables have.
+fn everything(world: &World) -> String {
+    let legacy = "for f in ip ip6; do ! grep -qs nat /proc/net/${f}_tables_names || /usr/sbin/xtables-legacy-multi ${f}tables-save -t nat | grep ^-; done";
+    world.node.exec(&["nft", "list", "ruleset"]) + &world.node.exec(&["sh", "-ec", legacy])
+}
+
+#[test]
+fn a_living_holder_is_found_whatever_backend_has_it() {
+    each(&BACKENDS, |world| {
+        for other in others(world) {
+            let world = World::new(world.backend);
+            let (holder, late) = (world.dual(), world.dual());
+            let v6 = json!([{"hostPort": 8080, "containerPort": 80, "hostIP": "2001:db8::1"}]);
+            by(other, &holder, "ADD", &world.config(v6));
+            let before = everything(&world);
+            world.ran();
+            let config = world.config(json!([map(8080, 80, "tcp")]));
+            late.add(&config).fails_naming(102, &[&holder.container.id, "8080"]);
+            assert_eq!(everything(&world), before, "{other:?}, {:?}", world.backend);
+            let ran = world.ran();
+            assert!(ran.len() <= 2 && ran.iter().all(|program| program.contains("save")), "{ran:?}");
+            let fine = world.config(json!([map(8080, 80, "udp")]));
+            late.add(&fine).success();
+            let ran = world.ran();
+            assert!(ran.len() <= 4, "two for each family: {ran:?}");
+            let ignoring = patched(config, json!({"portConflict": "ignore"}));
+            late.add(&ignoring).success();
+            by(other, &holder, "DEL", &fine);
+            holder.leave();
+            late.leave();
+        }
+    });
+}
+
+#[test]
+fn a_dead_holder_is_displaced_whatever_backend_has_it() {
+    each(&BACKENDS, |world| {
+        for other in others(world) {
+            let world = World::new(world.backend);
+            let (dead, heir) = (world.dual(), world.dual());
+            let config = world.config(json!([map(8080, 80, "tcp")]));
+            by(other, &dead, "ADD", &config);
+            // Its DEL was lost; the link, and with it the mark, is gone.
+            dead.network.del_with(&dead.result).success();
+            heir.serve_tcp(80, "heir");
+            let outcome = heir.add(&config);
+            outcome.success();
+            assert!(outcome.stderr.contains("displaced"), "{}", outcome.report());
+            for family in [0, 1] {
+                let gone = std::net::SocketAddr::new(dead.address(family), 80).to_string();
+                assert!(!everything(&world).contains(&gone), "{other:?}, {:?}\n{}", world.backend, everything(&world));
+                let answer = world.client.enter(|| ask_tcp(&at(family, 8080)));
+                assert!(answer.is_some_and(|answer| answer.starts_with("heir")), "{other:?}, {:?}", world.backend);
+            }
+            heir.leave();
+            // What is left of it is found by its late DEL.
+            by(other, &dead, "DEL", &config);
+            dead.leave();
+        }
+    });
+}
