@@ -15,7 +15,7 @@ use cni::skel::MachineRef;
 use cni::{Code, Error};
 
 use crate::report::Format;
-use crate::{Call, Exit, Streams, generate, help, inspect, ipam, network};
+use crate::{Call, Exit, Streams, doctor, generate, help, inspect, ipam, network};
 
 /// Where the networks are unless told otherwise.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
@@ -69,6 +69,9 @@ enum Verb {
     /// List a network's plugins and the versions they speak
     #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
     Version(network::Named),
+    /// Look the node over; each thing that is wrong comes with the command that mends it
+    #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
+    Doctor,
     /// Show what the kernel really holds for attachments, and what is left over
     #[command(before_help = help::INSPECT, after_help = help::AFTER_INSPECT)]
     Inspect(inspect::Inspect),
@@ -125,6 +128,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
         Verb::Status(args) => network::run(args.command("status", shared), call, streams).map(done),
         Verb::Version(args) => network::run(args.command("version", shared), call, streams).map(done),
+        Verb::Doctor => doctor::run(&shared, call, streams),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
         Verb::Completions(args) => generate::completions(&args, streams).map(done),

@@ -182,3 +182,19 @@ Examples:
   cnitool inspect
   cnitool inspect mynet
   cnitool inspect mynet 0123";
+
+pub(crate) const DOCTOR: &str = "\
+Checks the networks' files, the plugins and who may change them, the plugins'
+own STATUS, how full the ranges are, forwarding, links, MTUs, rp_filter,
+policies that drop what containers send, br_netfilter, mixed variants of
+iptables, the table of connections, and what is left over. Changes nothing.";
+
+pub(crate) const AFTER_DOCTOR: &str = "\
+Run it in the host's network namespace. Read a command before you run it.
+
+Environment: CNI_PATH, NETCONFPATH
+Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
+            2 the call made no sense
+
+Example:
+  cnitool doctor";

@@ -3,6 +3,7 @@
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
 //!   [`cni::libcni`].
 //! - `inspect`: attachments as they are, beside what their results said, and what is left over.
+//! - `doctor`: what on the node keeps networks from working, and what mends it.
 //! - `ipam`: the reservations of host-local.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
@@ -17,6 +18,7 @@
 //! [`Streams`]), so its tests start no process.
 
 mod cli;
+mod doctor;
 mod generate;
 mod help;
 mod inspect;

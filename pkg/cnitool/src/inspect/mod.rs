@@ -5,7 +5,7 @@
 //! is as the plugins want it, CHECK knows better.
 
 mod attachment;
-mod orphans;
+pub(crate) mod orphans;
 mod picture;
 
 use clap::Args;

@@ -18,7 +18,7 @@ use cni::libcni::NetworkList;
 use cni::libcni::cache::Entry;
 use cni::rollback::Notes;
 use cni::{Error, ident};
-use cni_ipam::store::{DEFAULT_DATA_DIR, networks};
+use cni_ipam::store::{DEFAULT_DATA_DIR, Usage, networks};
 use cni_ipam::{Host, Locked, Options, RangeSets, Reservation, Store};
 use plugin_host_local::Pool;
 
@@ -122,6 +122,17 @@ impl<'a, 'm> Desk<'a, 'm> {
         }
         found.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
         Ok(found)
+    }
+
+    /// How full each network's ranges are, where they are known.
+    pub(crate) fn usage(&self) -> Result<Vec<(String, Vec<Usage>)>, Error> {
+        let mut all = Vec::new();
+        for addresses in self.all()? {
+            if let Ok(ranges) = &addresses.ranges {
+                all.push((addresses.network.clone(), self.store(&addresses).usage(ranges)?));
+            }
+        }
+        Ok(all)
     }
 
     /// One network.

@@ -1,0 +1,231 @@
+//! The packet filter around the plugins' own rules: policies, variants, the table of connections.
+//!
+//! What is not the plugins' own is read through the programs of whoever made it, `nft` and `iptables-legacy-save`,
+//! because it can be anything.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cni::machine::{Child, Exit, OnSigterm};
+use cni_linux::sysctl;
+use serde_json::Value;
+
+use super::{Ground, Seen};
+
+/// A program's stdout, if it is there and succeeds.
+fn ask(ground: &Ground<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
+    let program = find(ground, program)?;
+    let child = Child {
+        program,
+        args: args.iter().map(Into::into).collect(),
+        env: None,
+        stdin: b"",
+        timeout: Duration::from_secs(30),
+        on_sigterm: OnSigterm::Kill,
+    };
+    let output = ground.call.machine.run(&child).ok()?;
+    (output.status == Exit::Status(0)).then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn find(ground: &Ground<'_, '_>, program: &str) -> Option<PathBuf> {
+    let path = crate::cli::Variables(&ground.call.environment).find_os("PATH").unwrap_or_default();
+    let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
+    let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system);
+    folders.map(|folder| folder.join(program)).find(|path| path.is_file())
+}
+
+/// A chain that sees what is forwarded and drops what no rule of its table takes.
+struct Dropping {
+    family: String,
+    table: String,
+    chain: String,
+}
+
+/// Whether a policy drops what containers send, and nothing in its table speaks of their bridge or network.
+pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
+    let mut seen = Seen::new("policy");
+    let bridges: Vec<String> = ground.bridges().iter().map(|bridge| bridge.name.clone()).collect();
+    if bridges.is_empty() {
+        return seen.well("no bridge has containers");
+    }
+    let mut blind = Vec::new();
+    match ask(ground, "nft", &["-j", "list", "chains"]).and_then(|text| serde_json::from_str::<Value>(&text).ok()) {
+        Some(chains) => {
+            for Dropping { family, table, chain } in dropping(&chains) {
+                let rules = ask(ground, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+                for bridge in bridges.iter().filter(|bridge| !speaks_of(&rules, bridge)) {
+                    let what = format!(
+                        "chain {family} {table} {chain} drops what is forwarded, and no rule of the table speaks of {bridge}: its \
+                         containers reach nothing outside"
+                    );
+                    let insert =
+                        |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
+                    // iptables shows, and saves, only what it has made itself.
+                    let command = match (family.as_str(), chain.as_str()) {
+                        ("ip", "FORWARD") => by_iptables("iptables", bridge),
+                        ("ip6", "FORWARD") => by_iptables("ip6tables", bridge),
+                        _ => format!("{} && {}", insert("iif"), insert("oif")),
+                    };
+                    seen.found(what, command);
+                }
+            }
+        }
+        None => blind.push("nft"),
+    }
+    for (program, names) in [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")] {
+        if !fs::read_to_string(names).unwrap_or_default().lines().any(|table| table == "filter") {
+            continue;
+        }
+        let Some(saved) = ask(ground, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
+            blind.push("iptables-legacy-save");
+            continue;
+        };
+        if saved.lines().any(|line| line.starts_with(":FORWARD DROP")) {
+            for bridge in bridges.iter().filter(|bridge| !speaks_of(&saved, bridge)) {
+                let what = format!(
+                    "{program}-legacy's FORWARD drops what is forwarded, and no rule of it speaks of {bridge}: its containers \
+                     reach nothing outside"
+                );
+                seen.found(what, by_iptables(&format!("{program}-legacy"), bridge));
+            }
+        }
+    }
+    match blind.is_empty() {
+        true => seen.well("no policy drops what containers send"),
+        false => seen.well(format!("not looked at: {} is not installed or does not work", blind.join(", "))),
+    }
+}
+
+fn by_iptables(program: &str, bridge: &str) -> String {
+    format!("{program} -I FORWARD -i {bridge} -j ACCEPT && {program} -I FORWARD -o {bridge} -j ACCEPT")
+}
+
+/// Whether the word stands in the text, not as a part of another.
+fn speaks_of(rules: &str, bridge: &str) -> bool {
+    rules.split(|c: char| c.is_whitespace() || c == '"').any(|word| word == bridge)
+}
+
+/// Base chains of the hook `forward` with the policy drop, out of `nft -j list chains`.
+fn dropping(chains: &Value) -> Vec<Dropping> {
+    let all = chains["nftables"].as_array().into_iter().flatten().filter_map(|one| one.get("chain"));
+    let drops = all.filter(|chain| chain["hook"] == "forward" && chain["policy"] == "drop");
+    let seen = drops.filter(|chain| matches!(chain["family"].as_str(), Some("ip" | "ip6" | "inet")));
+    let text = |chain: &Value, key: &str| chain[key].as_str().unwrap_or_default().to_owned();
+    seen.map(|one| Dropping { family: text(one, "family"), table: text(one, "table"), chain: text(one, "name") })
+        .collect()
+}
+
+/// Whether frames on a bridge go through iptables, which is right for Kubernetes and surprises everybody else.
+pub(super) fn bridge_netfilter(ground: &Ground<'_, '_>) -> Seen {
+    let mut seen = Seen::new("br_netfilter");
+    let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
+    let drops = !policy(ground).findings.is_empty();
+    match value.as_deref() {
+        None => seen.well("not loaded: frames between containers of one bridge do not pass iptables"),
+        Some("1") if drops => {
+            let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above drops what containers of one bridge send each other too";
+            seen.found(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
+            seen
+        }
+        Some("1") => seen.well("frames between containers of one bridge pass iptables, as Kubernetes needs it"),
+        Some(_) => seen.well("frames between containers of one bridge do not pass iptables"),
+    }
+}
+
+/// Whether both variants of iptables hold rules: each sees its own alone, and what one accepts the other may drop.
+pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
+    let mut seen = Seen::new("iptables");
+    let mut variants = Vec::new();
+    for program in ["iptables", "ip6tables"] {
+        let names = format!("/proc/net/{}_names", if program == "iptables" { "ip_tables" } else { "ip6_tables" });
+        let legacy_tables = fs::read_to_string(Path::new(&names)).unwrap_or_default();
+        let rules = |variant: &str| -> usize {
+            let saved = ask(ground, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
+            saved.lines().filter(|line| line.starts_with("-A ")).count()
+        };
+        // Asking iptables-legacy would load its modules.
+        let legacy = if legacy_tables.trim().is_empty() { 0 } else { rules("legacy") };
+        let nft = rules("nft");
+        if legacy > 0 && nft > 0 {
+            let what = format!(
+                "{program}-legacy has {legacy} rules and {program}-nft {nft}: each shows its own alone, packets pass both"
+            );
+            let command = format!(
+                "{program}-legacy-save | {program}-nft-restore --noflush && for t in {}; do {program}-legacy -t $t -F; done",
+                legacy_tables.split_whitespace().collect::<Vec<_>>().join(" ")
+            );
+            seen.found(what, command);
+        }
+        if legacy > 0 {
+            variants.push(format!("{program}-legacy"));
+        }
+        if nft > 0 {
+            variants.push(format!("{program}-nft"));
+        }
+    }
+    match variants.is_empty() {
+        true => seen.well("iptables holds no rules in either variant"),
+        false => seen.well(format!("rules in {} alone", variants.join(" and "))),
+    }
+}
+
+/// Whether the table of connections has room.
+pub(super) fn conntrack() -> Seen {
+    let number = |name: &str| sysctl::read(name).ok()?.trim().parse::<u64>().ok();
+    let count = number("net/netfilter/nf_conntrack_count");
+    judge_conntrack(count.zip(number("net/netfilter/nf_conntrack_max")))
+}
+
+fn judge_conntrack(fill: Option<(u64, u64)>) -> Seen {
+    let mut seen = Seen::new("conntrack");
+    match fill {
+        // No limit.
+        Some((count, 0)) => seen.well(format!("{count} connections, no limit")),
+        Some((count, max)) => {
+            let percent = count.saturating_mul(100) / max;
+            if percent >= 80 {
+                let what = format!(
+                    "{count} of {max} connections are tracked ({percent}%): of what comes beyond, packets are dropped"
+                );
+                seen.found(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
+            }
+            seen.well(format!("{count} of {max} connections ({percent}%)"))
+        }
+        None => seen.well("not in use"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_table_of_connections_that_is_nearly_full_is_found() {
+        for (fill, found) in
+            [(None, false), (Some((799, 1000)), false), (Some((800, 1000)), true), (Some((5, 0)), false)]
+        {
+            let seen = judge_conntrack(fill);
+            assert_eq!(!seen.findings.is_empty(), found, "{fill:?}");
+        }
+        assert_eq!(
+            judge_conntrack(Some((900, 1000))).findings[0].command,
+            "sysctl -w net.netfilter.nf_conntrack_max=2000"
+        );
+    }
+
+    #[test]
+    fn dropping_chains_are_those_that_forward() {
+        let chain = |hook: &str, policy: &str| json!({"chain": {"family": "inet", "table": "t", "name": hook, "hook": hook, "policy": policy}});
+        let chains = json!({"nftables": [{"metainfo": {}}, chain("forward", "drop"), chain("forward", "accept"), chain("input", "drop")]});
+        let found: Vec<String> = dropping(&chains).into_iter().map(|one| one.chain).collect();
+        assert_eq!(found, ["forward"]);
+    }
+
+    #[test]
+    fn a_bridge_is_spoken_of_by_its_whole_name() {
+        assert!(speaks_of("iifname \"br0\" accept", "br0") && speaks_of("-A FORWARD -i br0 -j ACCEPT", "br0"));
+        assert!(!speaks_of("-A FORWARD -i br01 -j ACCEPT", "br0"));
+    }
+}

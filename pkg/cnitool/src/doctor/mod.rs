@@ -1,0 +1,165 @@
+//! doctor: what on this node keeps networks from working, or soon will, and the command that mends it.
+//!
+//! Each check reads a few facts and judges them; it changes nothing and guesses little: what is found is wrong on this
+//! node now, not somewhere else some day. What a check cannot look at, it says. Judgements that need no kernel are
+//! functions of values.
+
+mod firewall;
+mod places;
+mod traffic;
+
+use cni::Error;
+use cni::libcni::Runtime;
+use cni::rollback::Notes;
+use serde_json::json;
+
+use crate::cli::{Failure, Shared, Variables, failed};
+use crate::inspect::{Picture, orphans};
+use crate::node;
+use crate::report::{Colour, Format, paint, write, write_json};
+use crate::{Call, Exit, Streams};
+
+/// Something wrong.
+pub(crate) struct Finding {
+    /// The check that found it.
+    check: &'static str,
+    /// What is wrong, and what comes of it.
+    what: String,
+    /// What mends it.
+    command: String,
+}
+
+/// What one check saw.
+pub(crate) struct Seen {
+    check: &'static str,
+    findings: Vec<Finding>,
+    /// Said where nothing was found: what is well, or why it could not be looked at.
+    well: String,
+}
+
+impl Seen {
+    fn new(check: &'static str) -> Seen {
+        Seen { check, findings: Vec::new(), well: String::new() }
+    }
+
+    fn found(&mut self, what: impl Into<String>, command: impl Into<String>) {
+        self.findings.push(Finding { check: self.check, what: what.into(), command: command.into() });
+    }
+
+    fn well(mut self, well: impl Into<String>) -> Seen {
+        self.well = well.into();
+        self
+    }
+}
+
+/// What the checks look at.
+struct Ground<'a, 'm> {
+    picture: Picture,
+    runtime: Runtime<'m>,
+    conf_dir: std::path::PathBuf,
+    shared: &'a Shared,
+    call: &'a Call<'m>,
+    notes: Notes,
+}
+
+/// Does what it is there for.
+pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    doctor(shared, call, streams).map_err(|error| failed("doctor", error, shared.format()))
+}
+
+fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let conf_folder = shared.conf_folder(&Variables(&call.environment));
+    let ground = Ground {
+        picture: Picture::take(shared, call, &streams.notes)?,
+        runtime: shared.runtime(call, &streams.notes),
+        conf_dir: conf_folder.path().to_owned(),
+        shared,
+        call,
+        notes: streams.notes.clone(),
+    };
+    let seen = vec![
+        places::networks(&ground)?,
+        places::folders(&ground),
+        places::status(&ground),
+        places::addresses(&ground)?,
+        traffic::forwarding(&ground),
+        traffic::links(&ground)?,
+        traffic::mtu(&ground)?,
+        traffic::rp_filter(&ground)?,
+        firewall::policy(&ground),
+        firewall::bridge_netfilter(&ground),
+        firewall::variants(&ground),
+        firewall::conntrack(),
+        left_over(&ground)?,
+    ];
+    let count = seen.iter().map(|one| one.findings.len()).sum::<usize>();
+    match shared.format() {
+        Format::Json => {
+            let finding = |one: &Finding| json!({"check": one.check, "what": one.what, "command": one.command});
+            let findings: Vec<_> = seen.iter().flat_map(|one| &one.findings).map(finding).collect();
+            let well = seen.iter().filter(|one| one.findings.is_empty());
+            let well: Vec<_> = well.map(|one| json!({"check": one.check, "what": one.well})).collect();
+            write_json(streams, &json!({"findings": findings, "well": well}))?;
+        }
+        Format::Text => write(streams, &text(&seen, count, streams))?,
+    }
+    Ok(if count == 0 { Exit::Done } else { Exit::Failed })
+}
+
+fn text(seen: &[Seen], count: usize, streams: &Streams<'_>) -> String {
+    let mut text = String::new();
+    for one in seen.iter().filter(|one| one.findings.is_empty()) {
+        text += &format!("  {:<14} {}\n", one.check, one.well);
+    }
+    for finding in seen.iter().flat_map(|one| &one.findings) {
+        let line = format!("! {:<14} {}", finding.check, finding.what);
+        text += &format!(
+            "{}\n                 mend: {}\n",
+            paint(streams.stdout_style, Colour::Red, &line),
+            finding.command
+        );
+    }
+    text += &match count {
+        0 => "Nothing wrong was found.\n".to_owned(),
+        1 => "1 thing is wrong.\n".to_owned(),
+        count => format!("{count} things are wrong.\n"),
+    };
+    text
+}
+
+/// What inspect calls left over.
+fn left_over(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
+    let mut seen = Seen::new("left over");
+    for orphan in orphans::find(&ground.picture, ground.call)? {
+        seen.found(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
+    }
+    Ok(seen.well("no link, rule, reservation, backup or memory without its container"))
+}
+
+impl Ground<'_, '_> {
+    /// The bridges that have attachments, by name, and those attachments' networks.
+    fn bridges(&self) -> Vec<&cni_linux::Link> {
+        let masters: Vec<u32> = self.picture.marked.iter().filter_map(|(_, link)| link.master).collect();
+        self.picture.links.iter().filter(|link| link.is_bridge() && masters.contains(&link.index)).collect()
+    }
+
+    /// Whether some attachment that is there was asked for with this key switched on.
+    fn is_in_use(&self, keys: &[&str]) -> bool {
+        self.picture.remembered.iter().any(|entry| {
+            let alive = self
+                .picture
+                .marked
+                .iter()
+                .any(|(mark, _)| mark.network == entry.network && entry.attachment.container_id == mark.container);
+            let config = cni::json::Json::parse(&entry.config).ok();
+            let plugins = config.as_ref().and_then(|config| config.get("plugins"));
+            let Some(cni::json::Json::Array(plugins)) = plugins else { return false };
+            let is_on = |key: &&str| plugins.iter().any(|one| one.get(key) == Some(&cni::json::Json::Bool(true)));
+            alive && keys.iter().any(is_on)
+        })
+    }
+
+    fn conf_files(&self) -> Result<Vec<cni::libcni::ConfFile>, Error> {
+        Ok(node::by_precedence(self.shared.conf_folder(&Variables(&self.call.environment)).files()?))
+    }
+}

@@ -1,0 +1,139 @@
+//! Files: the networks' configurations, the plugins, the folders and who may write to them, the ranges.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use cni::Error;
+use cni::delegate::find_plugin;
+use cni::libcni::cache::DEFAULT_DIR;
+
+use super::{Ground, Seen};
+use crate::inspect::orphans::quoted;
+
+/// Whether the configurations load.
+pub(super) fn networks(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
+    let mut seen = Seen::new("networks");
+    let mut names: Vec<String> = Vec::new();
+    for file in ground.conf_files()? {
+        let path = quoted(&file.path.to_string_lossy());
+        match file.list {
+            Err(error) => seen.found(error.to_string(), format!("cnitool validate {path}")),
+            Ok(list) if names.iter().any(|name| name == list.name()) => {
+                let what = format!("{path} is never used: another file has the network {:?} too", list.name());
+                seen.found(what, format!("mv {path} {path}.unused"));
+            }
+            Ok(list) => names.push(list.name().to_owned()),
+        }
+    }
+    let well = match names.is_empty() {
+        true => format!("none is configured in {}", ground.conf_dir.display()),
+        false => format!("{} in {}", names.join(", "), ground.conf_dir.display()),
+    };
+    Ok(seen.well(well))
+}
+
+/// Whether the plugins are there, and whether root alone decides what runs as root.
+pub(super) fn folders(ground: &Ground<'_, '_>) -> Seen {
+    let mut seen = Seen::new("folders");
+    let mut looked_at: Vec<PathBuf> = Vec::new();
+    let mut look = |path: &Path, seen: &mut Seen| {
+        if looked_at.iter().any(|known| known == path) {
+            return;
+        }
+        looked_at.push(path.to_owned());
+        judge(path, seen);
+    };
+    look(&ground.conf_dir, &mut seen);
+    for list in &ground.picture.networks {
+        for plugin in list.plugins() {
+            let mut kinds = vec![plugin.kind().to_owned()];
+            let conf = list.request(plugin, None).and_then(cni::config::NetConf::parse);
+            kinds.extend(conf.ok().map(|conf| conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty()));
+            for kind in kinds {
+                match find_plugin(&kind, &ground.runtime.plugin_folders) {
+                    Ok(path) => {
+                        if let Some(folder) = path.parent() {
+                            look(folder, &mut seen);
+                        }
+                        look(&path, &mut seen);
+                    }
+                    Err(error) => {
+                        let what = format!("network {}: {error}", list.name());
+                        if !seen.findings.iter().any(|one| one.what == what) {
+                            let folder = ground.runtime.plugin_folders.first().cloned().unwrap_or_default();
+                            seen.found(what, format!("install -m 755 {} {}", quoted(&kind), folder.display()));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    for file in ground.conf_files().unwrap_or_default() {
+        look(&file.path, &mut seen);
+    }
+    for path in [DEFAULT_DIR, "/var/lib/cni/results", "/run/cni"] {
+        look(Path::new(path), &mut seen);
+    }
+    for (network, folder, _) in &ground.picture.reservations {
+        look(&folder.join(network), &mut seen);
+    }
+    seen.well("plugins are there, and root alone can change them, the networks and what is remembered")
+}
+
+/// Whoever can write here can make root run a program, or take containers their addresses.
+fn judge(path: &Path, seen: &mut Seen) {
+    // What is missing is made when it is needed, or is another check's affair.
+    let Ok(metadata) = fs::metadata(path) else { return };
+    let shown = quoted(&path.to_string_lossy());
+    let mode = metadata.mode() & 0o7777;
+    if mode & 0o022 != 0 {
+        let who = if mode & 0o002 != 0 { "everybody" } else { "its group" };
+        seen.found(format!("{shown} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {shown}"));
+    }
+    // Under a user namespace root is whoever runs this.
+    let own = nix_uid();
+    if metadata.uid() != 0 && metadata.uid() != own {
+        seen.found(
+            format!("{shown} belongs to user {} and not to root", metadata.uid()),
+            format!("chown root {shown}"),
+        );
+    }
+}
+
+fn nix_uid() -> u32 {
+    fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
+}
+
+/// Whether each network's plugins could serve an ADD, by their own word.
+pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
+    let mut seen = Seen::new("status");
+    for list in &ground.picture.networks {
+        // What cannot be found has been told.
+        let there = list.plugins().iter().all(|one| find_plugin(one.kind(), &ground.runtime.plugin_folders).is_ok());
+        if let (true, Err(error)) = (there, ground.runtime.status(list)) {
+            seen.found(format!("network {}: {error}", list.name()), format!("cnitool status {}", list.name()));
+        }
+    }
+    seen.well("every network's plugins say that they could serve an add")
+}
+
+/// How full the ranges are.
+pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
+    let mut seen = Seen::new("addresses");
+    let place = crate::ipam::Place::default();
+    let desk = crate::ipam::Desk::new(ground.shared, ground.call, &place, &ground.notes);
+    let mut fullest = 0;
+    for (network, usage) in desk.usage()? {
+        for set in usage {
+            let percent = set.used.saturating_mul(100).checked_div(set.total).unwrap_or(100);
+            fullest = fullest.max(percent);
+            if percent >= 90 {
+                let what =
+                    format!("network {network}: {} of {} addresses of {} are taken", set.used, set.total, set.set);
+                seen.found(what, format!("cnitool ipam gc {network} --dry-run"));
+            }
+        }
+    }
+    Ok(seen.well(format!("no range is more than {fullest}% full")))
+}

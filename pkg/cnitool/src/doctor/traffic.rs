@@ -1,0 +1,192 @@
+//! Links, forwarding, MTUs, reverse path filters: whether packets of containers get through.
+
+use std::path::Path;
+
+use cni::Error;
+use cni_linux::route::Family;
+use cni_linux::{Link, Mark, Netlink, Netns, OperState, sysctl};
+
+use super::{Ground, Seen};
+use crate::inspect::orphans::quoted;
+
+/// Whether the host forwards, where containers rely on it. A bridge's ADD switches it on, and nothing switches it back.
+pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
+    let mut seen = Seen::new("forwarding");
+    if !ground.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
+        return seen.well("nothing needs it now; bridge switches it on when something does");
+    }
+    let mut require = |name: String| {
+        if sysctl::read(&name).is_ok_and(|value| value == "0") {
+            let dotted = dotted(&name);
+            seen.found(
+                format!("{dotted} is 0: containers reach their bridge and nothing behind it"),
+                format!("sysctl -w {dotted}=1"),
+            );
+        }
+    };
+    require("net/ipv4/ip_forward".to_owned());
+    for bridge in ground.bridges() {
+        require(format!("net/ipv4/conf/{}/forwarding", bridge.name));
+    }
+    let has_ipv6 = ground.picture.remembered.iter().any(|entry| {
+        entry.result.as_ref().is_some_and(|result| {
+            let json = cni::json::Json::parse(result.get().as_bytes()).ok();
+            let result =
+                json.and_then(|json| cni::result::AddResult::decode(&json, cni::version::Version::NEWEST).ok());
+            result.is_some_and(|result| result.ips.iter().any(|ip| !ip.address.is_ipv4()))
+        })
+    });
+    if has_ipv6 {
+        require("net/ipv6/conf/all/forwarding".to_owned());
+    }
+    seen.well("the host forwards for containers")
+}
+
+/// A value's name as sysctl(8) writes it.
+fn dotted(name: &str) -> String {
+    let swapped = name.chars().map(|c| match c {
+        '/' => '.',
+        '.' => '/',
+        c => c,
+    });
+    swapped.collect()
+}
+
+/// Whether bridges and host ends are up.
+pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
+    let mut seen = Seen::new("links");
+    for bridge in ground.bridges().into_iter().filter(|bridge| !bridge.up) {
+        let what = format!("bridge {} is down: nothing passes between its containers", bridge.name);
+        seen.found(what, format!("ip link set {} up", bridge.name));
+    }
+    for (mark, link) in &ground.picture.marked {
+        let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container, mark.ifname);
+        if !link.up {
+            seen.found(format!("host link {whose} is down"), format!("ip link set {} up", link.name));
+        } else if link.oper_state == OperState::Down && is_container_up(ground, mark) == Some(false) {
+            let what = format!("host link {whose} has no carrier: the container's end is down");
+            let netns = netns_of(ground, mark).unwrap_or_default();
+            let command = format!("nsenter --net={} ip link set {} up", quoted(&netns), mark.ifname);
+            seen.found(what, command);
+        }
+    }
+    Ok(seen.well(format!("{} host links, all up", ground.picture.marked.len())))
+}
+
+fn netns_of(ground: &Ground<'_, '_>, mark: &Mark) -> Option<String> {
+    let entry = ground.picture.remembered.iter().find(|entry| {
+        let attachment = &entry.attachment;
+        Mark::new(&entry.network, &attachment.container_id, &attachment.ifname) == *mark
+    })?;
+    Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
+}
+
+/// The container's end, if its namespace can be found.
+fn inside(ground: &Ground<'_, '_>, mark: &Mark) -> Option<Link> {
+    let netns = Netns::open(Path::new(&netns_of(ground, mark)?)).ok()?;
+    Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&mark.ifname).ok()?
+}
+
+fn is_container_up(ground: &Ground<'_, '_>, mark: &Mark) -> Option<bool> {
+    inside(ground, mark).map(|link| link.up)
+}
+
+/// Whether both ends of each pair agree, and whether what leaves the host fits through its way out.
+pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
+    let mut seen = Seen::new("mtu");
+    let uplink = uplink(&ground.picture.links)?;
+    let mut told: Vec<String> = Vec::new();
+    for (mark, link) in &ground.picture.marked {
+        let Some(inside) = inside(ground, mark) else { continue };
+        let whose = format!("{} {} {}", mark.network, mark.container, mark.ifname);
+        if inside.mtu != link.mtu {
+            let what = format!(
+                "{whose}: {} in the container has an MTU of {}, its host end {} one of {}: larger packets are lost",
+                mark.ifname, inside.mtu, link.name, link.mtu
+            );
+            seen.found(what, format!("ip link set {} mtu {}", link.name, inside.mtu));
+        }
+        let bridge = ground.picture.links.iter().find(|other| Some(other.index) == link.master);
+        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !told.contains(&bridge.name)) {
+            told.push(bridge.name.clone());
+            let what = format!(
+                "bridge {} has an MTU of {}, its port {} one of {}: larger packets are lost",
+                bridge.name, bridge.mtu, link.name, link.mtu
+            );
+            seen.found(what, format!("ip link set {} mtu {}", bridge.name, link.mtu));
+        }
+        if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inside.mtu)
+            && !told.contains(&mark.network)
+        {
+            told.push(mark.network.clone());
+            let what = format!(
+                "network {}: containers have an MTU of {}, but {}, the way out, has {}: what forbids fragmenting gets lost where \
+                 ICMP is filtered; set \"mtu\": {} in the network for new containers",
+                mark.network, inside.mtu, uplink.name, uplink.mtu, uplink.mtu
+            );
+            let netns = netns_of(ground, mark).unwrap_or_default();
+            let set = format!("nsenter --net={} ip link set {} mtu {}", quoted(&netns), mark.ifname, uplink.mtu);
+            seen.found(what, format!("{set} && ip link set {} mtu {}", link.name, uplink.mtu));
+        }
+    }
+    Ok(seen.well("both ends of every pair agree, and fit through the way out"))
+}
+
+/// The interface of the default route.
+fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
+    let netlink = Netlink::open()?;
+    for family in [Family::V4, Family::V6] {
+        let mut routes = netlink.list_routes(family, None)?;
+        routes.retain(|route| route.dst.is_default_route());
+        routes.sort_by_key(cni_linux::Route::metric);
+        if let Some(route) = routes.first() {
+            return Ok(links.iter().find(|link| link.index == route.oif).cloned());
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a strict filter drops what containers send: the answer would leave by another interface than the packet came
+/// in by.
+pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
+    let mut seen = Seen::new("rp_filter");
+    let netlink = Netlink::open()?;
+    for bridge in ground.bridges() {
+        let read = |name: &str| -> u8 {
+            let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
+            value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
+        };
+        // The kernel takes the larger of both.
+        if read("all").max(read(&bridge.name)) != 1 {
+            continue;
+        }
+        for entry in &ground.picture.remembered {
+            let Some(result) = &entry.result else { continue };
+            let Ok(json) = cni::json::Json::parse(result.get().as_bytes()) else { continue };
+            let Ok(result) = cni::result::AddResult::decode(&json, cni::version::Version::NEWEST) else { continue };
+            let is_port = ground.picture.marked.iter().any(|(mark, link)| {
+                mark.network == entry.network
+                    && mark.container == entry.attachment.container_id
+                    && link.master == Some(bridge.index)
+            });
+            for ip in result.ips.iter().filter(|ip| is_port && ip.address.is_ipv4()) {
+                let address = ip.address.address();
+                if netlink.outgoing_interface(address).ok() != Some(bridge.index) {
+                    let what = format!(
+                        "{address} of network {} is behind {}, but the host's way to it leads elsewhere: the strict rp_filter \
+                         drops what it sends to the host or through it",
+                        entry.network, bridge.name
+                    );
+                    // 2 is the larger one whatever `all` says.
+                    seen.found(
+                        what,
+                        format!("sysctl -w {}=2", dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name))),
+                    );
+                    break;
+                }
+            }
+        }
+    }
+    seen.findings.dedup_by(|one, other| one.command == other.command);
+    Ok(seen.well("no container's packets come in by another way than they are answered"))
+}

@@ -1,0 +1,168 @@
+//! A node made ill in one way after another: the doctor names it, the printed command mends it, and then it is well.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+
+use cni_testkit::{probe, require};
+use serde_json::{Value, json};
+
+use super::{Operator, path};
+
+fn findings(operator: &Operator) -> Vec<Value> {
+    operator.json(&["doctor"])["findings"].as_array().unwrap().clone()
+}
+
+/// Exactly this check finds something, saying these words; its command mends it.
+#[track_caller]
+fn found_and_mended(operator: &Operator, check: &str, words: &[&str]) {
+    let found = findings(operator);
+    let of_check: Vec<&Value> = found.iter().filter(|one| one["check"] == check).collect();
+    assert!(!of_check.is_empty() && of_check.len() == found.len(), "{check} alone should find something: {found:#?}");
+    let said: String = of_check.iter().map(|one| one["what"].as_str().unwrap()).collect();
+    for word in words {
+        assert!(said.contains(word), "it should name `{word}`: {said}");
+    }
+    for one in of_check {
+        operator.paste(one["command"].as_str().unwrap());
+    }
+    assert_eq!(findings(operator), Vec::<Value>::new(), "mended");
+}
+
+/// An interface `up0` that leads nowhere.
+fn uplink(operator: &Operator) {
+    operator.node.exec(&["ip", "link", "add", "up0", "type", "veth", "peer", "name", "up1"]);
+    for end in ["up0", "up1"] {
+        operator.node.expect_left(end);
+        operator.node.exec(&["ip", "link", "set", end, "up"]);
+    }
+}
+
+#[test]
+fn a_node_that_is_well_is_told_so() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let empty = operator.done(&["doctor"]);
+    assert!(empty.ends_with("Nothing wrong was found.\n"), "{empty}");
+    let container = operator.attach();
+    let text = operator.done(&["doctor"]);
+    for words in ["networks       net1 in", "the host forwards for containers", "1 host links, all up"] {
+        assert!(text.contains(words), "it should say `{words}`:\n{text}");
+    }
+    operator.detach(&container);
+}
+
+#[test]
+fn forwarding_that_is_off_is_found_where_it_is_needed() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let write = |name: &str, value: &str| {
+        operator.node.exec(&["sh", "-c", &format!("echo {value} > /proc/sys/{name}")]);
+    };
+    write("net/ipv4/ip_forward", "0");
+    assert_eq!(findings(&operator), Vec::<Value>::new(), "nobody needs it");
+    let container = operator.attach();
+    write("net/ipv4/conf/br0/forwarding", "0");
+    found_and_mended(&operator, "forwarding", &["net.ipv4.conf.br0.forwarding is 0"]);
+    write("net/ipv4/ip_forward", "0");
+    found_and_mended(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
+    operator.detach(&container);
+}
+
+#[test]
+fn links_that_are_down_and_mtus_that_differ_are_found() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    let link = operator.node.ports("br0").pop().unwrap();
+    operator.node.exec(&["ip", "link", "set", "br0", "down"]);
+    found_and_mended(&operator, "links", &["bridge br0 is down"]);
+    operator.node.exec(&["ip", "link", "set", &link, "down"]);
+    found_and_mended(&operator, "links", &[&link, "is down"]);
+    container.exec(&["ip", "link", "set", "eth0", "down"]);
+    // The default route is gone with it, but not what the node can see.
+    found_and_mended(&operator, "links", &["has no carrier: the container's end is down"]);
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);
+    found_and_mended(&operator, "mtu", &["eth0 in the container has an MTU of 1400"]);
+    uplink(&operator);
+    operator.node.exec(&["ip", "link", "set", "up0", "mtu", "1300"]);
+    operator.node.exec(&["ip", "route", "add", "default", "dev", "up0"]);
+    found_and_mended(&operator, "mtu", &["containers have an MTU of 1400, but up0, the way out, has 1300"]);
+    operator.detach(&container);
+}
+
+#[test]
+fn a_strict_reverse_path_filter_is_found_where_it_drops() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    operator.node.exec(&["sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/br0/rp_filter"]);
+    assert_eq!(findings(&operator), Vec::<Value>::new(), "the way back is the same");
+    uplink(&operator);
+    operator.node.exec(&["ip", "route", "add", "10.1.0.2/32", "dev", "up0"]);
+    found_and_mended(&operator, "rp_filter", &["10.1.0.2 of network net1 is behind br0"]);
+    operator.detach(&container);
+}
+
+#[test]
+fn a_policy_that_drops_what_containers_send_is_found() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    require!(probe::iptables());
+    for (sabotage, words) in [
+        (
+            "nft add table inet guard && nft 'add chain inet guard passing { type filter hook forward priority 0; policy drop; }'",
+            "chain inet guard passing",
+        ),
+        ("iptables-nft -P FORWARD DROP", "chain ip filter FORWARD"),
+        ("iptables-legacy -P FORWARD DROP", "iptables-legacy's FORWARD"),
+    ] {
+        let operator = Operator::new();
+        let container = operator.attach();
+        let program = sabotage.split(' ').next().unwrap();
+        require!(probe::tool(program));
+        if !operator.node.run(&["sh", "-c", sabotage]).ok {
+            cni_testkit::skipped(&format!("`{sabotage}` does not work here"));
+            operator.detach(&container);
+            continue;
+        }
+        let _ = operator.node.run(&["sh", "-c", "echo 0 > /proc/sys/net/bridge/bridge-nf-call-iptables"]);
+        found_and_mended(&operator, "policy", &[words, "no rule of", "br0"]);
+        let _ = operator.node.run(&["sh", "-c", "nft flush ruleset; iptables-legacy -F FORWARD; true"]);
+        operator.detach(&container);
+    }
+}
+
+#[test]
+fn folders_that_others_can_change_and_files_that_are_wrong_are_found() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let folder = operator.node.dir().join("net.d");
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
+    found_and_mended(&operator, "folders", &["net.d can be changed by everybody (mode 0777)"]);
+    let twin = operator.node.file("net.d/20-twin.conflist", fs::read(folder.join("10-net1.conflist")).unwrap());
+    found_and_mended(&operator, "networks", &["20-twin.conflist is never used"]);
+    assert!(!twin.exists());
+    operator.node.file("net.d/30-bad.conflist", r#"{"name": "bad"}"#);
+    let found = findings(&operator);
+    assert!(found.len() == 1 && found[0]["what"].to_string().contains("no plugin configs found"), "{found:#?}");
+    operator.node.file("net.d/30-bad.conflist", r#"{"cniVersion":"1.0.0","name":"bad","plugins":[{"type":"absent"}]}"#);
+    let said = operator.failed(&["doctor"], &["failed to find plugin \"absent\"", "mend: install -m 755 absent"]);
+    assert!(said.stdout.ends_with("1 thing is wrong.\n"), "{}", said.report());
+}
+
+#[test]
+fn ranges_that_are_nearly_full_and_leftovers_are_found() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    operator.configure(json!({"ipam": {"ranges": [[{"subnet": "10.1.0.0/29"}]]}}), &[]);
+    let containers: Vec<_> = (0..5).map(|_| operator.attach()).collect();
+    let found = findings(&operator);
+    let what: Vec<&str> = found.iter().map(|one| one["what"].as_str().unwrap()).collect();
+    assert!(what.iter().any(|what| what.contains("5 of 5 addresses of 10.1.0.1-10.1.0.6 are taken")), "{what:?}");
+    assert!(what.iter().any(|what| what.contains("no IP addresses available")), "STATUS says so too: {what:?}");
+    containers[1..].iter().for_each(|container| operator.detach(container));
+    let gone = &containers[0];
+    assert!(path(gone).contains("netns"));
+    gone.unlink();
+    found_and_mended(&operator, "left over", &["attachment net1", "is gone"]);
+}
