@@ -33,7 +33,20 @@ packages_of() {
         modprobe) echo kmod ;;
         qemu-system-x86_64) echo qemu-system-x86 ;;
         setpriv) echo util-linux ;;
+        dpkg-deb) echo dpkg ;;
+        sha256sum) echo coreutils ;;
+        # Cross compilers, with their libraries: arm-linux-gnueabihf-gcc.
+        *-linux-*-gcc) echo "gcc-${1%-gcc}" "libc6-dev-$(cross_arch "${1%-gcc}")-cross" ;;
         *) echo "$1" ;;
+    esac
+}
+
+# Debian's name of the architecture that a compiler's triple is for.
+cross_arch() {
+    case $1 in
+        arm-*) echo armhf ;;
+        powerpc64le-*) echo ppc64el ;;
+        *) echo "${1%%-*}" ;;
     esac
 }
 

@@ -11,6 +11,7 @@
 //! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
 //!   [`delegate`]: running another plugin (IPAM).
 //! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in by `main`.
+//! - [`release`]: which release of this project a program is.
 //! - [`libcni`]: the runtime's side: network lists, request derivation, the result cache.
 //!
 //! This crate never touches the kernel's network state, holds no unsafe code and needs no privilege. What does is
@@ -25,6 +26,7 @@ pub mod ident;
 pub mod json;
 pub mod libcni;
 pub mod machine;
+pub mod release;
 pub mod result;
 pub mod rollback;
 pub mod skel;

@@ -40,7 +40,7 @@ pub(crate) fn failed(doing: impl Into<String>, error: Error, format: Format) -> 
 
 /// Run, see and repair CNI networks by hand
 #[derive(Debug, Parser)]
-#[command(name = "cnitool", version, about = "Run, see and repair CNI networks by hand", after_help = help::AFTER_OVERVIEW)]
+#[command(name = "cnitool", version = cni::release::release(), about = "Run, see and repair CNI networks by hand", after_help = help::AFTER_OVERVIEW)]
 #[command(subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 pub(crate) struct Cli {
     #[command(subcommand)]

@@ -9,6 +9,7 @@ mod cnitool;
 mod delegation;
 mod gc;
 mod host_local;
+mod install;
 mod loopback;
 mod masquerade;
 mod mixed;

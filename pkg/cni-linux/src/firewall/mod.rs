@@ -22,9 +22,8 @@ pub use spoof::SpoofCheck;
 use crate::error::Result;
 use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
 
-/// How often a change whose ground has moved is worked out anew. Only operations on the same attachment disturb each
-/// other, so this is never reached but by a fault.
-const ATTEMPTS: usize = 32;
+/// How often a change whose ground has moved is worked out anew. Of n changes that race each loses at most n - 1 times.
+const ATTEMPTS: usize = 1024;
 
 /// Whether masquerading and port mappings can be had from nf_tables: it is there, it may be changed, it has NAT.
 ///

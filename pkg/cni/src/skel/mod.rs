@@ -18,6 +18,7 @@ use crate::args::CniArgs;
 use crate::config::{self, NetConf, ValidAttachments};
 use crate::json::Json;
 use crate::machine::Machine;
+use crate::release::release;
 use crate::result::{AddResult, pretty};
 use crate::rollback::{Notes, Rollback};
 use crate::version::{Version, parse_triple};
@@ -376,6 +377,6 @@ fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
 /// What a person sees who runs the plugin by hand.
 fn about(name: &str) -> String {
     let supported: Vec<&str> = Version::ALL.iter().map(|version| version.as_str()).collect();
-    let version = env!("CARGO_PKG_VERSION");
-    format!("CNI {name} plugin v{version}\nCNI protocol versions supported: {}", supported.join(", "))
+    let release = release();
+    format!("CNI {name} plugin v{release}\nCNI protocol versions supported: {}", supported.join(", "))
 }

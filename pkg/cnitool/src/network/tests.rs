@@ -308,7 +308,7 @@ fn help_is_a_result_and_names_every_verb_and_option() {
     for option in ["--conf-dir", "--cache-dir", "--timeout", "--json", "CNI_PATH", "NETCONFPATH", "CAP_ARGS"] {
         assert!(overview.contains(option), "{option}");
     }
-    assert_eq!(node.done("--version"), format!("cnitool {}\n", env!("CARGO_PKG_VERSION")));
+    assert_eq!(node.done("--version"), format!("cnitool {}\n", cni::release::release()));
 }
 
 #[test]

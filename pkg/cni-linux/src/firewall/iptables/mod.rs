@@ -355,13 +355,14 @@ impl Nat<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| leads(rule)).cloned().collect())
     }
 
-    /// Those of the chain's rules that could be about one of these ports, or lead to `target`; perhaps others too.
+    /// Those of the chain's rules that could be about one of these ports, or lead to `target`; perhaps others too. For
+    /// chains whose rules all are appended.
     pub fn naming(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
             // Matches of xtables have ports in the machine's order, those of nf_tables as on the wire.
             let patterns: Vec<[u8; 2]> =
                 ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
-            let found = nft.rules_where(table(self.family), name, |rule| {
+            let found = nft.rules_at_once(table(self.family), name, |rule| {
                 nft::occurs(rule, target.as_bytes()) || patterns.iter().any(|pattern| nft::occurs(rule, pattern))
             });
             return match found {

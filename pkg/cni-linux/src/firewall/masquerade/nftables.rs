@@ -109,6 +109,7 @@ pub(super) fn ensure(mark: &Mark, addresses: &[Cidr]) -> Result<()> {
     let (key, comment) = (key(&mark.network, &mark.container, &mark.ifname), comment(mark));
     retry(|| {
         let mut batch = Batch::new();
+        batch.only_at(nft.settle()?);
         if !hooked_in(&mut nft)? {
             shared(&mut batch);
         }
@@ -162,6 +163,7 @@ pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result
 fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
+        batch.only_at(nft.settle()?);
         let rules = nft.rules_with(TABLE, CHECKS, key)?;
         for old in rules.iter().filter(|listed| is_of(listed, key) && is_garbage(listed)) {
             batch.delete_rule(TABLE, CHECKS, old.handle);

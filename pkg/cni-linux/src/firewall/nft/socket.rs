@@ -216,6 +216,27 @@ impl Nft {
         Ok(rules.into_iter().flatten().collect())
     }
 
+    /// The same, read once where nobody changes anything meanwhile. Not for chains into which others put rules at the
+    /// front, see [`settle`](Nft::settle).
+    pub fn rules_at_once(
+        &mut self,
+        table: Table<'_>,
+        chain: &str,
+        wanted: impl Fn(&[u8]) -> bool,
+    ) -> Result<Vec<Listed>> {
+        for _ in 0..DUMPS {
+            let generation = self.settle()?;
+            let rules = self.rules_where(table, chain, &wanted);
+            self.settled = false;
+            let rules = rules?;
+            if self.generation()? == generation {
+                return Ok(rules);
+            }
+        }
+        let what = format!("failed to list nft chain {table} {chain}");
+        Err(Error::new(what, Cause::text(format!("the rules were changed under it {DUMPS} times"))))
+    }
+
     /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
     pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
         let what = format!("failed to list the chains of nft table {table}");

@@ -1,0 +1,208 @@
+//! The installer: a set of plugins goes into a folder that runtimes execute programs from all the while.
+//!
+//! - [`set`]: a folder with programs and their `SHA256SUMS`, read and verified.
+//! - [`folder`]: the folder runtimes use: install, roll back, compare.
+//!
+//! It is a program of its own, static and without needs, because a container image made from nothing but it and the
+//! plugins installs them onto a node; `scripts/install` runs the same one.
+//!
+//! The fact a newcomer would get wrong: a rename replaces *one* program at a time. A pod that starts meanwhile may run
+//! the new `bridge` and the old `host-local`. That is fine because every release, and Go's, can work with every other;
+//! what must never happen is a torn, missing or unrunnable program, and none is.
+
+pub mod folder;
+pub mod set;
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Parser, Subcommand};
+use nix::sys::signal::{SigSet, Signal};
+
+pub use folder::{Comparison, Folder, Installed, RolledBack};
+pub use set::Set;
+
+/// Where runtimes look for plugins unless told otherwise.
+const DEST: &str = "/opt/cni/bin";
+
+/// What went wrong: what was done, to what, and why.
+#[derive(Debug)]
+pub struct Error(String);
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl Error {
+    pub(crate) fn new(text: impl Into<String>) -> Error {
+        Error(text.into())
+    }
+
+    /// `failed to <what> <path>: <cause>`.
+    pub(crate) fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(io::Error) -> Error + 'a {
+        move |cause| Error(format!("failed to {what} {}: {cause}", path.display()))
+    }
+}
+
+#[derive(Parser)]
+#[command(
+    name = "cni-install",
+    version = cni::release::release(),
+    about = "Puts a set of CNI plugins into a folder that runtimes are using, and takes it back",
+    disable_help_subcommand = true
+)]
+struct Call {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Replace the plugins, keeping what was there
+    ///
+    /// Verifies DIR against its SHA256SUMS, copies its programs beside their places, runs each once, and only then renames
+    /// them into place, one by one: who starts a plugin meanwhile gets the old or the new one, whole. What was there before
+    /// is kept for rollback. On any failure nothing is changed. Other files are left alone.
+    Install {
+        /// The folder of the new programs and their SHA256SUMS
+        #[arg(long, value_name = "DIR")]
+        from: PathBuf,
+        #[command(flatten)]
+        place: Place,
+        #[command(flatten)]
+        stay: Stay,
+    },
+    /// Put back what was there before the last install
+    ///
+    /// Programs that were not there before are removed. One that somebody else has replaced since is left as it is. Done
+    /// twice it changes nothing more.
+    Rollback {
+        #[command(flatten)]
+        place: Place,
+        #[command(flatten)]
+        stay: Stay,
+    },
+    /// Say whether the folder holds what was installed; exit status 1 if not
+    Status {
+        #[command(flatten)]
+        place: Place,
+    },
+}
+
+#[derive(Args)]
+struct Place {
+    /// The folder runtimes use
+    #[arg(long, value_name = "DIR", default_value = DEST)]
+    dest: PathBuf,
+}
+
+#[derive(Args)]
+struct Stay {
+    /// When done, wait for SIGTERM or SIGINT: for a container that must go on to run
+    #[arg(long)]
+    stay: bool,
+}
+
+impl Verb {
+    fn dest(&self) -> &Path {
+        let (Verb::Install { place, .. } | Verb::Rollback { place, .. } | Verb::Status { place }) = self;
+        &place.dest
+    }
+
+    fn stays(&self) -> bool {
+        match self {
+            Verb::Install { stay, .. } | Verb::Rollback { stay, .. } => stay.stay,
+            Verb::Status { .. } => false,
+        }
+    }
+}
+
+/// Runs the installer; returns its exit status: 0 done, 1 failed or different, 2 called wrongly.
+pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    let verb = match Call::try_parse_from(std::iter::once(OsString::from("cni-install")).chain(args)) {
+        Ok(call) => call.verb,
+        Err(asked) if !asked.use_stderr() => return told(out, &asked.to_string(), 0),
+        Err(wrong) => return told(err, &format!("cni-install: {wrong}"), 2),
+    };
+    // Before the work: process 1 of a container would never see a signal that came in its midst.
+    let waiting = match verb.stays().then(block_signals).transpose() {
+        Ok(signals) => signals,
+        Err(cause) => return told(err, &format!("cni-install: failed to block SIGTERM and SIGINT: {cause}"), 1),
+    };
+    let (text, status) = match act(&verb) {
+        Ok(done) => done,
+        Err(error) => return told(err, &format!("cni-install: {error}"), 1),
+    };
+    if told(out, &text, status) != 0 {
+        return status.max(1);
+    }
+    match waiting.map(|signals| signals.wait()) {
+        None => status,
+        Some(Ok(signal)) => told(out, &format!("{signal}: leaving {} as it is", verb.dest().display()), 0),
+        Some(Err(cause)) => told(err, &format!("cni-install: failed to wait for a signal: {cause}"), 1),
+    }
+}
+
+fn told(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
+    match writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush()) {
+        Ok(()) => status,
+        Err(_) => status.max(1),
+    }
+}
+
+fn act(verb: &Verb) -> Result<(String, u8), Error> {
+    let (path, dest) = (verb.dest(), verb.dest().display());
+    Ok(match verb {
+        Verb::Install { from, .. } => {
+            let set = Set::read(from)?;
+            let names = set.names().collect::<Vec<_>>().join(", ");
+            let text = match Folder::ensure(path)?.install(&set)? {
+                Installed::AlreadyThere => format!("{dest} holds {names} already; nothing was changed"),
+                Installed::Replaced { repaired } => format!(
+                    "{}{names} are now in {dest}; what was there before is kept for rollback",
+                    if repaired { "An installation that was cut off was undone first.\n" } else { "" }
+                ),
+            };
+            (text, 0)
+        }
+        Verb::Rollback { .. } => match Folder::open(path)?.rollback()? {
+            RolledBack::NothingKept => (format!("nothing to roll back in {dest}: no earlier set is kept"), 0),
+            RolledBack::Done { restored, removed, left } => {
+                let mut lines = Vec::new();
+                let mut line = |what: &str, names: &[String]| {
+                    if !names.is_empty() {
+                        lines.push(format!("{what}: {}", names.join(", ")));
+                    }
+                };
+                line("as before the last install", &restored);
+                line("removed, as not there before", &removed);
+                line("left alone, as replaced or removed by somebody else since", &left);
+                (format!("{dest}:\n  {}", lines.join("\n  ")), 0)
+            }
+        },
+        Verb::Status { .. } => match Folder::open(path)?.compare()? {
+            Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
+            Comparison::CutOff => (format!("an installation into {dest} was cut off; run it again, or rollback"), 1),
+            Comparison::Same(names) => (format!("{dest} holds what was installed: {}", names.join(", ")), 0),
+            Comparison::Different(lines) => {
+                (format!("{dest} differs from what was installed:\n  {}", lines.join("\n  ")), 1)
+            }
+        },
+    })
+}
+
+/// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container from signals it has no
+/// handler for, unless they are blocked.
+fn block_signals() -> nix::Result<SigSet> {
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGTERM);
+    signals.add(Signal::SIGINT);
+    signals.thread_block()?;
+    Ok(signals)
+}

@@ -1,0 +1,141 @@
+//! A set of programs: a folder with `SHA256SUMS`, as `sha256sum` writes it, one line per program.
+//!
+//! Only what the list names belongs to the set. A name is a plain file name; nothing in a list can reach another folder.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest as _, Sha256};
+
+use crate::Error;
+
+/// The list's name, in a set and in the installer's own folder.
+pub const SUMS: &str = "SHA256SUMS";
+
+/// A program's name and the SHA-256 of its content, in lower-case hexadecimal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// A plain file name.
+    pub name: String,
+    /// 64 digits.
+    pub sum: String,
+}
+
+/// A folder of programs with their sums. The content is verified when it is read ([`Set::content`]).
+#[derive(Debug)]
+pub struct Set {
+    folder: PathBuf,
+    programs: Vec<Program>,
+}
+
+impl Set {
+    /// Reads the list of `folder`.
+    ///
+    /// # Errors
+    /// There is no list, it is empty, or a line of it is none of `sha256sum`'s.
+    pub fn read(folder: &Path) -> Result<Set, Error> {
+        let path = folder.join(SUMS);
+        let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+        let programs = parse(&text).map_err(|why| Error::new(format!("{}: {why}", path.display())))?;
+        if programs.is_empty() {
+            return Err(Error::new(format!("{} names no program", path.display())));
+        }
+        Ok(Set { folder: folder.to_owned(), programs })
+    }
+
+    /// The programs, in the list's order.
+    pub fn programs(&self) -> &[Program] {
+        &self.programs
+    }
+
+    /// Their names.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.programs.iter().map(|program| program.name.as_str())
+    }
+
+    /// A program's content, verified.
+    ///
+    /// # Errors
+    /// It is no regular file, cannot be read, or is not what the list says.
+    pub fn content(&self, program: &Program) -> Result<Vec<u8>, Error> {
+        let path = self.folder.join(&program.name);
+        let metadata = fs::symlink_metadata(&path).map_err(Error::io("look at", &path))?;
+        if !metadata.is_file() {
+            return Err(Error::new(format!("{} is no regular file", path.display())));
+        }
+        let content = fs::read(&path).map_err(Error::io("read", &path))?;
+        let sum = sum(&content);
+        if sum != program.sum {
+            return Err(Error::new(format!("{} is not what {SUMS} says: {sum}, not {}", path.display(), program.sum)));
+        }
+        Ok(content)
+    }
+}
+
+/// The SHA-256 of `content`, in hexadecimal.
+pub fn sum(content: &[u8]) -> String {
+    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The lines of a list, as `sha256sum` writes them.
+pub fn text(programs: &[Program]) -> String {
+    programs.iter().map(|program| format!("{}  {}\n", program.sum, program.name)).collect()
+}
+
+/// Reads the lines of a list.
+///
+/// # Errors
+/// The number of the first line that is none, and why.
+pub fn parse(text: &str) -> Result<Vec<Program>, String> {
+    let mut programs: Vec<Program> = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let number = number + 1;
+        let (sum, name) = line.split_once("  ").ok_or(format!("line {number} is not `<sha256>  <name>`"))?;
+        if sum.len() != 64 || !sum.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
+            return Err(format!("line {number}: {sum:?} is no SHA-256"));
+        }
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+        if name.is_empty() || name.len() > 255 || name.starts_with('.') || name == SUMS || !name.bytes().all(plain) {
+            return Err(format!("line {number}: {name:?} is no program's name"));
+        }
+        if programs.iter().any(|program| program.name == name) {
+            return Err(format!("line {number}: {name:?} is named twice"));
+        }
+        programs.push(Program { name: name.to_owned(), sum: sum.to_owned() });
+    }
+    Ok(programs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_names_plain_files_once_each() {
+        let sum = sum(b"x");
+        let good = format!("{sum}  bridge\n{sum}  host-local\n");
+        let programs = parse(&good).unwrap();
+        assert_eq!(programs.iter().map(|program| program.name.as_str()).collect::<Vec<_>>(), ["bridge", "host-local"]);
+        assert_eq!(text(&programs), good);
+        for (bad, why) in [
+            (format!("{sum} bridge\n"), "line 1 is not"),
+            (format!("{sum}  ../bridge\n"), "is no program's name"),
+            (format!("{sum}  /bin/sh\n"), "is no program's name"),
+            (format!("{sum}  .cni-install\n"), "is no program's name"),
+            (format!("{sum}  \n"), "is no program's name"),
+            (format!("{sum}  SHA256SUMS\n"), "is no program's name"),
+            (format!("{sum}  a b\n"), "is no program's name"),
+            (format!("{sum}  a\n{sum}  a\n"), "line 2: \"a\" is named twice"),
+            (format!("{}  bridge\n", &sum[1..]), "is no SHA-256"),
+            (format!("{}  bridge\n", sum.to_uppercase()), "is no SHA-256"),
+        ] {
+            let said = parse(&bad).unwrap_err();
+            assert!(said.contains(why), "{bad:?}: {said}");
+        }
+    }
+
+    #[test]
+    fn the_sum_is_the_one_of_sha256sum() {
+        assert_eq!(sum(b""), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    }
+}

@@ -1,0 +1,376 @@
+//! The installer as a program, on folders of its own. The programs it installs are small scripts that answer VERSION:
+//! to the installer a program is bytes that must run.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use cni_install::set::sum;
+use tempfile::TempDir;
+
+/// A place with sets to install from and a folder to install into.
+struct Place {
+    temporary: TempDir,
+}
+
+impl Place {
+    fn new() -> Place {
+        let place = Place { temporary: tempfile::tempdir().unwrap() };
+        fs::create_dir(place.dest()).unwrap();
+        place
+    }
+
+    fn dest(&self) -> PathBuf {
+        self.temporary.path().join("bin")
+    }
+
+    /// A set of programs called `names` whose content tells `version`.
+    fn set(&self, version: &str, names: &[&str]) -> PathBuf {
+        let folder = self.temporary.path().join(version);
+        fs::create_dir(&folder).unwrap();
+        let mut sums = String::new();
+        for name in names {
+            let content = answering(&format!("{version} of {name}"));
+            program(&folder.join(name), &content);
+            sums += &format!("{}  {name}\n", sum(content.as_bytes()));
+        }
+        fs::write(folder.join("SHA256SUMS"), sums).unwrap();
+        folder
+    }
+
+    fn install(&self, from: &Path) -> Ran {
+        run(&["install", "--from", from.to_str().unwrap(), "--dest", self.dest().to_str().unwrap()])
+    }
+
+    fn call(&self, verb: &str) -> Ran {
+        run(&[verb, "--dest", self.dest().to_str().unwrap()])
+    }
+
+    /// What a program in the folder says it is; `None` if there is none.
+    fn says(&self, name: &str) -> Option<String> {
+        let text = fs::read_to_string(self.dest().join(name)).ok()?;
+        Some(text.lines().last()?.trim_start_matches("# ").to_owned())
+    }
+
+    /// Everything in the folder, our own included.
+    fn files(&self) -> Vec<String> {
+        let mut names: Vec<String> =
+            fs::read_dir(self.dest()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn answering(version: &str) -> String {
+    format!("#!/bin/sh\necho '{{\"cniVersion\":\"1.1.0\",\"supportedVersions\":[\"1.1.0\"]}}'\n# {version}\n")
+}
+
+fn program(path: &Path, content: &str) {
+    fs::write(path, content).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[derive(Debug)]
+struct Ran {
+    status: i32,
+    out: String,
+    err: String,
+}
+
+impl Ran {
+    #[track_caller]
+    fn fine(self) -> String {
+        assert_eq!((self.status, self.err.as_str()), (0, ""), "{}", self.out);
+        self.out
+    }
+
+    #[track_caller]
+    fn failed(self, why: &str) {
+        assert!(self.status == 1 && self.out.is_empty() && self.err.contains(why), "{self:?}");
+    }
+}
+
+impl From<Output> for Ran {
+    fn from(output: Output) -> Ran {
+        Ran {
+            status: output.status.code().unwrap_or(-1),
+            out: String::from_utf8(output.stdout).unwrap(),
+            err: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+fn installer() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_cni-install"))
+}
+
+fn run(args: &[&str]) -> Ran {
+    installer().args(args).stdin(Stdio::null()).output().unwrap().into()
+}
+
+#[test]
+fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
+    let place = Place::new();
+    program(&place.dest().join("bridge"), &answering("somebody's bridge"));
+    program(&place.dest().join("flannel"), &answering("foreign"));
+    symlink("/nowhere", place.dest().join("dangling")).unwrap();
+    let set = place.set("v1", &["bridge", "tuning"]);
+    let text = place.install(&set).fine();
+    assert!(text.contains("bridge, tuning are now in"), "{text}");
+    assert_eq!(
+        (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
+        ("v1 of bridge".into(), "v1 of tuning".into())
+    );
+    let mode = fs::metadata(place.dest().join("tuning")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o755);
+    place.call("status").fine();
+    let text = place.call("rollback").fine();
+    assert!(text.contains("before the last install: bridge") && text.contains("not there before: tuning"), "{text}");
+    assert_eq!(place.says("bridge").unwrap(), "somebody's bridge");
+    assert_eq!(place.files(), ["bridge", "dangling", "flannel"]);
+    assert!(place.call("rollback").fine().contains("nothing to roll back"));
+    assert_eq!(place.call("status").status, 1);
+}
+
+#[test]
+fn what_is_kept_is_the_set_before_also_after_the_same_set_is_installed_again() {
+    let place = Place::new();
+    let (v1, v2) = (place.set("v1", &["bridge"]), place.set("v2", &["bridge", "portmap"]));
+    place.install(&v1).fine();
+    place.install(&v2).fine();
+    assert!(place.install(&v2).fine().contains("nothing was changed"));
+    place.call("rollback").fine();
+    assert_eq!((place.says("bridge"), place.says("portmap")), (Some("v1 of bridge".into()), None));
+}
+
+#[test]
+fn a_rollback_leaves_what_somebody_else_has_put_there_since() {
+    let place = Place::new();
+    program(&place.dest().join("bridge"), &answering("old"));
+    place.install(&place.set("v1", &["bridge", "tuning"])).fine();
+    program(&place.dest().join("tuning"), &answering("another installer's"));
+    let status = place.call("status");
+    assert!(status.status == 1 && status.out.contains("tuning is another program"), "{status:?}");
+    let text = place.call("rollback").fine();
+    assert!(text.contains("replaced or removed by somebody else since: tuning"), "{text}");
+    assert_eq!(
+        (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
+        ("old".into(), "another installer's".into())
+    );
+}
+
+#[test]
+fn a_set_that_is_not_what_its_list_says_changes_nothing() {
+    let place = Place::new();
+    program(&place.dest().join("bridge"), &answering("old"));
+    let set = place.set("v1", &["bridge", "tuning"]);
+    program(&set.join("tuning"), &answering("torn"));
+    place.install(&set).failed("tuning is not what SHA256SUMS says");
+    fs::remove_file(set.join("tuning")).unwrap();
+    place.install(&set).failed("failed to look at");
+    symlink("/bin/sh", set.join("tuning")).unwrap();
+    place.install(&set).failed("is no regular file");
+    fs::remove_file(set.join("SHA256SUMS")).unwrap();
+    place.install(&set).failed("SHA256SUMS: No such file");
+    assert_eq!((place.says("bridge").unwrap(), place.files()), ("old".into(), vec!["bridge".to_owned()]));
+}
+
+#[test]
+fn a_program_that_does_not_run_here_changes_nothing() {
+    for (content, why) in [
+        ("\x7fELF for another processor", "does not run here"),
+        ("#!/bin/sh\nexit 3\n", "does not answer VERSION"),
+        ("#!/bin/sh\necho no plugin\n", "does not answer VERSION"),
+    ] {
+        let place = Place::new();
+        let set = place.set("v1", &["bridge", "tuning"]);
+        program(&set.join("tuning"), content);
+        let sums = fs::read_to_string(set.join("SHA256SUMS")).unwrap();
+        let first = sums.lines().next().unwrap();
+        fs::write(set.join("SHA256SUMS"), format!("{first}\n{}  tuning\n", sum(content.as_bytes()))).unwrap();
+        place.install(&set).failed(why);
+        assert_eq!(place.files(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_folder_in_a_programs_place_and_a_file_in_the_folders_place_are_told() {
+    let place = Place::new();
+    fs::create_dir(place.dest().join("tuning")).unwrap();
+    let set = place.set("v1", &["bridge", "tuning"]);
+    place.install(&set).failed("tuning is a folder");
+    assert_eq!(place.files(), ["tuning"]);
+    let file = place.temporary.path().join("file");
+    fs::write(&file, "").unwrap();
+    run(&["install", "--from", set.to_str().unwrap(), "--dest", file.to_str().unwrap()])
+        .failed("failed to create the folder");
+}
+
+/// In a mount namespace of its own, `prepare` being shell that mounts something over the folder `$1`.
+fn in_mounts(place: &Place, prepare: &str, args: &[&str]) -> Ran {
+    let script = format!("set -e\n{prepare}\nshift\nexec \"$@\"");
+    let mut unshare = Command::new("unshare");
+    unshare
+        .args(["-rm", "sh", "-c", &script, "sh"])
+        .arg(place.dest())
+        .arg(env!("CARGO_BIN_EXE_cni-install"))
+        .args(args);
+    unshare.stdin(Stdio::null()).output().unwrap().into()
+}
+
+#[test]
+fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
+    let place = Place::new();
+    program(&place.dest().join("bridge"), &answering("old"));
+    let set = place.set("v1", &["bridge", "tuning"]);
+    let big = format!("{}# {}\n", answering("big"), "x".repeat(2 << 20));
+    program(&set.join("tuning"), &big);
+    let sums = fs::read_to_string(set.join("SHA256SUMS")).unwrap();
+    fs::write(set.join("SHA256SUMS"), format!("{}\n{}  tuning\n", sums.lines().next().unwrap(), sum(big.as_bytes())))
+        .unwrap();
+    let dest = place.dest();
+    let args = ["install", "--from", set.to_str().unwrap(), "--dest", dest.to_str().unwrap()];
+    // The listing and the old program's last line go to standard output, if the installer fails as it should.
+    let then = "inspect() { ls -A \"$dest\"; tail -n 1 \"$dest/bridge\"; }; dest=$1; shift; if \"$@\"; then exit 9; fi; inspect; exit 1; set --";
+    for (mount, why) in [
+        ("mount --bind \"$1\" \"$1\"; mount -o remount,bind,ro \"$1\"", "Read-only file system"),
+        (
+            "cp \"$1/bridge\" /tmp/kept.$$; mount -t tmpfs -o size=1m,mode=755 none \"$1\"; mv /tmp/kept.$$ \"$1/bridge\"",
+            "No space left on device",
+        ),
+        ("mount --bind \"$1\" \"$1\"; mount -o remount,bind,noexec \"$1\"", "does not run here"),
+    ] {
+        let ran = in_mounts(&place, &format!("{mount}\n{then}"), &args);
+        assert!(ran.status == 1 && ran.err.contains(why), "{mount}: {ran:?}");
+        assert_eq!(ran.out, "bridge\n# old\n", "{mount}: {ran:?}");
+    }
+    assert_eq!(place.files(), ["bridge"]);
+}
+
+#[test]
+fn one_installer_at_a_time() {
+    let place = Place::new();
+    let set = place.set("v1", &["bridge"]);
+    let held = fs::File::open(place.dest()).unwrap();
+    held.lock().unwrap();
+    place.install(&set).failed("another cni-install is at work");
+    drop(held);
+    place.install(&set).fine();
+}
+
+/// Killed at every system call that changes files, an install or a rollback leaves every program whole, old or new; the
+/// next install or rollback puts all in order.
+#[test]
+fn killed_at_any_step_it_leaves_whole_programs_and_the_next_call_mends() {
+    let mut points = 0;
+    for (killed, then) in
+        [("install", "rollback"), ("install", "install"), ("rollback", "rollback"), ("rollback", "install")]
+    {
+        for syscall in ["mkdir", "linkat", "rename", "unlink", "unlinkat", "rmdir", "fsync", "fchmod", "write"] {
+            for when in 1.. {
+                let place = Place::new();
+                program(&place.dest().join("bridge"), &answering("old"));
+                let (v1, v2) = (place.set("v1", &["bridge", "tuning"]), place.set("v2", &["bridge", "tuning"]));
+                if killed == "rollback" {
+                    place.install(&v1).fine();
+                }
+                let dest = place.dest();
+                let mut strace = Command::new("strace");
+                let inject = format!("inject={syscall}:signal=KILL:when={when}");
+                strace
+                    .args(["-o", "/dev/null", "-e", &inject, env!("CARGO_BIN_EXE_cni-install"), killed, "--dest"])
+                    .arg(&dest);
+                if killed == "install" {
+                    strace.arg("--from").arg(&v1);
+                }
+                let unhurt = strace.stdin(Stdio::null()).output().expect("strace is installed").status.success();
+                let bridge = place.says("bridge").expect("never missing");
+                assert!(["old", "v1 of bridge"].contains(&bridge.as_str()), "{bridge}");
+                assert!([None, Some("v1 of tuning".to_owned())].contains(&place.says("tuning")));
+                if then == "rollback" {
+                    place.call("rollback").fine();
+                    assert_eq!(
+                        (place.says("bridge").unwrap(), place.says("tuning")),
+                        ("old".into(), None),
+                        "{syscall} {when}"
+                    );
+                    assert_eq!(place.files(), ["bridge"], "{killed} killed at {syscall} {when}");
+                } else {
+                    place.install(&v2).fine();
+                    assert_eq!(place.says("tuning").unwrap(), "v2 of tuning");
+                    place.call("status").fine();
+                    place.call("rollback").fine();
+                }
+                if unhurt {
+                    break;
+                }
+                points += 1;
+            }
+        }
+    }
+    assert!(points > 100, "killed at only {points} points: has strace killed anything?");
+}
+
+#[test]
+fn a_program_that_cannot_be_replaced_puts_all_back() {
+    let place = Place::new();
+    program(&place.dest().join("bridge"), &answering("old bridge"));
+    program(&place.dest().join("tuning"), &answering("old tuning"));
+    let set = place.set("v1", &["bridge", "tuning"]);
+    // The second rename of a program: the first four are bookkeeping's and bridge's.
+    let dest = place.dest();
+    let mut refused = 0;
+    for when in 1..=6 {
+        let mut strace = Command::new("strace");
+        let inject = format!("inject=rename:error=EPERM:when={when}");
+        strace.args(["-o", "/dev/null", "-e", &inject, env!("CARGO_BIN_EXE_cni-install"), "install", "--from"]);
+        let ran: Ran = strace.arg(&set).arg("--dest").arg(&dest).stdin(Stdio::null()).output().unwrap().into();
+        if ran.status == 1 && ran.err.contains("failed to replace") {
+            refused += 1;
+            assert!(ran.err.contains("Operation not permitted (os error 1). All was put back"), "{ran:?}");
+            assert_eq!(
+                (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
+                ("old bridge".into(), "old tuning".into())
+            );
+        }
+        place.call("rollback");
+    }
+    assert_eq!(refused, 2, "each of the two programs' renames");
+}
+
+#[test]
+fn staying_it_waits_for_the_signal_also_as_process_one() {
+    let place = Place::new();
+    let set = place.set("v1", &["bridge"]);
+    for wrapper in [&["env"][..], &["unshare", "-rpf", "--kill-child"][..]] {
+        let mut command = Command::new(wrapper[0]);
+        command.args(&wrapper[1..]).arg(env!("CARGO_BIN_EXE_cni-install"));
+        command.args(["install", "--stay", "--from"]).arg(&set).arg("--dest").arg(place.dest());
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut out = std::io::BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut out, &mut line).unwrap();
+        assert!(line.contains("bridge"), "{line}");
+        // Of unshare's, the child is the one to end.
+        let pid = child.id();
+        let inner = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        let target = inner.split_whitespace().next().map_or(pid.to_string(), str::to_owned);
+        assert!(child.try_wait().unwrap().is_none(), "it stays");
+        assert!(Command::new("kill").arg(&target).status().unwrap().success());
+        assert!(child.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn a_wrong_call_is_told_with_status_two() {
+    for args in [&[][..], &["install"][..], &["frob"][..], &["rollback", "--from", "x"][..], &["status", "--stay"][..]]
+    {
+        let ran = run(args);
+        assert!(ran.status == 2 && ran.err.starts_with("cni-install: "), "{args:?}: {ran:?}");
+    }
+    assert!(run(&["--help"]).fine().contains("rollback"));
+    assert!(run(&["--version"]).fine().starts_with("cni-install 0."));
+}
