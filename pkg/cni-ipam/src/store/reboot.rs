@@ -12,9 +12,7 @@ use std::fs::File;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 
-use nix::sys::statfs::{
-    BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, FsType, NILFS_SUPER_MAGIC, XFS_SUPER_MAGIC, fstatfs,
-};
+use nix::sys::statfs::{BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, FsType, NILFS_SUPER_MAGIC, fstatfs};
 
 use cni::Result;
 
@@ -35,7 +33,8 @@ pub enum Earlier {
 /// File systems that one kernel at a time uses, and that outlive a reboot. ext2 and ext3 have ext4's number.
 const LOCAL: [FsType; 6] = [
     EXT4_SUPER_MAGIC,
-    XFS_SUPER_MAGIC,
+    // Has no name in nix where the C library is musl, which the release is built for.
+    FsType(0x5846_5342 /* XFS */),
     BTRFS_SUPER_MAGIC,
     F2FS_SUPER_MAGIC,
     NILFS_SUPER_MAGIC,
