@@ -56,7 +56,8 @@ def scenario_dual_stack(node):
 
 
 def scenario_an_add_that_fails_leaves_nothing(node):
-    runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning(sysctl={"net.core.somaxconn": "x"}))
+    refused = networks.tuning(sysctl={"net.core.somaxconn": "x"})
+    runtime = start(node, networks.bridge(six=True), networks.portmap(), refused)
     for _ in range(3):
         try:
             runtime.run_pod("never", *PORTS)

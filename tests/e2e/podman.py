@@ -112,7 +112,7 @@ def scenario_two_networks_disconnect_and_connect(node):
     node.prove(other, 8081)
     podman("network", "connect", "two", "both")
     node.prove(pod("both"), 8080)
-    # The default route was the first network's, and goes with it (docs/differences.md); Go's second route would be left.
+    # The default route was the first network's and goes with it; Go's second one would be left (docs/differences.md).
     podman("network", "disconnect", "one", "both")
     two = pod("both")
     expect(two.netns.routes(), ["10.89.2.0/24"], "routes")
@@ -132,6 +132,6 @@ def scenario_egress_through_a_forward_drop_policy(node):
     for program in ["iptables", "ip6tables"]:
         sh(program, "-P", "FORWARD", "DROP")
     # The firewall plugin opens the way out and for answers; nobody opens a published port for those outside.
-    node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080, outside=False)
+    node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080, leave_out=("outside",))
     podman("rm", "-f", "-t", "0", "first")
 

@@ -1,4 +1,4 @@
-//! `bridge` after another plugin: the interface that one made becomes a port (D16 of the decisions).
+//! `bridge` after another plugin that made CNI_IFNAME: that interface becomes a port (D16 of the decisions).
 //!
 //! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge instead of deleting
 //! it. DEL and CHECK always carry a `prevResult`, chained or not: they go by the mark alone.
@@ -52,6 +52,12 @@ impl PortMark {
     pub(crate) fn is(&self, mark: &Mark) -> bool {
         self.mark == mark.alias()
     }
+}
+
+/// Whether an earlier plugin made CNI_IFNAME in the container. One that made something else, as the loopback that
+/// Nomad's list begins with, leaves it to us to make it, and its result is none of ours.
+pub(crate) fn is_meant(call: &Call<'_>, prev: &AddResult) -> bool {
+    prev.interfaces.iter().any(|interface| interface.name == call.ifname && !interface.sandbox.is_empty())
 }
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {

@@ -107,6 +107,26 @@ fn without_a_host_end_to_plug_in_the_add_is_refused() {
     attachment.del_with(&prev).success();
 }
 
+/// Nomad's bridge network is such a list: loopback, bridge, firewall, portmap.
+#[test]
+fn after_a_plugin_that_made_another_interface_the_add_is_like_any_other() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = json!({
+        "cniVersion": "1.0.0",
+        "interfaces": [{"name": "lo", "mac": "00:00:00:00:00:00", "sandbox": container.netns()}],
+        "ips": [{"address": "127.0.0.1/8", "interface": 0}, {"address": "::1/128", "interface": 0}],
+    });
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let result = attachment.add_after(&prev).success();
+    assert_eq!(conformance::addresses(&result), ["10.1.0.2/24"], "what portmap and firewall go by: {result}");
+    assert_eq!(container.addresses("eth0"), ["10.1.0.2/24"]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert_eq!(node.reservations("net1"), []);
+    assert!(container.link("eth0").is_none());
+}
+
 #[test]
 fn a_failed_chained_add_gives_the_port_back() {
     let node = Node::new();
