@@ -20,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cni::machine::Machine;
+use cni::steps::Step;
 use cni::{Code, Error, Result};
 use nix::errno::Errno;
 use nix::libc::{O_CREAT, O_NONBLOCK};
@@ -89,7 +90,10 @@ pub(crate) fn acquire(
                 return Err(Error::caused(Code::IO, format_args!("failed to open {}", lock_path.display()), error));
             }
         };
-        let file = wait(file, &lock_path, sigterm, limit, deadline, machine)?;
+        let step = Step::begin();
+        let file = wait(file, &lock_path, sigterm, limit, deadline, machine);
+        step.end(format_args!("lock {}", lock_path.display()), &file);
+        let file = file?;
         let same = |metadata: Metadata| {
             file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()))
         };

@@ -7,6 +7,7 @@
 //!   [`veth`], [`vlan`], [`addr`], [`route`] and [`neigh`] put their verbs.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
+//! - [`logging`]: where the log goes, if anybody asked for one.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
 //! - `firewall`: iptables and nf_tables. [`conntrack`]: forgetting connections that a mapping has made wrong.
 //! - `sys`: the only unsafe code of the whole workspace.
@@ -23,6 +24,7 @@ pub mod conntrack;
 pub mod error;
 pub mod firewall;
 pub mod link;
+pub mod logging;
 pub mod mac;
 pub mod machine;
 pub mod mark;

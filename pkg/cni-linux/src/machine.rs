@@ -15,6 +15,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cni::machine::{Child, Machine, Output, RunError};
+use cni::steps::Step;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
@@ -82,7 +83,17 @@ impl Machine for LinuxMachine {
     }
 
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
-        child::run(self, child)
+        let step = Step::begin();
+        let output = child::run(self, child);
+        if step.is_heard() {
+            let args: Vec<_> = child.args.iter().map(|arg| arg.to_string_lossy()).collect();
+            let what = format!("run {} {}", child.program.display(), args.join(" "));
+            match &output {
+                Ok(output) => step.end_program(what.trim_end(), Some(output.status)),
+                Err(error) => step.end(what.trim_end(), &Err::<(), _>(error)),
+            }
+        }
+        output
     }
 }
 

@@ -10,11 +10,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use cni::steps::Step;
 use futures_util::StreamExt as _;
 use netlink_packet_core::{
     ErrorMessage, NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, NlasIterator,
 };
 use rtnetlink::packet_route::RouteNetlinkMessage;
+use rtnetlink::packet_route::address::AddressAttribute;
+use rtnetlink::packet_route::link::LinkAttribute;
 use rtnetlink::sys::AsyncSocket as _;
 use tokio::runtime::{Builder, Runtime};
 
@@ -74,11 +77,47 @@ impl Netlink {
     fn exchange(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Answer, Cause> {
         let mut message = NetlinkMessage::from(message);
         message.header.flags = NLM_F_REQUEST | flags;
+        let step = Step::begin();
+        let what = if step.is_heard() { name(&message) } else { String::new() };
         let exchange = exchange(self.handle.clone(), message);
-        self.runtime
+        let answer = self
+            .runtime
             .block_on(async { tokio::time::timeout(ANSWER_LIMIT, exchange).await })
-            .unwrap_or(Err(Cause::Deadline(ANSWER_LIMIT)))
+            .unwrap_or(Err(Cause::Deadline(ANSWER_LIMIT)));
+        if step.is_heard() {
+            step.end(what, &answer.as_ref().map_err(|cause| cause.to_string()));
+        }
+        answer
     }
+}
+
+/// A request as the log names it; whole at `trace`.
+fn name(message: &NetlinkMessage<RouteNetlinkMessage>) -> String {
+    let NetlinkPayload::InnerMessage(inner) = &message.payload else { return "netlink".to_owned() };
+    let text = format!("{inner:?}");
+    log::trace!("request {text}");
+    let kind = text.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
+    let whole = if message.header.flags & NLM_F_DUMP == NLM_F_DUMP { " (all)" } else { "" };
+    let subject = match inner {
+        RouteNetlinkMessage::NewLink(link)
+        | RouteNetlinkMessage::GetLink(link)
+        | RouteNetlinkMessage::SetLink(link)
+        | RouteNetlinkMessage::DelLink(link) => {
+            let named = link.attributes.iter().find_map(|attribute| match attribute {
+                LinkAttribute::IfName(name) => Some(format!(" {name}")),
+                _ => None,
+            });
+            named.or_else(|| (link.header.index != 0).then(|| format!(" index {}", link.header.index)))
+        }
+        RouteNetlinkMessage::NewAddress(address) | RouteNetlinkMessage::DelAddress(address) => {
+            address.attributes.iter().find_map(|attribute| match attribute {
+                AddressAttribute::Local(ip) => Some(format!(" {ip}/{}", address.header.prefix_len)),
+                _ => None,
+            })
+        }
+        _ => None,
+    };
+    format!("netlink {kind}{}{whole}", subject.unwrap_or_default())
 }
 
 /// A socket in the calling thread's namespace, served by `runtime`.

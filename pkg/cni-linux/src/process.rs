@@ -1,4 +1,4 @@
-//! `main` of every plugin: the machine made ready, then the skeleton.
+//! `main` of every plugin: the log if one is asked for, the machine made ready, then the skeleton.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -9,6 +9,7 @@ use crate::LinuxMachine;
 
 /// Runs a plugin as this process.
 pub fn run(plugin: &dyn Plugin) -> ExitCode {
+    crate::logging::install(plugin.name());
     match LinuxMachine::install() {
         Ok(machine) => skel::run(plugin, &machine),
         Err(error) => {

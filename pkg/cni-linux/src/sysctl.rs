@@ -7,6 +7,8 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
+use cni::steps::Step;
+
 use crate::error::{Cause, Error, Result};
 
 const ROOT: &str = "/proc/sys";
@@ -65,7 +67,10 @@ pub fn write(name: &str, value: &str) -> Result<()> {
         // Never creates: a missing value is an error that names it.
         OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes())
     };
-    write().map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
+    let step = Step::begin();
+    let written = write();
+    step.end(format_args!("write {value:?} to {}", path.display()), &written);
+    written.map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
 }
 
 /// Writes a value unless it is there already. Returns the one it replaced, if it did. A file system mounted

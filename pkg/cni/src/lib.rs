@@ -10,6 +10,7 @@
 //! - [`error`]: an error with its CNI code.
 //! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
 //!   [`delegate`]: running another plugin (IPAM).
+//! - [`steps`]: what a call tells the log of itself.
 //! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in by `main`.
 //! - [`release`]: which release of this project a program is.
 //! - [`libcni`]: the runtime's side: network lists, request derivation, the result cache.
@@ -30,6 +31,7 @@ pub mod release;
 pub mod result;
 pub mod rollback;
 pub mod skel;
+pub mod steps;
 pub mod version;
 
 pub use cidr::Cidr;

@@ -10,6 +10,8 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
+use crate::steps::Quoted;
+
 type Undo<'a> = Box<dyn FnOnce() -> Result<(), Box<dyn std::error::Error>> + 'a>;
 
 /// A stack of undos, run in reverse when dropped, forgotten by [`commit`](Rollback::commit).
@@ -48,6 +50,7 @@ impl<'a> Rollback<'a> {
 impl Drop for Rollback<'_> {
     fn drop(&mut self) {
         while let Some((what, undo)) = self.undos.pop() {
+            log::debug!("rollback={}", Quoted(&what));
             // A panic in an undo must neither skip the remaining ones nor, while unwinding, abort the process.
             match catch_unwind(AssertUnwindSafe(undo)) {
                 Ok(Ok(())) => {}

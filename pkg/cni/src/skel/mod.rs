@@ -21,6 +21,7 @@ use crate::machine::Machine;
 use crate::release::release;
 use crate::result::{AddResult, pretty};
 use crate::rollback::{Notes, Rollback};
+use crate::steps::{Called, Quoted};
 use crate::version::{Version, parse_triple};
 use crate::{Code, Error, Result, ident};
 
@@ -168,7 +169,10 @@ pub fn run(plugin: &dyn Plugin, machine: &dyn Machine) -> ExitCode {
     let streams = Streams {
         stdin: if terminal { None } else { Some(&mut stdin) },
         stdout: &mut stdout,
-        notes: Notes::new(eprint),
+        notes: Notes::new(|line| {
+            log::warn!("note={}", Quoted(line));
+            eprint(line);
+        }),
     };
     match dispatch(plugin, machine, &environment, streams) {
         Ok(()) => ExitCode::SUCCESS,
@@ -196,7 +200,11 @@ pub fn dispatch(
     mut streams: Streams<'_>,
 ) -> Result<(), Failed> {
     let mut version = Version::NEWEST;
-    let outcome = unwinding(plugin, || serve(plugin, machine, environment, &mut streams, &mut version));
+    let mut network = String::new();
+    let called = Called::begin();
+    let known = Known { version: &mut version, network: &mut network };
+    let outcome = unwinding(plugin, || serve(plugin, machine, environment, &mut streams, known));
+    called.end(plugin.name(), environment, &network, &outcome);
     outcome.map_err(|error| {
         let written = streams.stdout.write_all(&encode_error(&error, version)).and_then(|()| streams.stdout.flush());
         if let Err(why) = written {
@@ -221,13 +229,20 @@ fn encode_error(error: &Error, version: Version) -> Vec<u8> {
     pretty(&WireError { cni_version: version.as_str(), code, msg, details })
 }
 
-/// `version` is what an error is to be written in, as soon as it is known.
+/// What is learnt on the way and wanted also where the way ends early.
+struct Known<'k> {
+    /// What an error is to be written in.
+    version: &'k mut Version,
+    /// For the log.
+    network: &'k mut String,
+}
+
 fn serve(
     plugin: &dyn Plugin,
     machine: &dyn Machine,
     environment: &Environment,
     streams: &mut Streams<'_>,
-    version: &mut Version,
+    known: Known<'_>,
 ) -> Result<()> {
     let Some(verb) = environment.verb(plugin.name())? else {
         streams.notes.note(about(plugin.name()));
@@ -242,9 +257,11 @@ fn serve(
     let raw = read_config(&mut streams.stdin)?;
     let json = config::parse_object(&raw)?;
     if let Ok(text) = config::version_text(&json) {
-        *version = Version::find(&text).unwrap_or(Version::NEWEST);
+        *known.version = Version::find(&text).unwrap_or(Version::NEWEST);
     }
-    let name_length = config::name(&json)?.len();
+    let name = config::name(&json)?;
+    name.clone_into(known.network);
+    let name_length = name.len();
     let supported = check_version(verb, &config::version_text(&json)?)?;
     let conf = NetConf::new(raw, json, supported)?;
     if verb == Verb::Add && name_length > ident::MAX_NETWORK_NAME {

@@ -4,6 +4,7 @@
 mod doctor;
 mod inspect;
 mod ipam;
+mod logs;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
 use conformance::bridge;

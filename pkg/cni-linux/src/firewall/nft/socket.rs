@@ -7,6 +7,7 @@
 use std::fmt;
 use std::os::fd::AsRawFd as _;
 
+use cni::steps::Step;
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage};
 use netlink_packet_netfilter::nftables::{
     ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage,
@@ -104,6 +105,17 @@ impl Nft {
     }
 
     fn transact(&mut self, batch: Batch, ending: Ending) -> Result<()> {
+        let step = Step::begin();
+        let what = match ending {
+            Ending::Commit => "nftables transaction",
+            Ending::Abort => "nftables rehearsal",
+        };
+        let done = self.transact_unheard(batch, ending);
+        step.end(what, &done);
+        done
+    }
+
+    fn transact_unheard(&mut self, batch: Batch, ending: Ending) -> Result<()> {
         const WHOLE: &str = "failed to change nftables";
         let generation = batch.generation();
         self.settled = false;

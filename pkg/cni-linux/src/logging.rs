@@ -1,0 +1,212 @@
+//! Where the log goes: nowhere, unless `CNI_LOG` is `info`, `debug` or `trace`; then to the file `CNI_LOG_FILE`, else to
+//! journald, else to stderr. Never to stdout, which is the wire.
+//!
+//! Runtimes hand their own environment on, so a variable set for containerd's service reaches every plugin, and through
+//! it the delegates. A line is one write, so that lines of many processes do not mix. Nothing here can fail a call or
+//! hold it up: what cannot be written is lost. `TRACEPARENT` (W3C) gives the call its id.
+//!
+//! The newcomer's mistake: logging needs the environment before anything else has been read; so it is read here, once.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use log::{Level, LevelFilter, Log, Metadata, Record};
+
+/// Where journald listens.
+const JOURNAL: &str = "/run/systemd/journal/socket";
+
+/// No line is longer; the rest of it is lost.
+const LONGEST: usize = 32 << 10;
+
+/// Where lines go.
+#[derive(Debug)]
+enum Sink {
+    File(File),
+    Journal(UnixDatagram),
+    Stderr,
+}
+
+/// The logger of this process.
+#[derive(Debug)]
+struct Logger {
+    sink: Sink,
+    /// `cni-bridge`, as journald shows it.
+    identifier: String,
+    /// The trace's id, if the caller gave one.
+    trace: Option<String>,
+    level: LevelFilter,
+}
+
+/// Installs the logger that the environment asks for; costs one look at it where it asks for none.
+pub fn install(program: &str) {
+    let Some(wanted) = std::env::var_os("CNI_LOG") else { return };
+    let level = match wanted.to_str().unwrap_or_default().to_ascii_lowercase().as_str() {
+        "" | "off" | "0" => return,
+        "debug" => LevelFilter::Debug,
+        "trace" => LevelFilter::Trace,
+        _ => LevelFilter::Info,
+    };
+    let sink = match std::env::var_os("CNI_LOG_FILE").filter(|path| !path.is_empty()) {
+        Some(path) => match open(Path::new(&path)) {
+            Ok(file) => Sink::File(file),
+            Err(error) => {
+                let path = path.display();
+                let _ = writeln!(io::stderr(), "{program}: CNI_LOG_FILE {path} cannot be used: {error}");
+                Sink::Stderr
+            }
+        },
+        None => journal().map_or(Sink::Stderr, Sink::Journal),
+    };
+    let trace = std::env::var("TRACEPARENT").ok().and_then(|parent| trace_id(&parent).map(str::to_owned));
+    let logger = Logger { sink, identifier: format!("cni-{program}"), trace, level };
+    if log::set_boxed_logger(Box::new(logger)).is_ok() {
+        log::set_max_level(level);
+    }
+}
+
+/// Opened to append, for root alone, and only if it is a plain file: no link that somebody laid, no FIFO to wait for.
+fn open(path: &Path) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
+    Ok(file)
+}
+
+fn journal() -> Option<UnixDatagram> {
+    let socket = UnixDatagram::unbound().ok()?;
+    // A journal that does not keep up must not hold up a call.
+    socket.set_nonblocking(true).ok()?;
+    socket.connect(JOURNAL).ok()?;
+    Some(socket)
+}
+
+/// The trace's id in a `traceparent`: `00-<32 hex digits>-<16>-<2>`.
+fn trace_id(parent: &str) -> Option<&str> {
+    let mut parts = parent.split('-');
+    let (version, trace, span) = (parts.next()?, parts.next()?, parts.next()?);
+    let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let is_id = is_hex(version, 2) && is_hex(trace, 32) && is_hex(span, 16) && trace.bytes().any(|byte| byte != b'0');
+    is_id.then_some(trace)
+}
+
+impl Log for Logger {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        // What the libraries below say is of use to those alone who want everything.
+        let ours = metadata.target().starts_with("cni") || metadata.target().starts_with("plugin_");
+        metadata.level() <= self.level && (ours || self.level == LevelFilter::Trace)
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        let mut text = format!("pid={} {}", std::process::id(), record.args()).replace('\n', "\\n");
+        if let Some(trace) = &self.trace {
+            text = format!("trace={trace} {text}");
+        }
+        let mut end = text.len().min(LONGEST);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        text.truncate(end);
+        let level = record.level().as_str().to_ascii_lowercase();
+        match &self.sink {
+            Sink::Journal(socket) => {
+                let priority = match record.level() {
+                    Level::Error => 3,
+                    Level::Warn => 4,
+                    Level::Info => 6,
+                    Level::Debug | Level::Trace => 7,
+                };
+                let identifier = &self.identifier;
+                let entry = format!("MESSAGE={text}\nPRIORITY={priority}\nSYSLOG_IDENTIFIER={identifier}\n");
+                let _ = socket.send(entry.as_bytes());
+            }
+            Sink::File(file) => {
+                let _ = (&*file).write_all(line(&level, &self.identifier, &text).as_bytes());
+            }
+            Sink::Stderr => {
+                let _ = io::stderr().write_all(line(&level, &self.identifier, &text).as_bytes());
+            }
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+fn line(level: &str, identifier: &str, text: &str) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{} {level} {identifier} {text}\n", rfc3339(now))
+}
+
+/// A time since 1970 as `2026-11-21T01:02:03.456Z`.
+fn rfc3339(since: Duration) -> String {
+    let (seconds, ms) = (since.as_secs(), since.subsec_millis());
+    let (days, of_day) = (seconds / 86_400, seconds % 86_400);
+    // Days of eras of 400 years that begin in March, so that the leap day is a year's last.
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let date = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_written_as_date_writes_them() {
+        // date -u -d @SECONDS +%FT%TZ
+        for (seconds, expected) in [
+            (0, "1970-01-01T00:00:00.007Z"),
+            (951_782_400, "2000-02-29T00:00:00.007Z"),
+            (1_709_251_199, "2024-02-29T23:59:59.007Z"),
+            (1_795_225_384, "2026-11-21T01:43:04.007Z"),
+            (4_107_542_399, "2100-02-28T23:59:59.007Z"),
+            (4_107_542_400, "2100-03-01T00:00:00.007Z"),
+        ] {
+            assert_eq!(rfc3339(Duration::new(seconds, 7_000_000)), expected);
+        }
+    }
+
+    #[test]
+    fn a_trace_has_an_id_only_if_it_is_well_formed() {
+        let id = "4bf92f3577b34da6a3ce929d0e0e4736";
+        assert_eq!(trace_id(&format!("00-{id}-00f067aa0ba902b7-01")), Some(id));
+        for bad in [
+            "",
+            id,
+            "00-x-y-z",
+            &format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)),
+            &format!("00-{id}\n-00f067aa0ba902b7-01"),
+        ] {
+            assert_eq!(trace_id(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn only_a_plain_file_is_written_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let (plain, link, fifo) = (folder.path().join("plain"), folder.path().join("link"), folder.path().join("fifo"));
+        open(&plain).unwrap().write_all(b"one\n").unwrap();
+        open(&plain).unwrap().write_all(b"two\n").unwrap();
+        assert_eq!(std::fs::read_to_string(&plain).unwrap(), "one\ntwo\n");
+        let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(&plain).unwrap());
+        assert_eq!(mode & 0o177, 0, "{mode:o}");
+        std::os::unix::fs::symlink(&plain, &link).unwrap();
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(open(&link).is_err() && open(&fifo).is_err() && open(folder.path()).is_err());
+    }
+}
