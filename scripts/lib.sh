@@ -30,6 +30,8 @@ packages_of() {
         script) echo bsdutils ;;
         flock | unshare | nsenter) echo util-linux ;;
         sysctl) echo procps ;;
+        qemu-aarch64) echo qemu-user ;;
+        chroot) echo coreutils ;;
         modprobe) echo kmod ;;
         qemu-system-x86_64) echo qemu-system-x86 ;;
         setpriv) echo util-linux ;;
