@@ -41,7 +41,8 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
         let path = &reading.path;
         match std::fs::metadata(Path::new("/proc/sys").join(path)) {
             Ok(metadata) if metadata.is_file() => {
-                return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current: read(path).ok() });
+                let current = original(path, || read(path))?;
+                return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current });
             }
             Ok(_) => why = why.or_else(|| Some("it is no value but a group of them".to_owned())),
             Err(error) => why = why.or_else(|| Some(error.to_string())),
@@ -51,6 +52,17 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
     let path = sysctl.key.readings.first().map(|reading| shown(&reading.path)).unwrap_or_default();
     let why = why.unwrap_or_default();
     Err(Error::config(format!("{msg}: {path} below /proc/sys: {why}")))
+}
+
+/// What is there now. `None` if it is refused for good: then there is nothing to put back. Whatever else keeps it from being
+/// read (no memory, no descriptors) fails the ADD, for a value written all the same would stay for ever.
+fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
+    // A refusal by nature is the same the second time.
+    match read().or_else(|_| read()) {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if matches!(error.errno(), Some(libc::EACCES | libc::EPERM | libc::EIO | libc::EINVAL)) => Ok(None),
+        Err(error) => Err(Error::from(error).context(format_args!("the value of {path} to be put back later"))),
+    }
 }
 
 /// Puts an original back. An empty one must be written as a line: writing nothing is no writing at all.
@@ -74,5 +86,35 @@ impl Found {
             return Ok(None);
         }
         Ok(read(&self.path).ok().filter(|now| !is_same(now, value)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Read as often as it takes; the first `failures` times it is not there.
+    fn read_after(failures: usize, path: &str) -> (Result<Option<String>>, usize) {
+        let calls = Cell::new(0);
+        let read = || {
+            calls.set(calls.get() + 1);
+            if calls.get() <= failures { read("net/no/such/value") } else { read(path) }
+        };
+        (original("x", read), calls.get())
+    }
+
+    #[test]
+    fn an_original_that_cannot_be_read_for_a_moment_is_not_given_up() {
+        let path = "kernel/ostype";
+        assert_eq!(read_after(0, path).0.unwrap().as_deref(), Some("Linux"));
+        assert_eq!(read_after(1, path).0.unwrap().as_deref(), Some("Linux"));
+        let (failed, calls) = read_after(9, path);
+        assert!(failed.is_err() && calls == 2);
+    }
+
+    #[test]
+    fn what_refuses_to_be_read_by_nature_has_no_original() {
+        assert_eq!(read_after(0, "net/ipv4/route/flush").0.unwrap(), None);
     }
 }
