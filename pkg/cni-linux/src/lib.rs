@@ -31,6 +31,7 @@ pub mod mark;
 pub mod neigh;
 pub mod netlink;
 pub mod netns;
+mod patience;
 pub mod process;
 pub mod route;
 mod sys;

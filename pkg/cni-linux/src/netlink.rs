@@ -23,6 +23,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::error::{Cause, Error, Result};
 use crate::netns::Netns;
+use crate::patience::Patient;
 
 /// The kernel marks a dump with this when the tables changed while it was written: entries may be missing or twice.
 const NLM_F_DUMP_INTR: u16 = 0x10;
@@ -123,7 +124,7 @@ fn name(message: &NetlinkMessage<RouteNetlinkMessage>) -> String {
 /// A socket in the calling thread's namespace, served by `runtime`.
 fn connect(runtime: &Runtime) -> io::Result<rtnetlink::Handle> {
     let _context = runtime.enter();
-    let (mut connection, handle, _) = rtnetlink::new_connection()?;
+    let (mut connection, handle, _) = rtnetlink::new_connection_with_socket::<Patient>()?;
     // The end of every exchange is wanted, not only its contents: see `Netlink::request`.
     connection.set_forward_ack(true);
     connection.set_forward_done(true);

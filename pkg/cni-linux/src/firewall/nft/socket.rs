@@ -22,6 +22,7 @@ use super::batch::{Batch, Change, Meaning};
 use super::decode::{self, NLMSG_DONE, NLMSG_ERROR};
 use super::{Chain, Listed, Table};
 use crate::error::{Cause, Error, Result};
+use crate::patience::{TRIES, may_pass};
 
 /// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer), an answer far less.
 const RECEIVE: usize = 64 * 1024;
@@ -387,16 +388,23 @@ impl Nft {
     fn send(&mut self, what: &str, bytes: &[u8]) -> Result<()> {
         // What an earlier, abandoned request left is nobody's any more.
         while let Ok(Some(_)) = self.receive(what) {}
-        self.socket.send(bytes, 0).map_err(|error| Error::new(what, error))?;
-        Ok(())
+        loop {
+            match self.socket.send(bytes, 0) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                sent => return sent.map(drop).map_err(|error| Error::new(what, error)),
+            }
+        }
     }
 
     /// The next datagram, if there is one.
     fn receive(&mut self, what: &str) -> Result<Option<&[u8]>> {
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC;
+        // A call that failed has taken nothing off the queue, and without its answer nobody knows whether a change was made.
+        let mut tries = 1;
         let received = loop {
             match recv(self.socket.as_raw_fd(), &mut self.buffer, flags) {
                 Err(Errno::EINTR) => {}
+                Err(error) if error != Errno::EAGAIN && tries < TRIES && may_pass(&error.into()) => tries += 1,
                 received => break received,
             }
         };
