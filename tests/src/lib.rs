@@ -99,6 +99,18 @@ pub fn host_end<'a>(result: &'a Value, bridge: &str) -> &'a str {
     names.next().unwrap_or_else(|| panic!("no host end in {result:#}"))
 }
 
+/// Makes `variant` (`nft` or `legacy`) the iptables that the node's owner has chosen.
+#[track_caller]
+pub fn choose_iptables(node: &Node, variant: &str) {
+    let script = format!(
+        "mkdir {0} && cp -a /etc/alternatives/. {0}/ && for f in ip ip6; do for s in '' -save -restore; do
+         ln -sf /usr/sbin/${{f}}tables-{variant}$s {0}/${{f}}tables$s; done; done &&
+         mount --bind {0} /etc/alternatives",
+        node.dir().join("alternatives").display()
+    );
+    node.exec(&["sh", "-ec", &script]);
+}
+
 /// Adds `count` containers to the network and returns each with its attachment and result.
 #[track_caller]
 pub fn attach<'n>(node: &'n Node, config: &Value, count: usize) -> Vec<(Container, Attachment<'n>, Value)> {

@@ -163,6 +163,17 @@ impl<'n> Invocation<'n> {
         started
     }
 
+    /// Starts a shell that becomes the plugin once it is [let go](Started::let_go).
+    pub(crate) fn held(self) -> Started {
+        let (call, verb, config) = (self.describe(), self.verb(), self.stdin.clone());
+        let (shell, script) = crate::trace::HOLDER;
+        let args = ["-c".into(), script.into(), self.program.into_os_string()].into_iter().chain(self.args).collect();
+        let held = Invocation { program: shell.into(), args, ..self };
+        let mut started = Started { call, verb, ..held.spawn(Stdio::piped()) };
+        started.config = config;
+        started
+    }
+
     fn spawn(self, stdin: Stdio) -> Started {
         let (stdout, stderr) = (file_with(b""), file_with(b""));
         let (out, err) = (stdout.try_clone().unwrap(), stderr.try_clone().unwrap());
@@ -173,7 +184,8 @@ impl<'n> Invocation<'n> {
         command.process_group(0).current_dir("/");
         let child = self.node.enter(|| command.spawn());
         let child = child.unwrap_or_else(|error| panic!("to run {}: {error}", self.program.display()));
-        Started { child, stdout, stderr, timeout: self.timeout, call: self.describe(), verb: self.verb() }
+        let (call, verb) = (self.describe(), self.verb());
+        Started { child, stdout, stderr, timeout: self.timeout, call, verb, config: Vec::new() }
     }
 
     fn verb(&self) -> String {
@@ -202,6 +214,8 @@ pub struct Started {
     timeout: Duration,
     call: String,
     verb: String,
+    /// What a held plugin will be told.
+    config: Vec<u8>,
 }
 
 impl Started {
@@ -248,12 +262,28 @@ impl Started {
         outcome
     }
 
+    /// Makes the shell of [`Invocation::held`] the plugin, with its configuration before it.
+    pub(crate) fn let_go(&mut self) {
+        let mut stdin = self.child.stdin.take().expect("standard input is a pipe");
+        let config = [b"go\n", self.config.as_slice()].concat();
+        // One that dies before it has read is what some tests are about.
+        let _ = stdin.write_all(&config);
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// What has been written, of a process that somebody else has waited for.
+    pub(crate) fn outcome(&mut self, status: ExitStatus) -> Outcome {
+        Outcome::new(status, read(&mut self.stdout), read(&mut self.stderr), self.call.clone(), self.verb.clone())
+    }
+
     #[track_caller]
     fn end(&mut self) -> Outcome {
         self.release();
         let (status, in_time) = self.wait();
-        let outcome =
-            Outcome::new(status, read(&mut self.stdout), read(&mut self.stderr), self.call.clone(), self.verb.clone());
+        let outcome = self.outcome(status);
         assert!(in_time, "still running after {:?}\n{}", self.timeout, outcome.report());
         outcome.validated()
     }

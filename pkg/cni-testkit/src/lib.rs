@@ -5,6 +5,7 @@
 //! - [`Invocation`]: one run of a plugin binary in a node; [`Outcome`]: what came back, with assertions that
 //!   print the whole call when they fail. Configurations sent and results received are validated by JSON Schema.
 //! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a whole life.
+//! - [`trace`]: a run in which one system call is a program's last, or fails.
 //! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
 //!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
 //! - [`deviation`]: what is known to be different in the plugins under test, as data.
@@ -31,6 +32,7 @@ mod outcome;
 pub mod probe;
 mod schema;
 mod skip;
+pub mod trace;
 
 pub use attachment::Attachment;
 pub use invocation::{Invocation, Started};

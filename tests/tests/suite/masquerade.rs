@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use cni_testkit::{Attachment, Container, Node, go_bin_dir, probe, require};
-use conformance::{addresses, attach, bridge, patched};
+use conformance::{addresses, attach, bridge, choose_iptables, patched};
 use serde_json::{Value, json};
 
 /// How rules are kept.
@@ -30,13 +30,7 @@ impl Keeper {
     fn node(self) -> Node {
         let node = Node::new();
         let variant = if self == IptablesLegacy { "legacy" } else { "nft" };
-        let script = format!(
-            "mkdir {0} && cp -a /etc/alternatives/. {0}/ && for f in ip ip6; do for s in '' -save -restore; do
-             ln -sf /usr/sbin/${{f}}tables-{variant}$s {0}/${{f}}tables$s; done; done &&
-             mount --bind {0} /etc/alternatives",
-            node.dir().join("alternatives").display()
-        );
-        node.exec(&["sh", "-ec", &script]);
+        choose_iptables(&node, variant);
         node
     }
 

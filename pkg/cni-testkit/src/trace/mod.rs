@@ -1,0 +1,335 @@
+//! Running a plugin under `ptrace(2)`: to kill it, or to fail a call of its, at its N-th system call.
+//!
+//! A tracer of our own, because one run of `strace` costs more than the plugin it looks at, and because only one that
+//! knows the programs can choose which of them is meant: the plugin, its delegate, the iptables it runs, or the
+//! moment between a fork and its exec.
+//!
+//! The first program is held by a shell that reads one line and then becomes the plugin, so that not one call of the
+//! plugin goes unseen. The point of a call is before it: killed at call N, a program has made N - 1 calls.
+//!
+//! The fact a newcomer would get wrong: a tracer is a *thread*. It waits for its own tracees alone, and must not be the
+//! process's first thread, which inherits other tests' children.
+
+mod registers;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::panic::resume_unwind;
+use std::process::ExitStatus;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::libc;
+use nix::sys::ptrace::{self, Options};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+
+use crate::{Invocation, Outcome};
+
+pub use registers::supported;
+
+/// What is to happen at a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// The process gets this signal before the call is made.
+    Signal(Signal),
+    /// The call is not made and returns this error. Calls that cannot fail so, and those for memory, are not counted.
+    Fail(Errno),
+}
+
+/// Which call of which program, and what then.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The file name of the program; `NAME+fork` is a child of NAME that has not become another program yet.
+    pub victim: String,
+    /// Which call, from 1 on, counted over all processes and threads of that program together.
+    pub at: u64,
+    /// What happens.
+    pub act: Act,
+}
+
+/// A run that was traced to the end of its last process.
+#[derive(Debug)]
+pub struct Traced {
+    /// What the first program came to.
+    pub outcome: Outcome,
+    /// How many calls the victim made, the one in question included.
+    pub calls: u64,
+    /// The call at which it happened; `None` if the victim never came so far.
+    pub hit: Option<Hit>,
+    /// How long the last process has outlived the first program.
+    pub outlived: Duration,
+}
+
+/// A call at which something was made to happen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hit {
+    /// The call, by its name, or by its number if it has none here.
+    pub call: String,
+    /// Whether the program was still starting: it had read nothing yet.
+    pub starting: bool,
+    /// Whether it is a call that the kernel interrupts while it waits, so that EINTR must be met by another try.
+    pub waits: bool,
+}
+
+impl Invocation<'_> {
+    /// Runs the plugin to its end, and whatever it starts, according to `plan`.
+    ///
+    /// # Panics
+    /// As [`Invocation::run`], and where nothing can be traced ([`supported`]).
+    #[track_caller]
+    pub fn traced(self, plan: &Plan) -> Traced {
+        thread::scope(|scope| match scope.spawn(|| trace(self, plan)).join() {
+            Ok(traced) => traced,
+            Err(panic) => resume_unwind(panic),
+        })
+    }
+}
+
+fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
+    let mut started = call.held();
+    let main = Pid::from_raw(i32::try_from(started.pid()).expect("a pid"));
+    let options = Options::PTRACE_O_TRACESYSGOOD
+        | Options::PTRACE_O_TRACEEXEC
+        | Options::PTRACE_O_TRACEFORK
+        | Options::PTRACE_O_TRACEVFORK
+        | Options::PTRACE_O_TRACECLONE
+        | Options::PTRACE_O_EXITKILL;
+    ptrace::seize(main, options).expect("to trace our own child");
+    started.let_go();
+    let mut tracer = Tracer { plan, main, threads: HashMap::new(), programs: BTreeMap::new(), seen: Seen::default() };
+    let late = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (done, waiting) = mpsc::channel::<()>();
+        let (late, timeout) = (&late, started.timeout());
+        scope.spawn(move || {
+            if waiting.recv_timeout(timeout) == Err(mpsc::RecvTimeoutError::Timeout) {
+                late.store(true, Ordering::SeqCst);
+                let _ = kill(main, Signal::SIGKILL);
+            }
+        });
+        tracer.run();
+        drop(done);
+    });
+    let seen = tracer.seen;
+    let (status, ended) = seen.ended.expect("the first program ends");
+    let outcome = started.outcome(status);
+    assert!(!late.load(Ordering::SeqCst), "still running at its deadline, {:?}\n{}", seen.hit, outcome.report());
+    Traced { outcome: outcome.validated(), calls: seen.calls, hit: seen.hit, outlived: ended.elapsed() }
+}
+
+struct Tracer<'p> {
+    plan: &'p Plan,
+    main: Pid,
+    /// Each thread's process.
+    threads: HashMap<Pid, Pid>,
+    /// Each process's program, by file name.
+    programs: BTreeMap<Pid, String>,
+    seen: Seen,
+}
+
+#[derive(Default)]
+struct Seen {
+    calls: u64,
+    has_read: bool,
+    hit: Option<Hit>,
+    /// The thread whose call is to fail, from its entry to its exit.
+    failing: Option<(Pid, Errno)>,
+    ended: Option<(ExitStatus, Instant)>,
+}
+
+impl Tracer<'_> {
+    /// Until the last tracee is gone.
+    fn run(&mut self) {
+        let flags = WaitPidFlag::__WALL | WaitPidFlag::from_bits_retain(libc::__WNOTHREAD);
+        loop {
+            match waitpid(None, Some(flags)) {
+                Ok(status) => self.meet(status),
+                Err(Errno::EINTR) => {}
+                Err(Errno::ECHILD) => return,
+                Err(error) => panic!("to wait for tracees: {error}"),
+            }
+        }
+    }
+
+    fn meet(&mut self, status: WaitStatus) {
+        match status {
+            WaitStatus::Exited(thread, code) => self.gone(thread, ExitStatus::from_raw(code << 8)),
+            WaitStatus::Signaled(thread, signal, _) => self.gone(thread, ExitStatus::from_raw(signal as i32)),
+            WaitStatus::PtraceEvent(thread, _, libc::PTRACE_EVENT_EXEC) => {
+                let process = self.process(thread);
+                let name = fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default();
+                let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                self.programs.insert(process, name);
+                self.resume(thread, None);
+            }
+            WaitStatus::PtraceEvent(thread, ..) => self.resume(thread, None),
+            WaitStatus::PtraceSyscall(thread) => self.call(thread),
+            WaitStatus::Stopped(thread, signal) => self.resume(thread, Some(signal)),
+            _ => {}
+        }
+    }
+
+    fn gone(&mut self, thread: Pid, status: ExitStatus) {
+        if thread == self.main {
+            self.seen.ended = Some((status, Instant::now()));
+        }
+        self.threads.remove(&thread);
+    }
+
+    /// The thread's process. One never seen before gets a name: it is a fork.
+    fn process(&mut self, thread: Pid) -> Pid {
+        if let Some(process) = self.threads.get(&thread) {
+            return *process;
+        }
+        let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+        let number = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key));
+            Pid::from_raw(line.and_then(|line| line.trim().parse().ok()).unwrap_or(thread.as_raw()))
+        };
+        let process = number("Tgid:");
+        self.threads.insert(thread, process);
+        if process == thread && !self.programs.contains_key(&process) {
+            let parent = self.programs.get(&number("PPid:")).cloned().unwrap_or_default();
+            self.programs.insert(process, format!("{parent}+fork"));
+        }
+        process
+    }
+
+    fn is_victim(&mut self, thread: Pid) -> bool {
+        let process = self.process(thread);
+        self.programs.get(&process).is_some_and(|name| *name == self.plan.victim)
+    }
+
+    fn resume(&mut self, thread: Pid, signal: Option<Signal>) {
+        let resumed =
+            if self.is_victim(thread) { ptrace::syscall(thread, signal) } else { ptrace::cont(thread, signal) };
+        match resumed {
+            // Killed while it stood still.
+            Ok(()) | Err(Errno::ESRCH) => {}
+            Err(error) => panic!("to let {thread} go on: {error}"),
+        }
+    }
+
+    fn call(&mut self, thread: Pid) {
+        match registers::stop(thread) {
+            Some(registers::Stop::Entry) if self.is_victim(thread) && self.enter(thread) => return,
+            Some(registers::Stop::Exit) => {
+                if let Some((failing, errno)) = self.seen.failing
+                    && failing == thread
+                {
+                    registers::answer(thread, errno);
+                    self.seen.failing = None;
+                }
+            }
+            _ => {}
+        }
+        self.resume(thread, None);
+    }
+
+    /// Whether the process was killed: then there is nothing to resume.
+    fn enter(&mut self, thread: Pid) -> bool {
+        let Some(number) = registers::number(thread) else { return false };
+        if let Act::Fail(errno) = self.plan.act
+            && registers::cannot_fail(thread, number, errno)
+        {
+            return false;
+        }
+        self.seen.calls += 1;
+        let starting = !self.seen.has_read;
+        self.seen.has_read |= registers::is_read(number);
+        if self.seen.calls != self.plan.at {
+            return false;
+        }
+        let waits = registers::waits(number);
+        self.seen.hit = Some(Hit { call: registers::name(number), starting, waits });
+        match self.plan.act {
+            Act::Signal(signal) => {
+                let process = self.process(thread);
+                kill(process, signal).expect("to signal a tracee");
+                signal == Signal::SIGKILL
+            }
+            Act::Fail(errno) => {
+                registers::skip_call(thread);
+                self.seen.failing = Some((thread, errno));
+                false
+            }
+        }
+    }
+}
+
+/// The program that holds a traced plugin back: it reads one line and becomes the plugin.
+pub(crate) const HOLDER: (&str, &str) = ("/bin/sh", "read -r go && exec \"$0\" \"$@\"");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Node;
+
+    fn plan(victim: &str, at: u64, act: Act) -> Plan {
+        Plan { victim: victim.into(), at, act }
+    }
+
+    fn cat(node: &Node) -> Invocation<'_> {
+        Invocation::new(node, "/bin/cat").stdin("hello")
+    }
+
+    #[test]
+    fn a_program_that_is_not_hit_runs_as_if_nobody_looked() {
+        if let Err(reason) = supported() {
+            crate::skip!("{reason}");
+        }
+        let node = Node::new();
+        let traced = cat(&node).traced(&plan("cat", 100_000, Act::Signal(Signal::SIGKILL)));
+        assert_eq!((traced.outcome.status, traced.outcome.stdout.as_str()), (Some(0), "hello"));
+        assert!(traced.hit.is_none() && traced.calls > 5, "{traced:?}");
+    }
+
+    #[test]
+    fn every_call_is_a_point_and_the_last_one_is_the_exit() {
+        if let Err(reason) = supported() {
+            crate::skip!("{reason}");
+        }
+        let node = Node::new();
+        let all = cat(&node).traced(&plan("cat", u64::MAX, Act::Signal(Signal::SIGKILL))).calls;
+        for (at, starting) in [(1, true), (all, false)] {
+            let traced = cat(&node).traced(&plan("cat", at, Act::Signal(Signal::SIGKILL)));
+            let hit = traced.hit.clone().unwrap();
+            assert_eq!((traced.outcome.status, hit.starting), (None, starting), "{traced:?}");
+            assert_eq!(traced.outcome.stdout.is_empty(), starting);
+        }
+    }
+
+    #[test]
+    fn a_call_can_be_made_to_fail() {
+        if let Err(reason) = supported() {
+            crate::skip!("{reason}");
+        }
+        let node = Node::new();
+        let failing = (1..60).map(|at| cat(&node).traced(&plan("cat", at, Act::Fail(Errno::ENOSPC))));
+        let told = failing.filter(|traced| traced.outcome.stderr.contains("No space left on device"));
+        let calls: Vec<String> = told.filter_map(|traced| Some(traced.hit?.call)).collect();
+        assert!(calls.iter().any(|call| call == "write"), "{calls:?}");
+    }
+
+    #[test]
+    fn children_and_what_is_between_fork_and_exec_are_programs_of_their_own() {
+        if let Err(reason) = supported() {
+            crate::skip!("{reason}");
+        }
+        let node = Node::new();
+        let shell = || Invocation::new(&node, "/bin/sh").arg("-c").arg("/bin/cat; echo $?").stdin("hello");
+        for (victim, said) in [("cat", "137\n"), ("dash+fork", "137\n")] {
+            let traced = shell().traced(&plan(victim, 1, Act::Signal(Signal::SIGKILL)));
+            if victim == "dash+fork" && traced.hit.is_none() {
+                crate::skip!("/bin/sh is no dash here");
+            }
+            assert_eq!((traced.outcome.status, traced.outcome.stdout.as_str()), (Some(0), said), "{traced:?}");
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! bridge with host-local and masquerading, tuning, portmap: a list as a runtime drives it.
+
+use std::path::PathBuf;
+
+use cni_testkit::{Attachment, Container, Invocation, Outcome};
+use conformance::ipam;
+use serde_json::{Value, json};
+
+use crate::world::World;
+
+/// A sysctl of the whole namespace, which does not go with the interface.
+const SYSCTL: &str = "net/ipv4/ip_unprivileged_port_start";
+
+/// The plugins of the list, in the order of an ADD.
+pub(crate) const PLUGINS: [&str; 3] = ["bridge", "tuning", "portmap"];
+
+/// The results of the plugins that have been added, in order.
+pub(crate) type Links = Vec<Value>;
+
+/// One container and the list.
+#[derive(Clone)]
+pub(crate) struct Chain<'w> {
+    world: &'w World,
+    container: Attachment<'w>,
+    /// Port mappings are per container.
+    port: u64,
+    version: &'static str,
+}
+
+impl<'w> Chain<'w> {
+    pub(crate) fn new(world: &'w World, container: &Container) -> Chain<'w> {
+        let number: u64 = container.id.rsplit('-').next().and_then(|number| number.parse().ok()).unwrap_or_default();
+        let attachment = Attachment::new(&world.node, container, Value::Null);
+        Chain { world, container: attachment, port: 10_000 + number % 50_000, version: "1.1.0" }
+    }
+
+    /// The plugins of another folder, in a version that older ones speak too.
+    pub(crate) fn by(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.version = "1.0.0";
+        self.container = self.container.by(folder);
+        self
+    }
+
+    /// The configuration of one plugin, as a runtime writes it.
+    fn config(&self, plugin: &str) -> Value {
+        let world = self.world;
+        let mut config = match plugin {
+            "bridge" => json!({
+                "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": true,
+                "ipMasqBackend": world.backend.key(), "ipam": ipam(&world.node, &["10.1.0.0/20", "fd00:1::/64"]),
+            }),
+            "tuning" => json!({
+                "dataDir": world.backups(), "mtu": 1400, "promisc": true, "mac": "02:00:00:00:00:aa",
+                "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1", "net.ipv4.ip_unprivileged_port_start": "7"},
+            }),
+            _ => json!({
+                "backend": world.backend.key(), "capabilities": {"portMappings": true},
+                "runtimeConfig": {"portMappings": [
+                    {"hostPort": self.port, "containerPort": 80, "protocol": "tcp"},
+                    {"hostPort": self.port, "containerPort": 53, "protocol": "udp"},
+                ]},
+            }),
+        };
+        config["cniVersion"] = json!(self.version);
+        config["name"] = json!("net1");
+        config["type"] = json!(plugin);
+        config
+    }
+
+    /// One call of one plugin of the list.
+    pub(crate) fn call(&self, plugin: &str, verb: &str, prev: Option<&Value>) -> Invocation<'w> {
+        let mut config = self.config(plugin);
+        if verb == "GC" {
+            config["cni.dev/valid-attachments"] = self.world.valid();
+        }
+        self.container.clone().config(config).invocation(verb, prev)
+    }
+
+    /// ADD of all.
+    pub(crate) fn add_all(&self) -> Links {
+        let mut links = Links::new();
+        for plugin in PLUGINS {
+            links.push(self.call(plugin, "ADD", links.last()).run().success());
+        }
+        links
+    }
+
+    /// CHECK of all.
+    pub(crate) fn check_all(&self, links: &Links) {
+        for plugin in PLUGINS {
+            self.call(plugin, "CHECK", links.last()).run().success();
+        }
+    }
+
+    /// DEL of all, in reverse, as after a failed ADD (no result) or an ordinary end.
+    pub(crate) fn del_all(&self, prev: Option<&Value>) {
+        for plugin in PLUGINS.iter().rev() {
+            self.call(plugin, "DEL", prev).run().success();
+        }
+    }
+
+    /// The same, going on; what failed.
+    pub(crate) fn try_del_all(&self, prev: Option<&Value>) -> Vec<String> {
+        let outcomes = PLUGINS.iter().rev().map(|plugin| self.call(plugin, "DEL", prev).run());
+        outcomes.filter_map(not_silent).collect()
+    }
+
+    /// GC of all, with the neighbour alone being valid; what failed.
+    pub(crate) fn try_gc_all(&self) -> Vec<String> {
+        PLUGINS.iter().filter_map(|plugin| not_silent(self.call(plugin, "GC", None).run())).collect()
+    }
+}
+
+/// What a verb that must succeed without a word has said instead.
+fn not_silent(outcome: Outcome) -> Option<String> {
+    (outcome.status != Some(0) || !outcome.stdout.is_empty()).then(|| outcome.report())
+}
+
+/// What is left inside a container whose namespace lives on.
+pub(crate) fn left_inside(container: &Container) -> Vec<String> {
+    let (links, sysctl) = container.enter(|| {
+        let links = std::fs::read_to_string("/proc/thread-self/net/dev").unwrap();
+        (links, std::fs::read_to_string(format!("/proc/sys/{SYSCTL}")).unwrap())
+    });
+    let names = links.lines().skip(2).filter_map(|line| line.split(':').next().map(str::trim));
+    let mut left: Vec<String> = names.filter(|name| *name == "eth0").map(|name| format!("{name} inside")).collect();
+    if sysctl.trim() != "1024" {
+        left.push(format!("{SYSCTL} is {}", sysctl.trim()));
+    }
+    left
+}

@@ -1,0 +1,59 @@
+//! Each system call fails once: ADD works all the same or says what is wrong and takes everything back; DEL goes on, and
+//! the next one finds what is left. SIGTERM at every call is met like a failure.
+
+use cni_testkit::require;
+use cni_testkit::trace::{self, Act};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+
+use crate::measure::soak;
+use crate::sweep::{self, Sweep, Verb, Victim};
+use crate::world::Backend;
+
+/// What a disk, a kernel, a policy, a machine without memory, and a signal answer.
+const ERRORS: [Errno; 5] = [Errno::ENOSPC, Errno::EIO, Errno::EPERM, Errno::ENOMEM, Errno::EINTR];
+
+const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Victim {
+    Victim { plugin, program, floor }
+}
+
+/// A sweep with each of the errors. Beside the plugins, host-local and what is between fork and exec are met.
+#[track_caller]
+fn failing(backend: Backend, verb: Verb, floors: [u64; 5]) {
+    require!(trace::supported());
+    require!(backend.probe());
+    let victims = [
+        victim("bridge", "bridge", floors[0]),
+        victim("bridge", "bridge+fork", floors[1]),
+        victim("bridge", "host-local", floors[2]),
+        victim("tuning", "tuning", floors[3]),
+        victim("portmap", "portmap", floors[4]),
+    ];
+    let mut acts: Vec<Act> = ERRORS.into_iter().map(Act::Fail).collect();
+    if soak().is_some() {
+        acts.push(Act::Signal(Signal::SIGTERM));
+    }
+    let complaints: Vec<String> =
+        acts.into_iter().flat_map(|act| Sweep { backend, verb, act, share: 2 }.over(&victims)).collect();
+    sweep::none(&complaints);
+}
+
+#[test]
+fn during_add_with_nftables() {
+    failing(Backend::Nftables, Verb::Add, [0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn during_add_with_iptables() {
+    failing(Backend::IptablesNft, Verb::Add, [0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn during_del_with_nftables() {
+    failing(Backend::Nftables, Verb::Del, [0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn during_del_with_iptables() {
+    failing(Backend::IptablesNft, Verb::Del, [0, 0, 0, 0, 0]);
+}

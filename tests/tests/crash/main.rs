@@ -1,0 +1,18 @@
+//! What is left when plugins are killed, starved and raced: nothing, after the DEL or the GC that follows.
+//!
+//! A chain of bridge (with host-local and `ipMasq`), tuning and portmap is driven as a runtime drives it, once for every
+//! system call of every program in it; and a crowd of attachments comes and goes. One test per verb and backend.
+//!
+//! `scripts/test` runs a share of the points, chosen by a seed that is printed (`CNI_SEED` repeats it). `CNI_SOAK=N`
+//! runs all of them, and N storms instead of one: `scripts/test --soak`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
+
+mod chain;
+mod errors;
+mod kill;
+mod measure;
+mod orphans;
+mod storm;
+mod sweep;
+mod world;

@@ -1,0 +1,52 @@
+//! How long the tests may take, by which seed they choose, and the figures they end with.
+
+use std::io::Write as _;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// `CNI_SOAK`: how many times over; `None` for the share of an ordinary run.
+pub(crate) fn soak() -> Option<u64> {
+    let text = std::env::var("CNI_SOAK").ok().filter(|text| !text.is_empty())?;
+    Some(text.parse().unwrap_or_else(|_| panic!("CNI_SOAK={text}: a number of rounds is expected")))
+}
+
+/// `CNI_SEED`, else one of today's.
+pub(crate) fn seed() -> u64 {
+    match std::env::var("CNI_SEED") {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("CNI_SEED={text}: a number is expected")),
+        Err(_) => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 3600,
+    }
+}
+
+/// One line for whoever runs the tests, past libtest, which swallows what passing tests print; `scripts/test` shows it.
+pub(crate) fn figure(text: &str) {
+    let line = format!("\nFIGURE {text}\n");
+    let _ = std::io::stderr().write_all(line.as_bytes());
+}
+
+/// Tells at once what would otherwise be told at the end of a run that may take hours.
+pub(crate) fn found(text: &str) {
+    let _ = std::io::stderr().write_all(format!("\nFOUND {text}\n").as_bytes());
+}
+
+/// Numbers that look like chance and are the same for the same seed (splitmix64).
+#[derive(Clone, Debug)]
+pub(crate) struct Dice(u64);
+
+impl Dice {
+    pub(crate) fn new(seed: u64) -> Dice {
+        Dice(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Below `end`.
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.next() % end.max(1)
+    }
+}

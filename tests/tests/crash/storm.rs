@@ -1,0 +1,290 @@
+//! A crowd of attachments that come and go side by side, are killed on the way, lose their DELs, and are collected.
+//!
+//! A GC runs alone, as the specification wants it, with the list that is true at that moment. All calls have a deadline:
+//! a deadlock, or a wait for somebody dead, is a failure.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, RwLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cni_testkit::{Container, Outcome, bin_dir, go_bin_dir, probe, require};
+use conformance::addresses;
+use serde_json::Value;
+
+use crate::chain::{Chain, Links, PLUGINS};
+use crate::measure::{Dice, figure, seed, soak};
+use crate::orphans::slay;
+use crate::sweep;
+use crate::world::{Backend, World};
+
+/// How many attachments, how many at a time.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    crowd: usize,
+    abreast: usize,
+}
+
+/// Whose plugins an attachment is made and taken by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    Ours,
+    /// Go's now and then. They are never killed: what they leave then is theirs.
+    Mixed,
+}
+
+struct Storm<'w> {
+    world: &'w World,
+    whose: Whose,
+    size: Size,
+    next: AtomicUsize,
+    /// Everybody's for reading, a GC's for writing.
+    quiet: RwLock<()>,
+    /// Each address's holder.
+    held: Mutex<BTreeMap<String, String>>,
+    /// What lives, with its results.
+    living: Mutex<BTreeMap<String, (Chain<'w>, Links)>>,
+    complaints: Mutex<Vec<String>>,
+    killed: AtomicUsize,
+    /// ADDs and DELs of Go's that failed beside ours.
+    go_failed: AtomicUsize,
+    collected: AtomicUsize,
+    /// The longest call, in milliseconds.
+    longest: AtomicUsize,
+    /// What an ADD takes here and now, in microseconds: when to kill.
+    usual: AtomicUsize,
+}
+
+impl<'w> Storm<'w> {
+    fn complain(&self, what: impl Into<String>) {
+        self.complaints.lock().unwrap().push(what.into());
+    }
+
+    /// Attachment after attachment, until the crowd is through.
+    fn work(&self, worker: usize) {
+        let mut dice = Dice::new(seed().wrapping_add((worker as u64) << 32));
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            if number >= self.size.crowd || self.complaints.lock().unwrap().len() > 5 {
+                return;
+            }
+            self.attachment(&mut dice);
+            if number % (self.size.crowd / 8).max(1) == 5 {
+                self.collect();
+            }
+        }
+    }
+
+    /// One call, perhaps killed.
+    fn call(&self, chain: &Chain<'_>, plugin: &str, verb: &str, prev: Option<&Value>, fate: Option<u64>) -> Outcome {
+        let began = Instant::now();
+        let mut started = chain.call(plugin, verb, prev).timeout(Duration::from_secs(100)).start();
+        started.release();
+        if let Some(fate) = fate {
+            let usual = self.usual.load(Ordering::Relaxed) as u64;
+            thread::sleep(Duration::from_micros(fate % usual.max(1)));
+            slay(&started);
+        }
+        let outcome = started.finish();
+        let took = began.elapsed();
+        self.longest.fetch_max(took.as_millis() as usize, Ordering::Relaxed);
+        if fate.is_none() && verb == "ADD" {
+            self.usual.store(took.as_micros() as usize, Ordering::Relaxed);
+        }
+        if outcome.status.is_none() {
+            self.killed.fetch_add(1, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    /// ADD of the list; `None` if it was killed or, being Go's, failed.
+    fn add(&self, chain: &Chain<'_>, go: bool, dice: &mut Dice) -> Option<Links> {
+        let doomed = (!go && dice.below(5) == 0).then(|| dice.below(PLUGINS.len() as u64));
+        let mut links = Links::new();
+        for (number, plugin) in PLUGINS.iter().enumerate() {
+            let fate = (doomed == Some(number as u64)).then(|| dice.below(u64::MAX));
+            let outcome = self.call(chain, plugin, "ADD", links.last(), fate);
+            match (outcome.status, outcome.json.clone()) {
+                (Some(0), Some(result)) => links.push(result),
+                (None, _) if fate.is_some() => return None,
+                _ if go => {
+                    self.go_failed.fetch_add(1, Ordering::Relaxed);
+                    return None;
+                }
+                _ => {
+                    self.complain(format!("ADD failed\n{}", outcome.report()));
+                    return None;
+                }
+            }
+        }
+        Some(links)
+    }
+
+    fn attachment(&self, dice: &mut Dice) {
+        let container = self.world.node.container();
+        let go = self.whose == Whose::Mixed && dice.below(3) == 0;
+        let ours = Chain::new(self.world, &container);
+        let chain = if go { Chain::new(self.world, &container).by(go_bin_dir()) } else { ours };
+        let added = {
+            let _quiet = self.quiet.read().unwrap();
+            let added = self.add(&chain, go, dice);
+            if let Some(links) = &added {
+                // Whoever made it, it is ours to check.
+                self.came(&container, chain.clone().by(bin_dir()), links);
+            }
+            added
+        };
+        if added.is_some() {
+            thread::sleep(Duration::from_millis(dice.below(60)));
+        }
+        // The DEL of one in eight never comes. What Go made bears no mark: it is collected only with its DEL.
+        if !go && dice.below(8) == 0 {
+            let _quiet = self.quiet.read().unwrap();
+            self.went(&container);
+            container.destroy();
+            return;
+        }
+        let _quiet = self.quiet.read().unwrap();
+        self.went(&container);
+        let prev = added.as_ref().and_then(|links| links.last());
+        if !go && dice.below(5) == 0 {
+            let plugin = PLUGINS[dice.below(PLUGINS.len() as u64) as usize];
+            self.call(&chain, plugin, "DEL", prev, Some(dice.below(u64::MAX)));
+        }
+        // Whoever made it: the runtime may have changed its plugins meanwhile.
+        let by_go = go && dice.below(2) == 0;
+        for plugin in PLUGINS.iter().rev() {
+            let chain = Chain::new(self.world, &container);
+            if by_go && self.call(&chain.by(go_bin_dir()), plugin, "DEL", prev, None).status != Some(0) {
+                self.go_failed.fetch_add(1, Ordering::Relaxed);
+            }
+            let chain = Chain::new(self.world, &container);
+            let outcome = self.call(&chain, plugin, "DEL", prev, None);
+            if outcome.status != Some(0) {
+                self.complain(format!("DEL failed\n{}", outcome.report()));
+            }
+        }
+    }
+
+    /// It lives: its addresses are nobody else's.
+    fn came(&self, container: &Container, chain: Chain<'w>, links: &Links) {
+        self.living.lock().unwrap().insert(container.id.clone(), (chain, links.clone()));
+        self.world.live.lock().unwrap().insert(container.id.clone());
+        let mut held = self.held.lock().unwrap();
+        for address in links.last().into_iter().flat_map(addresses) {
+            if let Some(other) = held.insert(address.clone(), container.id.clone()) {
+                self.complain(format!("{address} of {other} was given to {}", container.id));
+            }
+        }
+    }
+
+    /// It is about to go. From here on its addresses may be given to others.
+    fn went(&self, container: &Container) {
+        self.living.lock().unwrap().remove(&container.id);
+        self.world.live.lock().unwrap().remove(&container.id);
+        self.held.lock().unwrap().retain(|_, holder| *holder != container.id);
+    }
+
+    /// GC, nobody else being at work; and what lives still has all of its own.
+    fn collect(&self) {
+        let _quiet = self.quiet.write().unwrap();
+        let anybody = self.world.node.container();
+        for complaint in Chain::new(self.world, &anybody).try_gc_all() {
+            self.complain(format!("GC failed\n{complaint}"));
+        }
+        self.collected.fetch_add(1, Ordering::Relaxed);
+        let held = self.held.lock().unwrap().clone();
+        let reserved: BTreeMap<String, String> = self.world.node.reservations("net1").into_iter().collect();
+        for (address, holder) in &held {
+            let address = address.split('/').next().unwrap_or_default();
+            if !reserved.get(address).is_some_and(|content| content.starts_with(holder.as_str())) {
+                self.complain(format!(
+                    "{address} of {holder}, which lives, is reserved for {:?}",
+                    reserved.get(address)
+                ));
+            }
+        }
+        for (chain, links) in self.living.lock().unwrap().values() {
+            for plugin in PLUGINS {
+                let outcome = self.call(chain, plugin, "CHECK", links.last(), None);
+                if outcome.status != Some(0) {
+                    self.complain(format!("CHECK of what lives failed\n{}", outcome.report()));
+                }
+            }
+        }
+    }
+}
+
+#[track_caller]
+fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
+    require!(backend.probe());
+    let size = if soak().is_some() { whole } else { share };
+    for round in 0..soak().unwrap_or(1) {
+        let world = World::new(backend);
+        let began = Instant::now();
+        let storm = Storm {
+            world: &world,
+            whose,
+            size,
+            next: AtomicUsize::new(0),
+            quiet: RwLock::new(()),
+            held: Mutex::default(),
+            living: Mutex::default(),
+            complaints: Mutex::default(),
+            killed: AtomicUsize::new(0),
+            go_failed: AtomicUsize::new(0),
+            collected: AtomicUsize::new(0),
+            longest: AtomicUsize::new(0),
+            usual: AtomicUsize::new(20_000),
+        };
+        thread::scope(|scope| {
+            for worker in 0..size.abreast {
+                let storm = &storm;
+                scope.spawn(move || storm.work(worker + round as usize * 1000));
+            }
+        });
+        storm.collect();
+        let count = |number: &AtomicUsize| number.load(Ordering::Relaxed);
+        figure(&format!(
+            "storm, {backend:?}, {whose:?}: {} attachments, {} at a time, in {:.0} s, seed {}; {} killed, {} GCs, {} \
+             failures of Go's, longest call {} ms",
+            size.crowd,
+            size.abreast,
+            began.elapsed().as_secs_f64(),
+            seed(),
+            count(&storm.killed),
+            count(&storm.collected),
+            count(&storm.go_failed),
+            count(&storm.longest),
+        ));
+        let mut complaints = storm.complaints.into_inner().unwrap();
+        complaints.extend(world.left());
+        if complaints.is_empty() {
+            world.neighbour_lives();
+            world.close();
+        } else {
+            world.node.abandon();
+            complaints.insert(0, format!("CNI_SEED={}:", seed()));
+        }
+        sweep::none(&complaints);
+    }
+}
+
+const WHOLE: Size = Size { crowd: 500, abreast: 64 };
+
+#[test]
+fn with_nftables() {
+    storm(Backend::Nftables, Whose::Ours, Size { crowd: 120, abreast: 32 }, WHOLE);
+}
+
+#[test]
+fn with_iptables() {
+    storm(Backend::IptablesNft, Whose::Ours, Size { crowd: 120, abreast: 32 }, WHOLE);
+}
+
+#[test]
+fn with_the_go_plugins_beside_ours() {
+    require!(probe::go_plugins());
+    storm(Backend::IptablesNft, Whose::Mixed, Size { crowd: 60, abreast: 16 }, WHOLE);
+}

@@ -1,0 +1,246 @@
+//! A node with a neighbour on it that must not notice anything, and what there is on that node.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::Path;
+use std::sync::Mutex;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use cni_testkit::{Container, Node, probe};
+use serde_json::{Value, json};
+
+use crate::chain::{Chain, Links};
+
+/// How rules are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backend {
+    Nftables,
+    IptablesNft,
+    IptablesLegacy,
+}
+
+impl Backend {
+    pub(crate) fn key(self) -> &'static str {
+        if self == Backend::Nftables { "nftables" } else { "iptables" }
+    }
+
+    /// The file that iptables is, whose process makes the rules.
+    pub(crate) fn program(self) -> Option<&'static str> {
+        match self {
+            Backend::Nftables => None,
+            Backend::IptablesNft => Some("xtables-nft-multi"),
+            Backend::IptablesLegacy => Some("xtables-legacy-multi"),
+        }
+    }
+
+    pub(crate) fn probe(self) -> Result<(), String> {
+        probe::nft()?;
+        match self.program() {
+            None => Ok(()),
+            Some(program) => {
+                probe::tool(program)?;
+                probe::iptables()
+            }
+        }
+    }
+
+    /// A node whose owner has chosen this variant of iptables.
+    fn node(self) -> Node {
+        let node = Node::new();
+        let variant = if self == Backend::IptablesLegacy { "legacy" } else { "nft" };
+        conformance::choose_iptables(&node, variant);
+        node
+    }
+}
+
+/// The node, the neighbour, and how both were before anybody was killed.
+pub(crate) struct World {
+    pub(crate) node: Node,
+    pub(crate) backend: Backend,
+    neighbour: Option<(Container, Links)>,
+    /// The containers that live beside the neighbour.
+    pub(crate) live: Mutex<BTreeSet<String>>,
+    before: State,
+}
+
+impl World {
+    pub(crate) fn new(backend: Backend) -> World {
+        let node = backend.node();
+        let before = State::default();
+        let mut world = World { node, backend, neighbour: None, live: Mutex::default(), before };
+        // One that comes and goes, so that what all share is there.
+        let passer = world.node.container();
+        let chain = Chain::new(&world, &passer);
+        let links = chain.add_all();
+        chain.del_all(links.last());
+        let neighbour = world.node.container();
+        let links = Chain::new(&world, &neighbour).add_all();
+        world.neighbour = Some((neighbour, links));
+        world.before = world.state();
+        world.neighbour_lives();
+        world
+    }
+
+    /// The true list of attachments, for GC.
+    pub(crate) fn valid(&self) -> Value {
+        let (neighbour, _) = self.neighbour.as_ref().expect("there is a neighbour");
+        let live = self.live.lock().unwrap();
+        let ids = live.iter().chain([&neighbour.id]);
+        ids.map(|id| json!({"containerID": id, "ifname": "eth0"})).collect()
+    }
+
+    pub(crate) fn data_dir(&self) -> std::path::PathBuf {
+        self.node.data_dir()
+    }
+
+    pub(crate) fn backups(&self) -> std::path::PathBuf {
+        self.node.dir().join("tuning")
+    }
+
+    /// What is on the node now.
+    pub(crate) fn state(&self) -> State {
+        State::of(self)
+    }
+
+    /// What is different from the beginning; empty if nothing is. Waits a little: namespaces end in their own time.
+    pub(crate) fn left(&self) -> Vec<String> {
+        self.left_after(&self.before)
+    }
+
+    /// The same, from `before` on.
+    pub(crate) fn left_after(&self, before: &State) -> Vec<String> {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            let left = self.state().differs_from(before);
+            if left.is_empty() || Instant::now() > deadline {
+                return left;
+            }
+            sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// The neighbour still reaches its gateway.
+    pub(crate) fn neighbour_lives(&self) {
+        let (neighbour, _) = self.neighbour.as_ref().expect("there is a neighbour");
+        neighbour.exec(&["ping", "-nqc1", "-w5", "10.1.0.1"]);
+    }
+
+    /// The neighbour leaves; the node's own drop looks at what is there then.
+    pub(crate) fn close(mut self) {
+        if let Some((neighbour, links)) = self.neighbour.take() {
+            let chain = Chain::new(&self, &neighbour);
+            chain.check_all(&links);
+            chain.del_all(links.last());
+        }
+    }
+}
+
+/// What can be left of an attachment, as lines that can be compared.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct State {
+    links: BTreeSet<String>,
+    rules: Vec<String>,
+    files: BTreeSet<String>,
+    locks: BTreeSet<String>,
+}
+
+impl State {
+    fn of(world: &World) -> State {
+        let node = &world.node;
+        let (links, run, locks) = node.enter(|| {
+            let links = fs::read_to_string("/proc/thread-self/net/dev").unwrap();
+            let names = links.lines().skip(2).filter_map(|line| line.split(':').next());
+            let names: BTreeSet<String> = names.map(|name| name.trim().to_owned()).collect();
+            let mut files = BTreeSet::new();
+            for folder in ["/run", "/var/lib"] {
+                walk(Path::new(folder), &mut files);
+            }
+            let store = world.data_dir().join("net1/lock");
+            (names, files, held(&[Path::new("/run/cni"), store.parent().unwrap()]))
+        });
+        let mut files = run;
+        walk(&world.data_dir(), &mut files);
+        walk(&world.backups(), &mut files);
+        State { links, rules: rules(world), files, locks }
+    }
+
+    /// One line for each difference.
+    pub(crate) fn differs_from(&self, before: &State) -> Vec<String> {
+        let mut lines = Vec::new();
+        for (kind, now, then) in [
+            ("link", &self.links, &before.links),
+            ("file", &self.files, &before.files),
+            ("held", &self.locks, &before.locks),
+        ] {
+            lines.extend(now.difference(then).map(|one| format!("{kind} left: {one}")));
+            lines.extend(then.difference(now).map(|one| format!("{kind} lost: {one}")));
+        }
+        if self.rules != before.rules {
+            let only = |these: &[String], those: &[String], how: &str| -> Vec<String> {
+                let these = these.iter().filter(|line| !those.contains(line));
+                these.map(|line| format!("rule {how}: {}", line.trim())).collect()
+            };
+            let count = lines.len();
+            lines.extend(only(&self.rules, &before.rules, "left"));
+            lines.extend(only(&before.rules, &self.rules, "lost"));
+            if lines.len() == count {
+                lines.push("rules are in another order, or there twice".to_owned());
+            }
+        }
+        lines
+    }
+}
+
+/// Every file below, with its content where that is somebody's; what is shared and may stay is left out.
+fn walk(folder: &Path, into: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            walk(&path, into);
+            continue;
+        }
+        let shared = name == "lock"
+            || name.starts_with("last_reserved_ip.")
+            || (name.starts_with("iptables-") && name.ends_with(".lock"))
+            || name == "xtables.lock"
+            || (name == "index" && path.to_string_lossy().contains("/.cni/"));
+        if !shared {
+            let content = fs::read(&path).unwrap_or_default();
+            let content: String = String::from_utf8_lossy(&content).chars().take(60).collect();
+            into.insert(format!("{} {content:?}", path.display()));
+        }
+    }
+}
+
+/// The lock files in these folders that somebody holds.
+fn held(folders: &[&Path]) -> BTreeSet<String> {
+    let mut held = BTreeSet::new();
+    for entry in folders.iter().flat_map(fs::read_dir).flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.ends_with("lock") && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_err()) {
+            held.insert(entry.path().display().to_string());
+        }
+    }
+    held
+}
+
+/// All rules and chains, without what packets change.
+fn rules(world: &World) -> Vec<String> {
+    let mut text = world.node.exec(&["nft", "list", "ruleset"]);
+    if world.backend == Backend::IptablesLegacy {
+        text += &world.node.exec(&["iptables-legacy-save", "-t", "nat"]);
+        text += &world.node.exec(&["ip6tables-legacy-save", "-t", "nat"]);
+    }
+    let without_counters = |line: &str| {
+        let line = line.split(" [").next().unwrap_or(line);
+        let mut words: Vec<&str> = line.split(' ').collect();
+        for at in 1..words.len() {
+            if matches!(words[at - 1], "packets" | "bytes") {
+                words[at] = "N";
+            }
+        }
+        words.join(" ")
+    };
+    text.lines().filter(|line| !line.starts_with('#')).map(without_counters).collect()
+}
