@@ -66,23 +66,46 @@ fn same_as_go(world: &World, patch: &Value, mappings: Value, around: Option<[&st
     }
 }
 
+/// Each a test of its own: Go starts up to a hundred programs for one.
+#[track_caller]
+fn each_as_go(patch: &Value, mappings: &Value, around: Option<[&str; 2]>) {
+    require!(cni_testkit::probe::go_plugins());
+    each(&IPTABLES, |world| same_as_go(world, patch, mappings.clone(), around));
+}
+
 #[test]
 fn with_iptables_the_rules_are_go_s() {
-    require!(cni_testkit::probe::go_plugins());
-    each(&IPTABLES, |world| {
-        same_as_go(world, &json!({}), eight(), None);
-        same_as_go(world, &json!({"snat": false}), eight(), None);
-        same_as_go(world, &json!({"markMasqBit": 5}), json!([map(1, 2, "sctp"), map(3, 4, "tcp")]), None);
-        let many: Vec<Value> =
-            (1..=40).map(|port| map(8000 + port, port, if port % 2 == 0 { "udp" } else { "tcp" })).collect();
-        same_as_go(world, &json!({}), Value::Array(many), None);
-        let make = "for f in iptables ip6tables; do $f -w -t nat -N THEIRS; done";
-        let remove = "for f in iptables ip6tables; do $f -w -t nat -X THEIRS; done";
-        same_as_go(world, &json!({"externalSetMarkChain": "THEIRS"}), eight(), Some([make, remove]));
-        let conditions = json!({"conditionsV4": ["!", "-s", "10.9.0.0/16", "-m", "comment", "--comment", "a b\"c"],
-                                "conditionsV6": ["-m", "mark", "--mark", "0x7"]});
-        same_as_go(world, &conditions, eight(), None);
-    });
+    each_as_go(&json!({}), &eight(), None);
+}
+
+#[test]
+fn with_iptables_and_without_snat_the_rules_are_go_s() {
+    each_as_go(&json!({"snat": false}), &eight(), None);
+}
+
+#[test]
+fn with_iptables_and_another_bit_the_rules_are_go_s() {
+    each_as_go(&json!({"markMasqBit": 5}), &json!([map(1, 2, "sctp"), map(3, 4, "tcp")]), None);
+}
+
+#[test]
+fn with_iptables_and_more_ports_than_a_rule_takes_the_rules_are_go_s() {
+    let many = (1..=32).map(|port| map(8000 + port, port, if port % 2 == 0 { "udp" } else { "tcp" }));
+    each_as_go(&json!({}), &many.collect(), None);
+}
+
+#[test]
+fn with_iptables_and_somebody_else_s_mark_the_rules_are_go_s() {
+    let make = "for f in iptables ip6tables; do $f -w -t nat -N THEIRS; done";
+    let remove = "for f in iptables ip6tables; do $f -w -t nat -X THEIRS; done";
+    each_as_go(&json!({"externalSetMarkChain": "THEIRS"}), &eight(), Some([make, remove]));
+}
+
+#[test]
+fn with_iptables_and_conditions_the_rules_are_go_s() {
+    let conditions = json!({"conditionsV4": ["!", "-s", "10.9.0.0/16", "-m", "comment", "--comment", "a b\"c"],
+                            "conditionsV6": ["-m", "mark", "--mark", "0x7"]});
+    each_as_go(&conditions, &eight(), None);
 }
 
 #[test]
