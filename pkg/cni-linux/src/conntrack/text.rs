@@ -5,6 +5,7 @@
 //! differ in how far back they begin to count for each. So it is read only where the entries are few for the size of the
 //! table, and a kernel that does not have it at all (`CONFIG_NF_CONNTRACK_PROCFS`) is no worse off than before.
 
+use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
 
 use super::{CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, NLA_F_NESTED, Wanted, attribute};
@@ -12,6 +13,8 @@ use crate::firewall::portmap::Protocol;
 
 /// So many buckets have to be there for each entry.
 const BUCKETS: u64 = 512;
+/// For some 350 entries; more are read into more.
+const ROOM: usize = 64 * 1024;
 
 /// Whether the text is the cheaper way for so many entries.
 pub(super) fn is_cheaper(entries: u64) -> bool {
@@ -22,8 +25,10 @@ pub(super) fn is_cheaper(entries: u64) -> bool {
 /// The wanted entries of the calling thread's namespace. `None` if there is no such text, or something in it is not
 /// understood: then the list over netlink tells.
 pub(super) fn entries(wanted: &Wanted) -> Option<Vec<Entry>> {
-    // As bytes: the kernel never writes anything but ASCII, and this must not fail if it does.
-    let text = std::fs::read("/proc/thread-self/net/nf_conntrack").ok()?;
+    // In as few reads as there are pages: each begins anew, and a file without a length is else read in small steps first.
+    let mut text = Vec::with_capacity(ROOM);
+    std::fs::File::open("/proc/thread-self/net/nf_conntrack").ok()?.read_to_end(&mut text).ok()?;
+    // The kernel never writes anything but ASCII, and this must not fail if it does.
     parse(&String::from_utf8_lossy(&text), wanted)
 }
 
