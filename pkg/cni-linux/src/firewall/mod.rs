@@ -22,8 +22,12 @@ pub use spoof::SpoofCheck;
 use crate::error::Result;
 use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
 
-/// How often a change whose ground has moved is worked out anew. Of n changes that race each loses at most n - 1 times.
-const ATTEMPTS: usize = 1024;
+/// How often a change whose ground has moved is worked out anew. Only operations on the same attachment disturb each
+/// other, so this is never reached but by a fault.
+const ATTEMPTS: usize = 32;
+/// How often one that holds only for the ruleset it has read ([`Batch::only_at`]) is. Of n changes that race each loses at
+/// most n - 1 times, at once and for free.
+const OVERTAKEN: usize = 1024;
 
 /// Whether masquerading and port mappings can be had from nf_tables: it is there, it may be changed, it has NAT.
 ///
@@ -44,9 +48,10 @@ pub fn nft_usable() -> Result<bool> {
 
 /// Repeats `once` while it fails because somebody else changed what it had read; the last error after that.
 fn retry<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
-    let mut attempt = 1;
+    let (mut attempt, mut overtaken) = (1, 1);
     loop {
         match once() {
+            Err(error) if error.errno() == Some(libc::ERESTART) && overtaken < OVERTAKEN => overtaken += 1,
             Err(error) if nft::raced(&error) && attempt < ATTEMPTS => attempt += 1,
             done => return done,
         }

@@ -346,7 +346,7 @@ impl Nat<'_> {
     pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
         let leads = |rule: &Rule| rule.target() == Some(target);
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let found = match nft.rules_with(table(self.family), name, target) {
+            let found = match nft.rules_where(table(self.family), name, |rule| nft::mentions(rule, target)) {
                 Err(error) if error.is_unsupported() => Vec::new(),
                 found => found?,
             };
@@ -363,7 +363,7 @@ impl Nat<'_> {
             let patterns: Vec<[u8; 2]> =
                 ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
             let found = nft.rules_at_once(table(self.family), name, |rule| {
-                nft::occurs(rule, target.as_bytes()) || patterns.iter().any(|pattern| nft::occurs(rule, pattern))
+                nft::occurs(rule, &patterns) || nft::mentions(rule, target)
             });
             return match found {
                 Err(error) if error.is_unsupported() => Ok(Vec::new()),

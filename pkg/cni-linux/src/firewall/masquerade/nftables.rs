@@ -113,7 +113,7 @@ pub(super) fn ensure(mark: &Mark, addresses: &[Cidr]) -> Result<()> {
         if !hooked_in(&mut nft)? {
             shared(&mut batch);
         }
-        for old in nft.rules_with(TABLE, CHECKS, &key)?.iter().filter(|listed| is_of(listed, &key)) {
+        for old in nft.rules_commented(TABLE, CHECKS, &key)?.iter().filter(|listed| is_of(listed, &key)) {
             batch.delete_rule(TABLE, CHECKS, old.handle);
         }
         for address in addresses {
@@ -164,7 +164,7 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.settle()?);
-        let rules = nft.rules_with(TABLE, CHECKS, key)?;
+        let rules = nft.rules_commented(TABLE, CHECKS, key)?;
         for old in rules.iter().filter(|listed| is_of(listed, key) && is_garbage(listed)) {
             batch.delete_rule(TABLE, CHECKS, old.handle);
         }
@@ -177,7 +177,7 @@ pub(super) fn check(mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
     let key = key(&mark.network, &mark.container, &mark.ifname);
     let read = || {
         let mut nft = Nft::open()?;
-        Ok((hooked_in(&mut nft)?, nft.rules_with(TABLE, CHECKS, &key)?))
+        Ok((hooked_in(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
     };
     let (hooked_in, rules) = match read() {
         Err(error) if crate::Error::is_unsupported(&error) => (false, Vec::new()),

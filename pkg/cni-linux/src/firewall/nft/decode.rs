@@ -162,6 +162,13 @@ pub fn place(payload: &[u8]) -> Option<(&[u8], &[u8], u64)> {
     Some((name(NFTA_RULE_TABLE)?, name(NFTA_RULE_CHAIN)?, u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?))
 }
 
+/// The comment of a dumped rule; empty if it has none.
+pub fn comment(payload: &[u8]) -> &[u8] {
+    const NFTA_RULE_USERDATA: u16 = 7;
+    let userdata = payload.get(NFGENMSG..).and_then(|bytes| attribute(bytes, NFTA_RULE_USERDATA));
+    userdata::comment(userdata.unwrap_or_default())
+}
+
 /// A dumped rule, with the table and the chain it is in.
 pub fn rule(payload: &[u8]) -> Option<(String, String, Listed)> {
     const NFTA_RULE_EXPRESSIONS: u16 = 4;
@@ -313,6 +320,7 @@ mod tests {
         let _ = (
             rule(bytes),
             place(bytes),
+            comment(bytes),
             chain(bytes),
             generation(bytes),
             whole_generation(bytes),

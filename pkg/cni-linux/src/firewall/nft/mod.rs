@@ -21,7 +21,7 @@ pub mod userdata;
 
 pub use batch::{BaseChain, Batch, Hook, Kind};
 pub use expr::{Expr, Verdict};
-pub use socket::{Generation, Nft, occurs, raced};
+pub use socket::{Generation, Nft, mentions, occurs, raced};
 
 /// Which packets a table sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -274,3 +274,23 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
         });
     });
 }
+
+#[test]
+fn what_a_rule_mentions_is_found_in_its_bytes() {
+    on_a_host(|| {
+        nft(
+            "table ip t { chain x { }; chain longer { }; chain c { tcp dport 4660 counter jump longer comment \"ab\"; tcp dport 13398 jump x; }; }",
+        );
+        let mut nft = Nft::open().unwrap();
+        let table = Table { family: Family::Ip, name: "t" };
+        let mut count = |wanted: &dyn Fn(&[u8]) -> bool| nft.rules_where(table, "c", wanted).unwrap().len();
+        assert_eq!(count(&|rule| occurs(rule, &[[0x12, 0x34]])), 1, "4660");
+        assert_eq!(count(&|rule| occurs(rule, &[[0x34, 0x56], [0x12, 0x34]])), 2);
+        assert_eq!(count(&|rule| occurs(rule, &[[0x56, 0x34]])), 0);
+        assert_eq!(count(&|rule| mentions(rule, "longer")), 1);
+        assert_eq!(count(&|rule| mentions(rule, "longest")), 0);
+        assert_eq!(count(&|rule| mentions(rule, "")), 2);
+        assert_eq!(count(&|rule| decode::comment(rule) == b"ab"), 1);
+        assert_eq!(count(&|rule| decode::comment(rule).is_empty()), 1);
+    });
+}

@@ -46,6 +46,18 @@ pub(crate) fn decode(mut bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
     (comment, tags)
 }
 
+/// The comment alone, without its NUL; empty if there is none.
+pub(crate) fn comment(mut bytes: &[u8]) -> &[u8] {
+    while let [kind, len, rest @ ..] = bytes {
+        match (*kind, rest.split_at_checked(usize::from(*len))) {
+            (COMMENT, Some(([text @ .., 0], _))) => return text,
+            (_, Some((_, rest))) => bytes = rest,
+            (_, None) => break,
+        }
+    }
+    &[]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

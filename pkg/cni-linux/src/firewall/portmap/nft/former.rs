@@ -4,7 +4,7 @@ use super::super::Forwarding;
 use super::shape::{self, CONTAINERS};
 use super::{Identity, NftPortMap, repeat};
 use crate::error::{Cause, Error, Result};
-use crate::firewall::nft::{Batch, Listed, occurs};
+use crate::firewall::nft::{Batch, Listed, mentions};
 use crate::route::Family;
 
 /// The rules that an attachment had, chain by chain.
@@ -26,7 +26,7 @@ impl Former {
 
 /// Whether a set without a name belongs to the rule, which the kernel has dropped with it.
 fn is_lost(rule: &Listed) -> bool {
-    occurs(&rule.raw.exprs, b"__set") || occurs(&rule.raw.exprs, b"__map")
+    mentions(&rule.raw.exprs, "__set") || mentions(&rule.raw.exprs, "__map")
 }
 
 impl NftPortMap {
@@ -46,7 +46,7 @@ impl NftPortMap {
                 let table = shape::table(family);
                 for chain in CONTAINERS {
                     let had = former.of(family, chain);
-                    let rules = self.nft.rules_with(table, chain, &identity.comment)?;
+                    let rules = self.nft.rules_commented(table, chain, &identity.comment)?;
                     let own = identity.own(&rules, &wanted.addresses(), shape::container);
                     let handle = |listed: &Listed| listed.handle;
                     if own.iter().map(|listed| handle(listed)).eq(had.iter().map(handle)) {

@@ -17,7 +17,7 @@ use super::conflict::{Fate, Judge};
 use super::identity::{self, Identity, Witnessed};
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Snat};
 use crate::error::{Cause, Error, Result};
-use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, occurs, raced};
+use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, decode, raced};
 use crate::mark::Mark;
 use crate::route::Family;
 
@@ -226,7 +226,7 @@ impl NftPortMap {
             for family in FAMILIES {
                 let table = shape::table(family);
                 for chain in CONTAINERS {
-                    let rules = self.nft.rules_with(table, chain, within)?;
+                    let rules = self.nft.rules_commented(table, chain, within)?;
                     for listed in select(&rules) {
                         batch.delete_rule(table, chain, listed.handle);
                         claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
@@ -247,7 +247,7 @@ impl NftPortMap {
         let identity = Identity::new(mark);
         for family in FAMILIES {
             for chain in CONTAINERS {
-                let rules = match self.nft.rules_with(shape::table(family), chain, &identity.comment) {
+                let rules = match self.nft.rules_commented(shape::table(family), chain, &identity.comment) {
                     Err(error) if error.is_unsupported() => return Ok(false),
                     rules => rules?,
                 };
@@ -290,7 +290,6 @@ impl NftPortMap {
         }
         let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
         state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
-        let ports: Vec<[u8; 6]> = claims.iter().map(|claim| shape::dport_bytes(claim.host_port)).collect();
         for name in CONTAINERS {
             // An ADD looks for what its attachment has. Mappings and masquerades come and go in one transaction, so where
             // there are none of the former the longest of the chains need not be read.
@@ -300,7 +299,7 @@ impl NftPortMap {
                 continue;
             }
             let rules = self.nft.rules_where(table, name, |rule| {
-                occurs(rule, identity.comment.as_bytes()) || ports.iter().any(|port| occurs(rule, port))
+                decode::comment(rule) == identity.comment.as_bytes() || shape::names_port(rule, claims)
             })?;
             state.rules.push((name, rules));
         }

@@ -122,7 +122,7 @@ impl NftPortMap {
 
     fn write_one(&mut self, machine: &dyn Machine, identity: &Identity, written: &mut Written) -> Result<(), Refusal> {
         let table = shape::table(written.family);
-        let before = self.nft.rules_with(table, HOSTPORTS, &identity.comment)?;
+        let before = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
         if identity.has_signed(&before, &written.text) {
             written.fresh = None;
             return Ok(());
@@ -137,7 +137,7 @@ impl NftPortMap {
                 && identity.owner(&listed.rule) == identity::Owner::Container
                 && leads_here(&listed.rule)
         };
-        let after = self.nft.rules_with(table, HOSTPORTS, &identity.comment)?;
+        let after = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
         written.fresh = Some(after.iter().filter(is_new).map(|listed| listed.handle).collect());
         Ok(())
     }

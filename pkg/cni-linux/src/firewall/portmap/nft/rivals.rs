@@ -5,7 +5,7 @@ use super::super::{Forwarding, Policy, conditions};
 use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS};
 use super::{Identity, NftPortMap, State, collisions, repeat};
 use crate::error::Result;
-use crate::firewall::nft::{Batch, occurs};
+use crate::firewall::nft::Batch;
 use crate::route::Family;
 
 impl NftPortMap {
@@ -27,10 +27,9 @@ impl NftPortMap {
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            let ports: Vec<[u8; 6]> = claims.iter().map(|claim| shape::dport_bytes(claim.host_port)).collect();
             let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
             for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {
-                let is_about = |rule: &[u8]| ports.iter().any(|port| occurs(rule, port));
+                let is_about = |rule: &[u8]| shape::names_port(rule, &claims);
                 state.rules.push((chain, self.nft.rules_where(table, chain, is_about)?));
             }
             // Conditions in the words of iptables are of no use here; without any, both sides can be compared.

@@ -122,11 +122,16 @@ pub(in crate::firewall) fn read(rule: &Rule) -> Option<(Claim, usize)> {
     Some((Claim { protocol, host_ip, host_port, container }, conditions))
 }
 
-/// What stands in the bytes of every rule that compares the destination port with this one (`NFTA_DATA_VALUE`).
-pub(super) fn dport_bytes(port: u16) -> [u8; 6] {
+/// Whether a rule, as the kernel sends it, compares something with one of these ports: in every such rule stands an
+/// attribute `NFTA_DATA_VALUE` of two bytes, and attributes begin at multiples of four.
+pub(super) fn names_port(rule: &[u8], claims: &[Claim]) -> bool {
     let [len, kind] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
-    let [high, low] = port.to_be_bytes();
-    [len[0], len[1], kind[0], kind[1], high, low]
+    let head = [len[0], len[1], kind[0], kind[1]];
+    let is_claimed = |[high, low, ..]: [u8; 4]| {
+        let port = u16::from_be_bytes([high, low]);
+        claims.iter().any(|claim| claim.host_port == port)
+    };
+    rule.as_chunks::<4>().0.windows(2).any(|words| matches!(words, [a, b] if *a == head && is_claimed(*b)))
 }
 
 /// Where a `dnat` at this place leads.
