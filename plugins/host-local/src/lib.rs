@@ -129,9 +129,20 @@ impl Plugin for HostLocal {
         let place = Place::read(&call.conf, &call.notes)?;
         let store = store(call, &place);
         store.check_writable().map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-        let Some(sets) = conf::ranges(&call.conf)? else { return Ok(()) };
-        let usage = store.usage(&sets).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-        let full: Vec<String> = usage.iter().filter(|set| set.is_exhausted()).map(ToString::to_string).collect();
+        // Pods of one network may bring different ranges: only if all known ones are full, the next ADD is sure to fail.
+        let asked = match conf::ranges(&call.conf)? {
+            Some(sets) => vec![sets],
+            None => store.asked(),
+        };
+        let mut full = Vec::new();
+        for sets in &asked {
+            let usage = store.usage(sets).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
+            let before = full.len();
+            full.extend(usage.iter().filter(|set| set.is_exhausted()).map(ToString::to_string));
+            if full.len() == before {
+                return Ok(());
+            }
+        }
         if full.is_empty() {
             return Ok(());
         }

@@ -59,6 +59,53 @@ fn without_ranges_there_is_nothing_to_exhaust() {
 }
 
 #[test]
+fn ranges_that_only_the_runtime_knows_are_remembered_from_the_last_adds() {
+    let node = Node::new();
+    let bare = newest(patched(host_local(&node, &[]), json!({"ipam": {"ranges": null}})));
+    let of = |subnet: &str| {
+        let ranges = json!([[{"subnet": subnet}], [{"subnet": "fd00:1::/64"}]]);
+        patched(bare.clone(), json!({"runtimeConfig": {"ipRanges": ranges}}))
+    };
+    let (_c, one, _) = attach(&node, &of("10.1.0.0/30"), 1).remove(0);
+    let failure = status(&node, &bare).fails_with(50, "no IP addresses available in range set: 10.1.0.1-10.1.0.2");
+    assert!(failure.msg.contains("1 of 1 used"), "{failure:?}");
+    // Pods that bring other ranges still get an address.
+    let (_c, two, _) = attach(&node, &of("10.2.0.0/29"), 1).remove(0);
+    status(&node, &bare).success();
+    let others = attach(&node, &of("10.2.0.0/29"), 4);
+    status(&node, &bare).fails_with(50, "");
+    one.config(bare.clone()).del().success();
+    status(&node, &bare).success();
+    for attachment in others.into_iter().map(|other| other.1).chain([two]) {
+        attachment.config(bare.clone()).del().success();
+    }
+}
+
+#[test]
+fn a_disk_without_room_is_not_available() {
+    let node = Node::new();
+    let (blocks, inodes) = (node.dir().join("blocks"), node.dir().join("inodes"));
+    for (folder, options) in [(&blocks, "size=64k"), (&inodes, "nr_inodes=12")] {
+        std::fs::create_dir(folder).unwrap();
+        node.exec(&["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder.to_str().unwrap()]);
+    }
+    for (folder, fill) in
+        [(blocks, "head -c 200000 /dev/zero > fill"), (inodes, "for n in $(seq 20); do : > f$n; done")]
+    {
+        let config = newest(patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"dataDir": folder}})));
+        let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
+        status(&node, &config).success();
+        node.run(&["sh", "-c", &format!("cd {}; {fill}", folder.display())]);
+        let failure = status(&node, &config).fails_with(50, "");
+        assert!(failure.msg.contains("net1") && failure.msg.contains("storage"), "{failure:?}");
+        let late = node.container();
+        let failure = Attachment::new(&node, &late, config.clone()).add().fails_with(5, "");
+        assert!(failure.msg.contains("No space left"), "{failure:?}");
+        attachment.del().success();
+    }
+}
+
+#[test]
 fn bridge_passes_on_what_its_ipam_says() {
     let node = Node::new();
     let config = newest(bridge(&node, &["10.1.0.0/30"]));

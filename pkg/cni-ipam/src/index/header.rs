@@ -6,6 +6,7 @@
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
+use super::asked::{self, Asked};
 use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
 use crate::host::Moment;
@@ -72,15 +73,17 @@ pub(crate) struct Header {
     pub(crate) earlier: Option<Moment>,
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
+    /// The ranges that ADDs have asked for in this boot.
+    pub(crate) asked: Asked,
 }
 
-struct Writer(Vec<u8>);
+pub(super) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
-    fn u64(&mut self, value: u64) {
+    pub(super) fn u64(&mut self, value: u64) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
-    fn u128(&mut self, value: u128) {
+    pub(super) fn u128(&mut self, value: u128) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
     fn time(&mut self, (seconds, nanoseconds): (i64, u32)) {
@@ -89,7 +92,7 @@ impl Writer {
     }
 }
 
-struct Reader<'a>(&'a [u8]);
+pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl Reader<'_> {
     fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
@@ -97,10 +100,10 @@ impl Reader<'_> {
         self.0 = tail;
         Some(*head)
     }
-    fn u64(&mut self) -> Option<u64> {
+    pub(super) fn u64(&mut self) -> Option<u64> {
         self.take().map(u64::from_le_bytes)
     }
-    fn u128(&mut self) -> Option<u128> {
+    pub(super) fn u128(&mut self) -> Option<u128> {
         self.take().map(u128::from_le_bytes)
     }
     fn time(&mut self) -> Option<(i64, u32)> {
@@ -132,6 +135,7 @@ impl Header {
             body.u64(counter.used);
             body.u64(counter.asked);
         }
+        self.asked.encode(&mut body);
         let mut page = Writer(MAGIC.to_vec());
         page.u64(u64::from(self.clean));
         page.u64(body.0.len() as u64);
@@ -175,11 +179,13 @@ impl Header {
             let (first, last) = (body.u128()?, body.u128()?);
             header.counters.push(Counter { family, first, last, used: body.u64()?, asked: body.u64()? });
         }
+        header.asked = Asked::decode(&mut body)?;
         Some(header)
     }
 }
 
-const _: () = assert!(32 + 16 * 8 + COUNTERS * 56 <= HEADER as usize, "a full header must fit its page");
+const FULL: usize = 32 + 17 * 8 + COUNTERS * 56 + asked::RANGES * asked::RANGE;
+const _: () = assert!(FULL <= HEADER as usize, "a full header must fit its page");
 
 #[cfg(test)]
 mod tests {
@@ -198,6 +204,7 @@ mod tests {
             earlier: Some((9, 10)),
             sequence: 8,
             counters: vec![counter; COUNTERS],
+            asked: Asked::default(),
         }
     }
 

@@ -27,6 +27,7 @@
 //! What a newcomer gets wrong: without step 3 this would be unsound. The kernel's clock for mtime ticks every few
 //! milliseconds, so two changes may leave the same mtime.
 
+mod asked;
 pub(crate) mod bits;
 pub(crate) mod header;
 mod rebuild;
@@ -42,11 +43,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::{Host, Moment};
-use crate::ranges::{Range, number};
+use crate::ranges::{Range, RangeSets, number};
 use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_address};
 use table::{HEADER, Key, PAYLOAD, Storage, Table, TableError};
 
+pub(crate) use asked::Asked;
 pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
 pub(crate) use record::{Holder, Record};
 pub(crate) use table::hash;
@@ -118,9 +120,10 @@ pub(crate) fn peek<T>(
     unchanged.then_some(answer)
 }
 
-/// The records an index holds, whatever state it is in: each is true for the file whose inode and times it names.
-pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Vec<Counter>) {
-    let read = || -> Option<(HashMap<IpAddr, Record>, Vec<Counter>)> {
+/// The records an index holds, and its header, whatever state it is in: each record is true for the file whose inode
+/// and times it names.
+pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
+    let read = || -> Option<(HashMap<IpAddr, Record>, Header)> {
         let file = open_file(path, OpenOptions::new().read(true)).ok()?;
         let header = read_header(&file)?;
         let mut records = HashMap::with_capacity(ROOM.min(header.used as usize / 2));
@@ -135,19 +138,21 @@ pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>,
             }
         });
         read.ok()?;
-        Some((records, header.counters))
+        Some((records, header))
     };
     read().unwrap_or_default()
 }
 
 impl Index {
-    /// An index of these records, each of another address, in memory, with these ranges counted.
-    pub(crate) fn of(records: &[Record], counters: &[Counter], host: &Host) -> Result<Index, TableError> {
-        let header = Header { machine: host.machine(), boot: host.boot(), exact: true, ..Header::default() };
+    /// An index of these records, each of another address, in memory. It counts what the former one counted, whose header
+    /// this is, and goes on remembering what was asked for, if that was in this boot.
+    pub(crate) fn of(records: &[Record], former: &Header, host: &Host) -> Result<Index, TableError> {
+        let asked = if former.boot == host.boot() { former.asked.clone() } else { Asked::default() };
+        let header = Header { machine: host.machine(), boot: host.boot(), exact: true, asked, ..Header::default() };
         // Two entries per record, and the words of the tree: few, unless the addresses lie far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };
-        index.header.counters = counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
+        index.header.counters = former.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
         // As `put` does, but without asking what was there before.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
         for record in records {
@@ -262,6 +267,11 @@ impl Index {
     /// Whether nothing can have been overlooked: the folder was read in full and not been changed by us since.
     pub(crate) fn is_exact(&self) -> bool {
         self.header.exact
+    }
+
+    /// Remembers which ranges an ADD asks for. Written with the next change.
+    pub(crate) fn remember(&mut self, sets: &RangeSets) {
+        self.header.asked.remember(sets);
     }
 
     /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if there is none.
@@ -415,13 +425,8 @@ impl Index {
         let records = self.records()?;
         let used =
             records.iter().filter(|record| record.is_occupied() && range.contains(record.address)).count() as u64;
-        let (first, last) = (number(range.first()), number(range.last()));
-        let counter = Counter { family: family(range.first()), first, last, used, asked: sequence };
-        if self.header.counters.len() < header::COUNTERS {
-            self.header.counters.push(counter);
-        } else if let Some(oldest) = self.header.counters.iter_mut().min_by_key(|counter| counter.asked) {
-            *oldest = counter;
-        }
+        self.header.count(range);
+        self.header.counters.iter_mut().filter(|counter| is_of(counter, range)).for_each(|counter| counter.used = used);
         Ok(used)
     }
 
@@ -435,6 +440,22 @@ impl Index {
 fn is_of(counter: &Counter, range: &Range) -> bool {
     (counter.family, counter.first, counter.last)
         == (family(range.first()), number(range.first()), number(range.last()))
+}
+
+impl Header {
+    /// Adds a counter for a range that has none, or makes way for it. It must be counted afterwards.
+    pub(crate) fn count(&mut self, range: &Range) {
+        if self.counters.iter().any(|counter| is_of(counter, range)) {
+            return;
+        }
+        let (first, last) = (number(range.first()), number(range.last()));
+        let counter = Counter { family: family(range.first()), first, last, used: 0, asked: self.sequence };
+        if self.counters.len() < header::COUNTERS {
+            self.counters.push(counter);
+        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.asked) {
+            *oldest = counter;
+        }
+    }
 }
 
 /// Gives the folder an mtime that the kernel never writes by itself, and returns the stamp that results.

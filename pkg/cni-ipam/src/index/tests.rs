@@ -27,7 +27,7 @@ proptest! {
     fn an_index_agrees_with_a_map(
         steps in prop::collection::vec((any::<bool>(), 0u32..200, prop::option::of(0u64..6)), 1..300),
     ) {
-        let mut index = Index::of(&[], &[], &Host::default()).unwrap();
+        let mut index = Index::of(&[], &Header::default(), &Host::default()).unwrap();
         let mut model: BTreeMap<IpAddr, Holder> = BTreeMap::new();
         let (r4, r6) = (range("10.0.0.0/25"), range("fd00::/121"));
         index.count(&r4).unwrap();
@@ -74,7 +74,7 @@ fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
     let many: Vec<Record> = (2..60_002).map(|n| record(v4(n), Holder::Content(u64::from(n) + 1000))).collect();
     let range = range("10.0.0.0/14");
     let cost = |records: &[Record], at: u32| {
-        let mut index = Index::of(records, &[], &Host::default()).unwrap();
+        let mut index = Index::of(records, &Header::default(), &Host::default()).unwrap();
         index.count(&range).unwrap();
         let before = index.accesses();
         let free = index.next_free(v4(2)).unwrap().unwrap();
@@ -101,7 +101,7 @@ fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
 #[test]
 fn one_holder_of_very_many_addresses_does_not_slow_the_table_down() {
     let many: Vec<Record> = (0..30_000).map(|n| record(v4(n), Holder::Content(9))).collect();
-    let mut index = Index::of(&many, &[], &Host::default()).unwrap();
+    let mut index = Index::of(&many, &Header::default(), &Host::default()).unwrap();
     let before = index.accesses();
     index.put(&record(v4(40_000), Holder::Content(9))).unwrap();
     assert!(index.accesses() - before < 60, "{} accesses", index.accesses() - before);
@@ -113,7 +113,7 @@ fn a_table_in_a_file_grows_while_it_is_used() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
-    let mut index = Index::of(&[], &[], &Host::default()).unwrap();
+    let mut index = Index::of(&[], &Header::default(), &Host::default()).unwrap();
     index.mark(&open_folder).unwrap();
     index.save(&path).unwrap();
     for n in 0..2000 {
@@ -136,7 +136,7 @@ fn another_boot_machine_or_stamp_is_no_index_but_its_records_are_read() {
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
     let host = Host::new("machine", "boot");
-    let mut index = Index::of(&[record(v4(1), Holder::Content(7))], &[], &host).unwrap();
+    let mut index = Index::of(&[record(v4(1), Holder::Content(7))], &Header::default(), &host).unwrap();
     std::fs::write(&path, "").unwrap();
     index.save(&path).unwrap();
     index.mark(&open_folder).unwrap();

@@ -35,6 +35,7 @@ use crate::index::header::Stamp;
 use crate::index::table::TableError;
 use crate::index::{self, Content, Index};
 use crate::lock::{self, Guard, Missing, Sigterm};
+use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
 pub use reboot::Earlier;
@@ -163,6 +164,8 @@ pub struct Locked {
     store: Store,
     index: Option<Index>,
     trust: Trust,
+    /// What an ADD asks for: a new index counts it from the start.
+    asking: Option<RangeSets>,
 }
 
 /// How far the files of the sidecar are believed; each disappointment leads one step down.
@@ -242,6 +245,11 @@ impl Store {
         &self.path
     }
 
+    /// The network's name, which is the folder's.
+    fn network(&self) -> std::borrow::Cow<'_, str> {
+        self.path.file_name().unwrap_or_default().to_string_lossy()
+    }
+
     /// Locks the store, and makes its folder if it is missing.
     ///
     /// # Errors
@@ -284,7 +292,7 @@ impl Store {
         let locked = lock::acquire(&self.path, missing, sigterm, limit, machine)?;
         let Some(Guard { lock, folder }) = locked else { return Ok(None) };
         let folder = Folder { file: folder, path: self.path.clone(), sidecar: self.sidecar.clone() };
-        Ok(Some(Locked { folder, _lock: lock, store: self.clone(), index: None, trust: Trust::Index }))
+        Ok(Some(Locked { folder, _lock: lock, store: self.clone(), index: None, trust: Trust::Index, asking: None }))
     }
 
     fn io(&self, doing: &str, error: std::io::Error) -> Error {
@@ -364,13 +372,19 @@ impl Locked {
             },
         };
         let host = &self.store.options.host;
-        let (known, counters) = match self.trust {
+        let (known, mut former) = match self.trust {
             Trust::None | Trust::Place => Default::default(),
             Trust::Records | Trust::Index => index::old_records(&path, host),
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io("read", error))?;
-        let mut index = Index::of(&records, &counters, host)?;
+        for range in self.asking.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
+            former.count(range);
+        }
+        let mut index = Index::of(&records, &former, host)?;
+        if let Some(asking) = &self.asking {
+            index.remember(asking);
+        }
         index.set_earlier(self.earlier_in(&records));
         if let Some(stamp) = mark {
             index.marked_as(stamp);

@@ -76,6 +76,7 @@ impl Locked {
     /// 5: a file could not be made. The messages begin with Go's texts.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
+        self.asking = Some(sets.clone());
         self.reclaim()?;
         self.attempt(|locked| {
             let mut picked = Vec::with_capacity(requested.len());
@@ -92,6 +93,7 @@ impl Locked {
                 // STATUS answers from these counters.
                 locked.index()?.count(range)?;
             }
+            locked.index()?.remember(sets);
             let new: Vec<(usize, IpAddr)> = picked
                 .iter()
                 .enumerate()
@@ -170,8 +172,10 @@ impl Locked {
         }
         if !oldest.is_empty() {
             error = error.with_details(format!(
-                "next in turn, so most likely held longest: {}; if these containers are gone, run GC or DEL for them",
-                oldest.join(", ")
+                "next in turn, so most likely held longest: {}; if these containers are gone, DEL or GC frees their addresses, \
+                 and `cnitool ipam gc {}` what no runtime remembers; else the network needs a larger range",
+                oldest.join(", "),
+                self.store.network(),
             ));
         }
         Ok(error)

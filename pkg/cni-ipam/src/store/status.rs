@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use cni::{Code, Error, Result};
+use nix::sys::statvfs::statvfs;
 use nix::unistd::{AccessFlags, access};
 
 use super::Store;
@@ -41,6 +42,13 @@ impl fmt::Display for Usage {
 }
 
 impl Store {
+    /// What ADDs have asked for since the machine was booted, the latest first, as far as it is remembered: for STATUS of
+    /// a network whose ranges the runtime alone knows.
+    pub fn asked(&self) -> Vec<RangeSets> {
+        let header = index::peek_header(&self.index_path()).filter(|header| header.boot == self.options.host.boot());
+        header.map(|header| header.asked.all().to_vec()).unwrap_or_default()
+    }
+
     /// How full each set is. Takes no lock, never waits, changes nothing.
     ///
     /// # Errors
@@ -93,7 +101,7 @@ impl Store {
         }
     }
 
-    /// Whether an ADD could write here: the folder, or what it would be made in, is a folder and can be written.
+    /// Whether an ADD could write here: the folder, or what it would be made in, is a folder, can be written and has room.
     ///
     /// # Errors
     /// Code 5, with the path.
@@ -103,8 +111,12 @@ impl Store {
             let failed = |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
             match std::fs::metadata(path) {
                 Ok(metadata) if metadata.is_dir() => {
-                    let writable = access(path, AccessFlags::W_OK | AccessFlags::X_OK);
-                    return writable.map_err(|errno| failed(errno.into()));
+                    access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
+                    let room = statvfs(path).map_err(|errno| failed(errno.into()))?;
+                    // File systems that do not count say 0 of 0.
+                    let blocks = room.blocks() > 0 && room.blocks_free() == 0;
+                    let files = room.files() > 0 && room.files_free() == 0;
+                    return if blocks || files { Err(failed(std::io::ErrorKind::StorageFull.into())) } else { Ok(()) };
                 }
                 Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}

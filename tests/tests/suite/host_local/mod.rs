@@ -1,6 +1,7 @@
 //! host-local called directly: which address, what is on disk, what comes back.
 
 mod allocation;
+mod exhaustion;
 mod life;
 mod ranges;
 mod reboot;

@@ -1,0 +1,96 @@
+//! No address left: what is said, and what it costs to be asked again and again.
+
+use std::fs;
+
+use cni_testkit::{Attachment, Invocation, Node, probe, require};
+use conformance::{attach, host_local, patched};
+use serde_json::{Value, json};
+
+#[test]
+fn the_error_says_how_full_who_and_what_to_do() {
+    let node = Node::new();
+    let all = attach(&node, &host_local(&node, &["10.1.0.0/29"]), 5);
+    let late = node.container();
+    let failure = Attachment::new(&node, &late, all[0].1.config.clone()).add().fails_with(
+        11,
+        "failed to allocate for range 0: no IP addresses available in range set: 10.1.0.1-10.1.0.6; 5 of 5 are used",
+    );
+    let oldest = ["10.1.0.2 is held by container-0 eth0 since", "10.1.0.3 is held by", "10.1.0.4 is held by"];
+    for words in oldest.into_iter().chain(["DEL or GC", "cnitool ipam gc net1", "a larger range"]) {
+        assert!(failure.details.contains(words), "{words:?} in {failure:?}");
+    }
+    for (_, attachment, _) in all {
+        attachment.del().success();
+    }
+}
+
+/// Writes a reservation for every address of `10.1.0.0/<prefix>` as Go does.
+fn fill(node: &Node, prefix: u32) {
+    let folder = node.data_dir().join("net1");
+    fs::create_dir_all(&folder).unwrap();
+    let hosts = (1u32 << (32 - prefix)) - 1;
+    for host in 2..hosts {
+        let address = std::net::Ipv4Addr::from_bits(0x0a01_0000 + host);
+        fs::write(folder.join(address.to_string()), format!("c{host}\r\neth0")).unwrap();
+    }
+}
+
+/// How many system calls that touch a file system a verb makes, by `strace`, and how many of them list a folder.
+fn calls(node: &Node, verb: &str, config: &Value, code: u64) -> (usize, usize) {
+    let container = node.container();
+    let trace = node.dir().join("trace");
+    let call = Invocation::new(node, "/usr/bin/strace").arg("-f").arg("-qq").arg("-o").arg(&trace);
+    let call = call.arg("-e").arg("trace=%file,%desc").arg(cni_testkit::bin_dir().join("host-local"));
+    call.command(verb).cni_path(cni_testkit::bin_dir()).container(&container).config(config).run().fails_with(code, "");
+    let text = fs::read_to_string(&trace).unwrap();
+    (text.lines().count(), text.lines().filter(|line| line.contains("getdents64(")).count())
+}
+
+#[test]
+fn a_full_slash_16_is_found_full_as_cheaply_as_a_full_slash_28() {
+    require!(probe::tool("strace"));
+    let mut seen = Vec::new();
+    for prefix in [28, 16] {
+        let node = Node::new();
+        let config = patched(host_local(&node, &[&format!("10.1.0.0/{prefix}")]), json!({"cniVersion": "1.1.0"}));
+        fill(&node, prefix);
+        // Whoever comes first reads the folder, once. Watched where that is short.
+        if prefix == 28 {
+            let (first, listed) = calls(&node, "ADD", &config, 11);
+            assert!(first > 50 && listed > 0, "{first} calls");
+        } else {
+            let container = node.container();
+            Attachment::new(&node, &container, config.clone()).add().fails_with(11, "");
+        }
+        let again: Vec<(usize, usize)> = (0..3).map(|_| calls(&node, "ADD", &config, 11)).collect();
+        let status = calls(&node, "STATUS", &config, 50);
+        assert!(again.iter().chain([&status]).all(|(_, listed)| *listed == 0), "listed again: {again:?} {status:?}");
+        seen.push((again[0].0.max(again[1].0).max(again[2].0), status.0));
+        for host in fs::read_dir(node.data_dir().join("net1")).unwrap().flatten() {
+            fs::remove_file(host.path()).unwrap();
+        }
+    }
+    // A few more steps in the tree of occupied addresses, and nothing else.
+    let ((small_add, small_status), (large_add, large_status)) = (seen[0], seen[1]);
+    assert!(large_add <= small_add + 40, "ADD: {small_add} calls on a /28, {large_add} on a /16");
+    assert!(large_status <= small_status + 5, "STATUS: {small_status} calls on a /28, {large_status} on a /16");
+}
+
+#[test]
+fn an_add_of_the_same_boot_asks_nothing_about_the_boot_but_its_id() {
+    require!(probe::tool("strace"));
+    let node = Node::new();
+    let config = host_local(&node, &["10.1.0.0/24"]);
+    let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
+    let (container, trace) = (node.container(), node.dir().join("trace"));
+    let call = Invocation::new(&node, "/usr/bin/strace").arg("-f").arg("-qq").arg("-o").arg(&trace);
+    let call = call.arg("-e").arg("trace=openat,open,statfs,fstatfs").arg(cni_testkit::bin_dir().join("host-local"));
+    call.command("ADD").cni_path(cni_testkit::bin_dir()).container(&container).config(&config).run().success();
+    let text = fs::read_to_string(&trace).unwrap();
+    assert!(text.contains("boot_id") && !text.contains("uptime") && !text.contains("fstatfs("), "{text}");
+    // The lock, the folder, the index, the last address read and written, the reservation.
+    let store = text.lines().skip_while(|line| !line.contains("net1/lock"));
+    assert_eq!(store.count(), 6, "{text}");
+    Attachment::new(&node, &container, config).del().success();
+    attachment.del().success();
+}
