@@ -16,6 +16,7 @@ mod mixed;
 mod operator;
 mod portmap;
 mod protocol;
+mod rights;
 mod status;
 mod storm;
 mod tuning;

@@ -119,7 +119,8 @@ impl Store {
                     return if blocks || files { Err(failed(std::io::ErrorKind::StorageFull.into())) } else { Ok(()) };
                 }
                 Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                // A link that leads nowhere is in the way of whoever would make a folder.
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.is_symlink() => {}
                 Err(error) => return Err(failed(error)),
             }
         }

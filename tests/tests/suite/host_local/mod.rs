@@ -1,6 +1,7 @@
 //! host-local called directly: which address, what is on disk, what comes back.
 
 mod allocation;
+mod bad_disks;
 mod exhaustion;
 mod life;
 mod ranges;

@@ -1,0 +1,200 @@
+//! Disks that are full, read-only, somebody else's or not what they should be: each is a clear error or no matter, and
+//! nothing is lost. What others leave in a readable folder is in `store`, and a disk without room in `status`.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::Path;
+use std::time::Duration;
+
+use cni_testkit::{Attachment, Container, Invocation, Node, Outcome, probe, require};
+use conformance::{attach, host_local, patched};
+use serde_json::{Value, json};
+
+fn config(node: &Node) -> Value {
+    patched(host_local(node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"cniVersion": "1.1.0"}))
+}
+
+/// A verb of host-local that must not take long, with these capabilities taken away (`-dac_override,...`).
+fn run(node: &Node, verb: &str, container: &Container, config: &Value, without: &str) -> Outcome {
+    let plugin = cni_testkit::bin_dir().join("host-local");
+    let call = if without.is_empty() {
+        Invocation::new(node, plugin)
+    } else {
+        Invocation::new(node, "/usr/bin/setpriv").arg("--bounding-set").arg(without).arg(plugin)
+    };
+    let call = call.command(verb).cni_path(cni_testkit::bin_dir()).config(config).timeout(Duration::from_secs(15));
+    match verb {
+        "STATUS" | "GC" => call.run(),
+        _ => call.container(container).run(),
+    }
+}
+
+/// What stands where the folder of the network should: it is named, nobody waits, and DEL has nothing to do.
+#[test]
+fn no_folder_where_one_should_be() {
+    type Prepare = fn(&Path);
+    let cases: [(&str, Prepare); 4] = [
+        ("the data dir is a file", |data| fs::write(data, "x").unwrap()),
+        ("the data dir leads nowhere", |data| symlink("/nonexistent/folder", data).unwrap()),
+        ("the network is a file", |data| {
+            fs::create_dir(data).unwrap();
+            fs::write(data.join("net1"), "x").unwrap();
+        }),
+        ("the network leads nowhere", |data| {
+            fs::create_dir(data).unwrap();
+            symlink("/nonexistent/folder", data.join("net1")).unwrap();
+        }),
+    ];
+    for (name, prepare) in cases {
+        let node = Node::new();
+        let (container, config) = (node.container(), config(&node));
+        prepare(&node.data_dir());
+        run(&node, "ADD", &container, &config, "").fails_naming(5, &["networks"]);
+        run(&node, "STATUS", &container, &config, "").fails_naming(50, &["networks"]);
+        run(&node, "DEL", &container, &config, "").success();
+        let here = fs::symlink_metadata(node.data_dir()).unwrap();
+        assert!(here.is_dir() || here.is_symlink() || fs::read(node.data_dir()).unwrap() == b"x", "{name}");
+    }
+}
+
+/// What stands where the lock should: without it nothing is done, and that is said.
+#[test]
+fn no_lock_where_one_should_be() {
+    type Prepare = fn(&Path);
+    let cases: [(&str, Prepare); 2] = [
+        ("a folder", |lock| fs::create_dir(lock).unwrap()),
+        ("a link that leads nowhere", |lock| symlink("/nonexistent/lock", lock).unwrap()),
+    ];
+    for (name, prepare) in cases {
+        let node = Node::new();
+        let (container, attachment, _) = attach(&node, &config(&node), 1).remove(0);
+        let lock = node.data_dir().join("net1/lock");
+        fs::remove_file(&lock).unwrap();
+        prepare(&lock);
+        let late = node.container();
+        run(&node, "ADD", &late, &attachment.config, "").fails_naming(5, &["net1/lock"]);
+        run(&node, "DEL", &container, &attachment.config, "").fails_naming(5, &["net1/lock"]);
+        assert_eq!(node.reservations("net1").len(), 2, "{name}");
+        fs::remove_file(&lock).or_else(|_| fs::remove_dir(&lock)).unwrap();
+        attachment.del().success();
+    }
+}
+
+/// What is in the files beside the reservations is no matter.
+#[test]
+fn garbage_beside_the_reservations() {
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    let folder = node.data_dir().join("net1");
+    let index = node.data_dir().join(".cni/net1/index");
+    for name in [folder.join("lock"), folder.join("last_reserved_ip.0"), folder.join("last_reserved_ip.1"), index] {
+        for content in ["", "garbage", "\0\0\0\0\0\0\0\0"] {
+            fs::write(&name, content).unwrap();
+            other_life(&node, &attachment);
+        }
+        let others = [Some(Path::new("/nonexistent/x")), None];
+        for other in others.into_iter().filter(|_| !name.ends_with("lock")) {
+            let _ = fs::remove_file(&name);
+            match other {
+                Some(target) => symlink(target, &name).unwrap(),
+                None => fs::create_dir(&name).unwrap(),
+            }
+            other_life(&node, &attachment);
+            fs::remove_file(&name).or_else(|_| fs::remove_dir(&name)).unwrap();
+        }
+    }
+    attachment.check(&result).success();
+    assert!(!Path::new("/nonexistent").exists());
+    run(&node, "DEL", &container, &attachment.config, "").success();
+}
+
+/// Another container comes and goes while this one stays.
+#[track_caller]
+fn other_life(node: &Node, staying: &Attachment<'_>) {
+    let before = node.reservations("net1");
+    let other = node.container();
+    let attachment = Attachment::new(node, &other, staying.config.clone());
+    let result = attachment.add().success();
+    attachment.check(&result).success();
+    staying.status().success();
+    attachment.del().success();
+    assert_eq!(node.reservations("net1"), before);
+}
+
+#[test]
+fn a_read_only_disk_loses_nothing_and_says_so() {
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    let before = node.reservations("net1");
+    let data = node.data_dir();
+    let data = data.to_str().unwrap();
+    node.exec(&["mount", "--bind", data, data]);
+    node.exec(&["mount", "-o", "remount,bind,ro", data]);
+    let late = node.container();
+    run(&node, "ADD", &late, &attachment.config, "").fails_naming(5, &["net1", "Read-only file system"]);
+    run(&node, "STATUS", &late, &attachment.config, "").fails_naming(50, &["net1", "Read-only file system"]);
+    run(&node, "DEL", &container, &attachment.config, "").fails_naming(5, &["10.1.0.2", "fd00:1::2", "Read-only"]);
+    attachment.gc(&[]).fails_naming(5, &["10.1.0.2", "Read-only file system"]);
+    attachment.check(&result).success();
+    run(&node, "DEL", &late, &attachment.config, "").success();
+    assert_eq!(node.reservations("net1"), before);
+    node.exec(&["umount", data]);
+    attachment.del().success();
+}
+
+#[test]
+fn what_cannot_be_removed_is_named_and_the_rest_goes() {
+    let node = Node::new();
+    let (container, attachment, _) = attach(&node, &config(&node), 1).remove(0);
+    let stubborn = node.data_dir().join("net1/10.1.0.2");
+    let stubborn = stubborn.to_str().unwrap();
+    require!(probe::tool("chattr"));
+    if !node.run(&["chattr", "+i", stubborn]).ok {
+        attachment.del().success();
+        cni_testkit::skip!("no immutable files in {}", node.dir().display());
+    }
+    let failure = run(&node, "DEL", &container, &attachment.config, "").fails_naming(5, &["net1/10.1.0.2"]);
+    node.exec(&["chattr", "-i", stubborn]);
+    assert!(!failure.msg.contains("fd00:1::2"), "{failure:?}");
+    assert_eq!(node.reservations("net1").len(), 1);
+    attachment.del().success();
+}
+
+const POWERLESS: &str = "-dac_override,-dac_read_search,-fowner";
+
+#[test]
+fn files_of_another_user_without_the_right_to_read_them() {
+    require!(probe::tool("setpriv"));
+    let node = Node::new();
+    let (_one, one, _) = attach(&node, &config(&node), 1).remove(0);
+    let path = node.data_dir().join("net1/10.1.0.2");
+    let content = fs::read(&path).unwrap();
+    chown(&path, Some(4321), Some(4321)).unwrap();
+    let late = node.container();
+    let result = run(&node, "ADD", &late, &one.config, POWERLESS).success();
+    assert_eq!(result["ips"][0]["address"], "10.1.0.3/24", "what cannot be read is taken");
+    run(&node, "STATUS", &late, &one.config, POWERLESS).success();
+    run(&node, "DEL", &late, &one.config, POWERLESS).success();
+    let mut gc = one.config.clone();
+    gc["cni.dev/valid-attachments"] = json!([{"containerID": one.id, "ifname": "eth0"}]);
+    run(&node, "GC", &late, &gc, POWERLESS);
+    assert_eq!(fs::read(&path).unwrap(), content, "and stays");
+    one.del().success();
+}
+
+#[test]
+fn a_folder_of_another_user_without_the_right_to_enter_it() {
+    require!(probe::tool("setpriv"));
+    let node = Node::new();
+    let (container, attachment, _) = attach(&node, &config(&node), 1).remove(0);
+    let before = node.reservations("net1");
+    let folder = node.data_dir().join("net1");
+    chown(&folder, Some(4321), Some(4321)).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
+    for (verb, code) in [("ADD", 5), ("DEL", 5), ("STATUS", 50)] {
+        let outcome = run(&node, verb, &container, &attachment.config, POWERLESS);
+        outcome.fails_naming(code, &["net1", "Permission denied"]);
+    }
+    assert_eq!(node.reservations("net1"), before);
+    attachment.del().success();
+}

@@ -1,0 +1,84 @@
+//! Rights that are missing: a clear error with a code, and nothing half done.
+
+use cni_testkit::{Container, Invocation, Node, Outcome, probe, require};
+use conformance::{bridge, patched};
+use serde_json::{Value, json};
+
+fn call(node: &Node, verb: &str, container: &Container, config: &Value, without: &str) -> Outcome {
+    let plugin = cni_testkit::bin_dir().join(config["type"].as_str().unwrap());
+    let call = match without {
+        "" => Invocation::new(node, plugin),
+        _ => Invocation::new(node, "/usr/bin/setpriv").arg("--bounding-set").arg(without).arg(plugin),
+    };
+    call.command(verb).cni_path(cni_testkit::bin_dir()).container(container).config(config).run()
+}
+
+/// Links, rules, sysctls and reservations: all that a plugin could leave half done.
+fn state(node: &Node, container: &Container) -> String {
+    let links = |json: Value| {
+        let mut names: Vec<String> =
+            json.as_array().into_iter().flatten().map(|link| link["ifname"].to_string()).collect();
+        names.sort();
+        names.join(" ")
+    };
+    let rules = node.run(&["nft", "list", "ruleset"]).stdout;
+    let (host, inside) = (links(node.json(&["ip", "-j", "link"])), links(container.json(&["ip", "-j", "link"])));
+    let somaxconn = container.exec(&["cat", "/proc/sys/net/core/somaxconn"]);
+    format!("{host}\n{inside}\n{somaxconn}\n{:?}\n{rules}", node.reservations("net1"))
+}
+
+#[test]
+fn without_a_capability_an_add_fails_whole_and_a_later_del_cleans_all() {
+    require!(probe::tool("setpriv"));
+    require!(probe::nft());
+    for plugin in ["bridge", "portmap", "tuning"] {
+        require!(probe::plugin(plugin));
+    }
+    for without in ["-net_admin", "-sys_admin", "-net_admin,-sys_admin"] {
+        let node = Node::new();
+        let container = node.container();
+        let network = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipMasq": true, "ipMasqBackend": "nftables"}));
+        let before = state(&node, &container);
+        let refused = |config: &Value| {
+            let failure = call(&node, "ADD", &container, config, without).failure();
+            let what = format!("{} {without}: {failure:?}", config["type"]);
+            assert!(failure.code != Some(999) && failure.msg.contains("ot permitted"), "{what}");
+        };
+        refused(&network);
+        assert_eq!(state(&node, &container), before, "after bridge {without}");
+
+        let result = call(&node, "ADD", &container, &network, "").success();
+        let after = state(&node, &container);
+        let chained = |kind: &str, keys: Value| {
+            patched(json!({"cniVersion": "1.0.0", "name": "net1", "type": kind, "prevResult": result.clone()}), keys)
+        };
+        let ports = json!({"backend": "nftables",
+            "runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]}});
+        let (ports, sysctls) = (
+            chained("portmap", ports),
+            chained("tuning", json!({"sysctl": {"net.core.somaxconn": "77"}, "mtu": 1400})),
+        );
+        // portmap never enters the container: only what it does to the host's rules can be refused.
+        for config in [&ports, &sysctls] {
+            if config["type"] == "portmap" && without == "-sys_admin" {
+                continue;
+            }
+            refused(config);
+            assert_eq!(state(&node, &container), after, "after {} {without}", config["type"]);
+        }
+        call(&node, "ADD", &container, &ports, "").success();
+        call(&node, "ADD", &container, &sysctls, "").success();
+        // A DEL may fail for want of rights, but says so; with them it finds everything.
+        for config in [&sysctls, &ports, &network] {
+            let outcome = call(&node, "DEL", &container, config, without);
+            if outcome.status != Some(0) {
+                let failure = outcome.failure();
+                assert!(failure.msg.contains("ot permitted"), "{} {without}: {failure:?}", config["type"]);
+            }
+        }
+        for config in [&sysctls, &ports, &network] {
+            call(&node, "DEL", &container, config, "").success();
+        }
+        assert!(!container.run(&["ip", "link", "show", "eth0"]).ok, "{without}");
+    }
+}
