@@ -112,7 +112,7 @@ def scenario_kill_9_of_containerd_in_the_middle_of_many_adds(node):
     runtime = start(node, version="1.1.0")
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         starts = [pool.submit(runtime.run_pod, f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(20)]
-        while len(glob.glob("/var/lib/cni/networks/pods/10.*")) < 8:
+        while len(glob.glob("/var/lib/cni/networks/pods/10.*")) < 8 and not all(each.done() for each in starts):
             time.sleep(0.001)
         runtime.kill()
         failed = len([each for each in starts if each.exception()])

@@ -1,6 +1,8 @@
 """Podman 4 with its CNI backend: networks of bridge, portmap, tuning, and firewall, which is Debian's Go plugin."""
 
 import json
+import os
+import signal
 import socket
 
 import image
@@ -101,7 +103,10 @@ def scenario_two_networks_disconnect_and_connect(node):
     start(node, "crun")
     network("one", 1)
     network("two", 2)
-    both = run("both", "--network", "one", "--network", "two", "-p", "8080:80")
+    # Two networks in one command are attached in any order, and the first has the default route.
+    run("both", "--network", "one", "-p", "8080:80")
+    podman("network", "connect", "two", "both")
+    both = pod("both")
     other = run("other", "--network", "two", "-p", "8081:80")
     node.prove(both, 8080)
     expect(len(both.addresses), 2, "addresses")
@@ -135,3 +140,18 @@ def scenario_egress_through_a_forward_drop_policy(node):
     node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080, leave_out=("outside",))
     podman("rm", "-f", "-t", "0", "first")
 
+
+
+def scenario_kill_9_of_conmon_and_the_container(node):
+    """conmon would have called DEL at the container's end; `podman rm` has to."""
+    start(node, "crun")
+    network("one", 1)
+    seen = run("first", "--network", "one", "-p", "8080:80")
+    node.prove(seen, 8080)
+    state = json.loads(podman("inspect", "first"))[0]["State"]
+    for pid in [state["ConmonPid"], state["Pid"]]:
+        os.kill(pid, signal.SIGKILL)
+    podman("rm", "-f", "-t", "0", "first")
+    expect(node.leftovers(), [], "left by podman rm")
+    node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080)
+    podman("rm", "-f", "-t", "0", "first")

@@ -140,7 +140,7 @@ def scenario_status_beside_many_adds(node):
             except Failed as error:
                 failures.append(str(error))
 
-    asker = threading.Thread(target=ask)
+    asker = threading.Thread(target=ask, daemon=True)
     asker.start()
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         names = [f"pod{each}" for each in range(20)]
