@@ -135,10 +135,13 @@ fn wait(
     machine: &dyn Machine,
 ) -> Result<File> {
     let broken = |error: io::Error| Error::caused(Code::IO, format_args!("failed to lock {}", path.display()), error);
-    match file.try_lock() {
-        Ok(()) => return Ok(file),
-        Err(TryLockError::WouldBlock) => {}
-        Err(TryLockError::Error(error)) => return Err(broken(error)),
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => break,
+            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(TryLockError::Error(error)) => return Err(broken(error)),
+        }
     }
     let identity = file.metadata().map_err(broken)?;
     let signals = Blocked::new().map_err(broken)?;

@@ -147,10 +147,13 @@ struct Wait {
 /// A free lock is had at once. For a held one a second thread calls the blocking `flock`, so that it keeps its turn; this
 /// one waits for it, the deadline, SIGTERM.
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, until: Wait) -> Result<File, Cause> {
-    match file.try_lock() {
-        Ok(()) => return Ok(file),
-        Err(TryLockError::WouldBlock) => {}
-        Err(TryLockError::Error(error)) => return Err(error.into()),
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => break,
+            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(TryLockError::Error(error)) => return Err(error.into()),
+        }
     }
     let sigterm = term_descriptor()?;
     let (woken, waker) = io::pipe()?;
