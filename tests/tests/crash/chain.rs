@@ -41,6 +41,11 @@ impl<'w> Chain<'w> {
         self
     }
 
+    /// The container's ID.
+    pub(crate) fn id(&self) -> &str {
+        &self.container.id
+    }
+
     /// The configuration of one plugin, as a runtime writes it.
     fn config(&self, plugin: &str) -> Value {
         let world = self.world;

@@ -1,10 +1,11 @@
 //! Killed while waiting for a lock: no child of a dead plugin may go on and reserve, or write, after the DEL.
 
 use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt as _;
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use cni_testkit::{Started, require};
+use cni_testkit::{Started, bin_dir, require};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -70,12 +71,15 @@ fn round(world: &World, dice: &mut Dice) -> Vec<String> {
     if outcome.status != Some(0) {
         complaints.push(outcome.report());
     }
+    if plugin == "bridge" {
+        // A late one would come now, and the next DEL would hide it.
+        sleep(Duration::from_millis(20));
+        let reserved = world.node.reservations("net1").into_iter().filter(|(_, of)| of.starts_with(chain.id()));
+        complaints.extend(reserved.map(|(address, _)| format!("{address} was reserved after the DEL")));
+    }
     // bridge's part of the DEL was the one to race; now the list's.
     complaints.extend(chain.try_del_all(prev));
     complaints.extend(left_inside(&container));
-    complaints.extend(world.left());
-    // A late one would come now.
-    sleep(Duration::from_millis(20));
     complaints.extend(world.left());
     if !complaints.is_empty() {
         complaints.insert(0, format!("{verb} of {plugin} was killed while the test held {which:?}"));
@@ -106,6 +110,51 @@ fn rounds(backend: Backend) {
     }
     figure(&format!("killed while the locks were held, {backend:?}: {count} rounds, seed {seed}"));
     sweep::none(&complaints);
+}
+
+/// host-local stopped before its first step, the plugin killed, DEL, and host-local told to go on.
+#[test]
+fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
+    require!(Backend::Nftables.probe());
+    let world = World::new(Backend::Nftables);
+    let container = world.node.container();
+    let chain = Chain::new(&world, &container);
+    let told = world.node.dir().join("pid");
+    let real = bin_dir().join("host-local");
+    let script = format!(
+        "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || exec {0}\necho $$ > {1}.new\nmv {1}.new {1}\nkill -STOP $$\nexec {0}\n",
+        real.display(),
+        told.display()
+    );
+    let path = world.node.file("slow/host-local", script);
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut victim = chain.call("bridge", "ADD", None).cni_path(path.parent().unwrap()).start();
+    victim.release();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let stopped = loop {
+        assert!(Instant::now() < deadline, "host-local was never started");
+        let pid = fs::read_to_string(&told).ok().and_then(|text| text.trim().parse::<i32>().ok());
+        let state = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default().contains(" T ");
+        if let Some(pid) = pid.filter(state) {
+            break Pid::from_raw(pid);
+        }
+        sleep(Duration::from_millis(2));
+    };
+    slay(&victim);
+    let _ = victim.finish();
+    chain.call("bridge", "DEL", None).run().success();
+    // host-local takes its reservation back when nobody hears its answer, but that is not to be relied on.
+    let state = fs::read_to_string(format!("/proc/{stopped}/stat")).unwrap_or_default();
+    let lives = !state.is_empty() && !state.contains(" Z ");
+    let _ = kill(stopped, Signal::SIGCONT);
+    sleep(Duration::from_millis(100));
+    let left = world.left();
+    if left.is_empty() {
+        world.close();
+    } else {
+        world.node.abandon();
+    }
+    assert!(!lives && left.is_empty(), "the orphan lived on after the DEL: {state}: {left:?}");
 }
 
 #[test]
