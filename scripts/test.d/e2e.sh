@@ -5,7 +5,11 @@
 
 e2e_packages=(containerd runc crun conmon podman busybox-static conntrack python3-grpcio)
 
-e2e_needs() { need python3 ip iptables go-plugins unshare; }
+# Debian's own python3: the gRPC package is for that one.
+e2e_needs() {
+    need ip iptables go-plugins unshare
+    [ -x /usr/bin/python3 ] || { missing+=(python3) packages+=(python3); }
+}
 
 # shellcheck disable=SC2154  # work is scripts/test's
 e2e_part() {
@@ -31,19 +35,21 @@ e2e_part() {
 e2e_fetch() {
     local debs=$1/debs tree=$1/root wanted deb folder
     wanted=$(e2e_apt --print-uris) || { apt-get -qq update && wanted=$(e2e_apt --print-uris); } || return
-    [ "$wanted" = "$(cat "$1/packages" 2>/dev/null)" ] && return
+    [ -d "$tree/usr" ] && [ "$wanted" = "$(cat "$1/packages" 2>/dev/null)" ] && return
     rm -rf "$1"
-    mkdir -p "$debs/partial" "$tree"
+    mkdir -p "$debs/partial" "$tree/usr" "$tree/etc"
     # An index that names packages which the mirror has no more is older than the mirror.
     e2e_apt --download-only -o Dir::Cache::archives="$debs" ||
         { apt-get -qq update && wanted=$(e2e_apt --print-uris) && e2e_apt --download-only -o Dir::Cache::archives="$debs"; } || return
-    for deb in "$debs"/*.deb; do dpkg-deb -x "$deb" "$tree" || return; done
+    for deb in "$debs"/*.deb; do
+        # None, where all of them are installed.
+        [ ! -e "$deb" ] || dpkg-deb -x "$deb" "$tree" || return
+    done
     # /usr alone is laid over the machine's.
     for folder in bin sbin lib lib64; do
         [ -d "$tree/$folder" ] || continue
         mkdir -p "$tree/usr/$folder" && cp -a "$tree/$folder/." "$tree/usr/$folder/" && rm -rf "${tree:?}/$folder" || return
     done
-    mkdir -p "$tree/etc"
     rm -rf "$debs"
     printf '%s\n' "$wanted" >"$1/packages"
 }
