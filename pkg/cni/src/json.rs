@@ -7,6 +7,7 @@
 //!
 //! Easy to get wrong: keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
 
+use std::cell::RefCell;
 use std::fmt;
 
 use serde::Deserialize;
@@ -76,7 +77,16 @@ impl Json {
     /// # Errors
     /// A value of the wrong type, named by its path.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, JsonError> {
-        T::deserialize(Reader(self))
+        T::deserialize(Reader { json: self, watch: None })
+    }
+
+    /// The keys that `T` does not know, wherever it reads a structure: what [`decode`](Json::decode) ignores. A value of
+    /// the wrong type ends the search.
+    pub fn unknown_keys<T: DeserializeOwned>(&self) -> Vec<UnknownKey> {
+        let watch = Watch::default();
+        // What is wrong with a value is decode's to tell.
+        let _ = T::deserialize(Reader { json: self, watch: Some(&watch) });
+        watch.unknown.into_inner()
     }
 
     fn kind(&self) -> de::Unexpected<'_> {
@@ -195,13 +205,59 @@ impl de::Error for JsonError {
     }
 }
 
+/// A key that a structure does not know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownKey {
+    /// Where, as `ipam.ranges[0][0].subnets`, the key included.
+    pub path: String,
+    /// The keys that the structure knows.
+    pub known: &'static [&'static str],
+}
+
+/// Writes down the keys that structures do not know, while a tree is decoded.
+#[derive(Default)]
+struct Watch {
+    path: RefCell<Vec<String>>,
+    unknown: RefCell<Vec<UnknownKey>>,
+}
+
+impl Watch {
+    fn structure(&self, json: &Json, known: &'static [&'static str]) {
+        let Json::Object(members) = json else { return };
+        for (key, _) in members.iter().filter(|(key, _)| !known.iter().any(|name| name.eq_ignore_ascii_case(key))) {
+            let path = self.path.borrow().iter().fold(String::new(), |path, segment| join(&path, segment));
+            self.unknown.borrow_mut().push(UnknownKey { path: join(&path, key), known });
+        }
+    }
+}
+
+/// `ipam` and `ranges` are `ipam.ranges`; `ranges` and `[0]` are `ranges[0]`.
+fn join(path: &str, segment: &str) -> String {
+    let gap = if path.is_empty() || segment.starts_with('[') { "" } else { "." };
+    format!("{path}{gap}{segment}")
+}
+
 /// Decodes from a tree.
 #[derive(Clone, Copy)]
-struct Reader<'a>(&'a Json);
+struct Reader<'a> {
+    json: &'a Json,
+    watch: Option<&'a Watch>,
+}
+
+impl Reader<'_> {
+    /// Decodes what is below `segment`.
+    fn below<T>(self, segment: impl FnOnce() -> String, decode: impl FnOnce(Self) -> T) -> T {
+        let Some(watch) = self.watch else { return decode(self) };
+        watch.path.borrow_mut().push(segment());
+        let decoded = decode(self);
+        watch.path.borrow_mut().pop();
+        decoded
+    }
+}
 
 impl<'a> Reader<'a> {
     fn mismatch<'de, V: Visitor<'de>>(&self, visitor: &V) -> JsonError {
-        de::Error::invalid_type(self.0.kind(), visitor)
+        de::Error::invalid_type(self.json.kind(), visitor)
     }
 }
 
@@ -209,7 +265,7 @@ impl<'a> Reader<'a> {
 macro_rules! scalars {
     ($($method:ident => $zero:ident($value:expr)),* $(,)?) => {$(
         fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-            match self.0 {
+            match self.json {
                 Json::Null => visitor.$zero($value),
                 _ => self.deserialize_any(visitor),
             }
@@ -221,12 +277,12 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     type Error = JsonError;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        match self.0 {
+        match self.json {
             Json::Null => visitor.visit_unit(),
             Json::Bool(value) => visitor.visit_bool(*value),
             Json::Number(number) => number.deserialize_any(visitor).map_err(JsonError::new),
             Json::String(text) => visitor.visit_str(text),
-            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0 }),
+            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, watch: self.watch }),
             Json::Object(_) => self.deserialize_map(visitor),
         }
     }
@@ -244,7 +300,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        match self.0 {
+        match self.json {
             Json::Null => visitor.visit_none(),
             _ => visitor.visit_some(self),
         }
@@ -263,9 +319,9 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     }
 
     fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        match self.0 {
-            Json::Null => visitor.visit_seq(Items { items: [].iter(), index: 0 }),
-            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0 }),
+        match self.json {
+            Json::Null => visitor.visit_seq(Items { items: [].iter(), index: 0, watch: self.watch }),
+            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, watch: self.watch }),
             _ => Err(self.mismatch(&visitor)),
         }
     }
@@ -285,11 +341,14 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
 
     /// A map: keys as they are written, in order, duplicates included (the collecting type decides).
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        match self.0 {
-            Json::Null => visitor.visit_map(Members { members: Vec::new().into_iter(), value: None }),
+        match self.json {
+            Json::Null => {
+                visitor.visit_map(Members { members: Vec::new().into_iter(), value: None, watch: self.watch })
+            }
             Json::Object(members) => visitor.visit_map(Members {
                 members: members.iter().map(|(key, value)| (key.as_str(), value)).collect::<Vec<_>>().into_iter(),
                 value: None,
+                watch: self.watch,
             }),
             _ => Err(self.mismatch(&visitor)),
         }
@@ -302,14 +361,18 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, JsonError> {
-        match self.0 {
+        if let Some(watch) = self.watch {
+            watch.structure(self.json, fields);
+        }
+        match self.json {
             Json::Null | Json::Object(_) => visitor.visit_map(Members {
                 members: fields
                     .iter()
-                    .filter_map(|field| self.0.get(field).map(|value| (*field, value)))
+                    .filter_map(|field| self.json.get(field).map(|value| (*field, value)))
                     .collect::<Vec<_>>()
                     .into_iter(),
                 value: None,
+                watch: self.watch,
             }),
             _ => Err(self.mismatch(&visitor)),
         }
@@ -321,7 +384,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         _: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, JsonError> {
-        match self.0 {
+        match self.json {
             Json::String(text) => visitor.visit_enum(text.as_str().into_deserializer()),
             _ => Err(self.mismatch(&visitor)),
         }
@@ -339,6 +402,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
 struct Items<'a> {
     items: std::slice::Iter<'a, Json>,
     index: usize,
+    watch: Option<&'a Watch>,
 }
 
 impl<'de> SeqAccess<'de> for Items<'_> {
@@ -348,13 +412,16 @@ impl<'de> SeqAccess<'de> for Items<'_> {
         let Some(item) = self.items.next() else { return Ok(None) };
         let index = self.index;
         self.index += 1;
-        seed.deserialize(Reader(item)).map(Some).map_err(|error| error.under(format_args!("[{index}]")))
+        let reader = Reader { json: item, watch: self.watch };
+        let decoded = reader.below(|| format!("[{index}]"), |reader| seed.deserialize(reader));
+        decoded.map(Some).map_err(|error| error.under(format_args!("[{index}]")))
     }
 }
 
 struct Members<'a> {
     members: std::vec::IntoIter<(&'a str, &'a Json)>,
     value: Option<(&'a str, &'a Json)>,
+    watch: Option<&'a Watch>,
 }
 
 impl<'de> MapAccess<'de> for Members<'_> {
@@ -372,7 +439,8 @@ impl<'de> MapAccess<'de> for Members<'_> {
         let Some((key, value)) = self.value.take() else {
             return Err(JsonError::new("a value was asked for before its key"));
         };
-        seed.deserialize(Reader(value)).map_err(|error| error.under(key))
+        let reader = Reader { json: value, watch: self.watch };
+        reader.below(|| key.to_owned(), |reader| seed.deserialize(reader)).map_err(|error| error.under(key))
     }
 }
 
@@ -406,6 +474,15 @@ mod tests {
         let conf = decode(r#"{"CNIVERSION":"0.4.0","Mtu":1,"mtu":2,"MTU":null,"ranges":[[{"Subnet":"x"}]]}"#).unwrap();
         assert_eq!((conf.cni_version.as_str(), conf.mtu), ("0.4.0", 2));
         assert_eq!(conf.ranges[0][0].subnet, "x");
+    }
+
+    #[test]
+    fn keys_that_nobody_knows_are_found_wherever_a_structure_is_read() {
+        let json = r#"{"CNIVersion":"1","mtuu":1,"ranges":[[{"subnet":"x"},{"subnets":"y"}]],"sysctl":{"anything":"1"},"X":[{}]}"#;
+        let unknown = Json::parse(json.as_bytes()).unwrap().unknown_keys::<Conf>();
+        let paths: Vec<&str> = unknown.iter().map(|key| key.path.as_str()).collect();
+        assert_eq!(paths, ["mtuu", "X", "ranges[0][1].subnets"]);
+        assert!(unknown[0].known.contains(&"mtu") && unknown[2].known == ["subnet"]);
     }
 
     #[test]

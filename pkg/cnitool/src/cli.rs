@@ -15,7 +15,7 @@ use cni::skel::MachineRef;
 use cni::{Code, Error};
 
 use crate::report::Format;
-use crate::{Call, Exit, Streams, doctor, generate, help, inspect, ipam, network};
+use crate::{Call, Exit, Streams, doctor, generate, help, inspect, ipam, network, validate};
 
 /// Where the networks are unless told otherwise.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
@@ -69,6 +69,12 @@ enum Verb {
     /// List a network's plugins and the versions they speak
     #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
     Version(network::Named),
+    /// List the configured networks, and every problem with them
+    #[command(before_help = help::NETWORKS, after_help = help::AFTER_NETWORKS)]
+    Networks,
+    /// Check a network's file without running it: every problem, with line and column
+    #[command(before_help = help::VALIDATE, after_help = help::AFTER_VALIDATE)]
+    Validate(validate::Validate),
     /// Look the node over; each thing that is wrong comes with the command that mends it
     #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
     Doctor,
@@ -128,6 +134,8 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
         Verb::Status(args) => network::run(args.command("status", shared), call, streams).map(done),
         Verb::Version(args) => network::run(args.command("version", shared), call, streams).map(done),
+        Verb::Networks => validate::networks(&shared, call, streams),
+        Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),

@@ -198,3 +198,29 @@ Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
 
 Example:
   cnitool doctor";
+
+pub(crate) const NETWORKS: &str = "\
+Every file of the networks' folder, whether it loads, and what 'cnitool validate'
+finds in it.";
+
+pub(crate) const AFTER_NETWORKS: &str = "\
+Environment: CNI_PATH, NETCONFPATH
+Exit codes: 0 all are sound, 1 one has a problem, 2 the call made no sense
+
+Example:
+  cnitool networks";
+
+pub(crate) const VALIDATE: &str = "\
+Finds everything at once: unknown keys (with what may have been meant), wrong
+types and values, as each plugin would refuse them; capabilities that no plugin
+uses; plugins that are missing; addresses that another configured network gives
+out too; and, by the plugins' own STATUS, what this host's kernel and tools lack.
+Plugins other than bridge, host-local, portmap and tuning are not looked into.";
+
+pub(crate) const AFTER_VALIDATE: &str = "\
+Environment: CNI_PATH, NETCONFPATH
+Exit codes: 0 sound, 1 a problem was found, 2 the call made no sense
+
+Examples:
+  cnitool validate /etc/cni/net.d/10-mynet.conflist
+  cnitool validate --file-only new.conflist";

@@ -3,6 +3,7 @@
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
 //!   [`cni::libcni`].
 //! - `inspect`: attachments as they are, beside what their results said, and what is left over.
+//! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every file.
 //! - `doctor`: what on the node keeps networks from working, and what mends it.
 //! - `ipam`: the reservations of host-local.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
@@ -29,6 +30,7 @@ mod report;
 mod target;
 #[cfg(test)]
 mod testing;
+mod validate;
 
 use std::ffi::OsString;
 use std::io::Write;

@@ -159,7 +159,7 @@ impl Conf {
         Conf::parse(&call.conf, args.get("MAC").unwrap_or_default())
     }
 
-    fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
+    pub(crate) fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
         let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
         ident::check_interface_name(&bridge)
@@ -219,6 +219,16 @@ impl Conf {
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)
     }
+}
+
+/// The keys that nobody here reads.
+pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
+    let mut unknown = json.unknown_keys::<Raw>();
+    // The delegation's own, read where the delegate is run; and what belongs to others.
+    unknown.retain(|key| {
+        key.path != "delegateTimeout" && !key.path.starts_with("ipam.") && !key.path.starts_with("args.")
+    });
+    unknown
 }
 
 /// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name looks like.

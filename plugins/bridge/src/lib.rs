@@ -20,8 +20,9 @@ mod masquerade;
 mod port;
 mod record;
 
-use cni::config::ValidAttachments;
+use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
+use cni::json::{Json, UnknownKey};
 use cni::skel::{Added, Call, Plugin};
 use cni::{Code, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
@@ -32,6 +33,19 @@ use conf::Conf;
 /// The plugin.
 #[derive(Clone, Copy, Debug)]
 pub struct Bridge;
+
+/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
+///
+/// # Errors
+/// ADD's.
+pub fn examine(conf: &NetConf) -> Result<()> {
+    Conf::parse(conf, "").map(drop)
+}
+
+/// The keys of a configuration that this plugin does not know. Those of `ipam` are IPAM's to know.
+pub fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
+    conf::unknown_keys(json)
+}
 
 impl Plugin for Bridge {
     fn name(&self) -> &'static str {

@@ -143,6 +143,22 @@ fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
     Ok(sets)
 }
 
+/// The keys of `ipam` that are read apart from the rest: STATUS and DEL must not fail by the others.
+const READ_APART: [&str; 5] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot"];
+
+/// The keys of `ipam` and `runtimeConfig` that nobody here reads.
+pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
+    let mut unknown = json.unknown_keys::<Keys>();
+    let apart = |key: &str| READ_APART.iter().any(|name| name.eq_ignore_ascii_case(key));
+    unknown.retain(|key| match key.path.split_once('.') {
+        Some(("ipam", rest)) => !apart(rest),
+        Some(("runtimeConfig", _)) => true,
+        // Whoever delegates has keys of its own.
+        _ => false,
+    });
+    unknown
+}
+
 fn no_ipam() -> Error {
     Error::config("IPAM config missing 'ipam' key")
 }

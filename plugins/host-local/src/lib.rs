@@ -28,6 +28,19 @@ pub struct HostLocal;
 /// A rollback waits for the lock no longer than this: the caller's own deadline is near by then.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
 
+/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
+///
+/// # Errors
+/// ADD's.
+pub fn examine(conf: &NetConf) -> Result<()> {
+    AddConf::read(conf, &cni::args::CniArgs::default()).map(drop)
+}
+
+/// The keys of `ipam` and of `runtimeConfig` that this plugin does not know.
+pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
+    conf::unknown_keys(json)
+}
+
 /// What a network's configuration says about its addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {

@@ -120,6 +120,11 @@ impl Conf {
     }
 }
 
+/// The keys that nobody here reads.
+pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
+    json.unknown_keys::<Raw>()
+}
+
 fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),

@@ -27,6 +27,19 @@ use conf::{Backend, Conf};
 #[derive(Clone, Copy, Debug)]
 pub struct Portmap;
 
+/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
+///
+/// # Errors
+/// ADD's.
+pub fn examine(conf: &cni::config::NetConf) -> Result<()> {
+    Conf::new(conf).map(drop)
+}
+
+/// The keys of a configuration that this plugin does not know.
+pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
+    conf::unknown_keys(json)
+}
+
 impl Plugin for Portmap {
     fn name(&self) -> &'static str {
         "portmap"

@@ -127,6 +127,13 @@ impl Conf {
     }
 }
 
+/// The keys that nobody here reads; `dataDir` is read apart.
+pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
+    let mut unknown = json.unknown_keys::<Raw>();
+    unknown.retain(|key| !key.path.eq_ignore_ascii_case("dataDir"));
+    unknown
+}
+
 /// Where the backups are. All that DEL and GC need.
 ///
 /// # Errors

@@ -37,6 +37,19 @@ pub struct Tuning;
 /// Where the node's administrator says which sysctls may be set. Without the file: all below `net`.
 const ALLOW_LIST: &str = "/etc/cni/tuning/allowlist.conf";
 
+/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
+///
+/// # Errors
+/// ADD's.
+pub fn examine(conf: &NetConf) -> Result<()> {
+    Conf::of_network(conf).map(drop)
+}
+
+/// The keys of a configuration that this plugin does not know.
+pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
+    conf::unknown_keys(json)
+}
+
 /// What was saved of an attachment, for whoever looks at a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saved {

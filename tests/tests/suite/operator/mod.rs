@@ -5,6 +5,7 @@ mod doctor;
 mod inspect;
 mod ipam;
 mod logs;
+mod validate;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
 use conformance::bridge;
