@@ -26,8 +26,8 @@ pub struct Neighbour {
 impl Netlink {
     /// What is known of one neighbour. One question for one entry: no table is read.
     pub fn find_neighbour(&self, index: u32, ip: IpAddr) -> Result<Option<Neighbour>> {
-        let found = match self.request(RouteNetlinkMessage::GetNeighbour(message(index, ip)), 0) {
-            Ok(answer) => answer.into_iter().find_map(decode).map(Some).ok_or_else(|| Cause::text("no answer came")),
+        let found = match self.get(RouteNetlinkMessage::GetNeighbour(message(index, ip))) {
+            Ok(answer) => answer.and_then(decode).map(Some).ok_or_else(|| Cause::text("no answer came")),
             Err(cause) if cause.errno() == Some(libc::ENOENT) => Ok(None),
             Err(cause) => Err(cause),
         };

@@ -1,90 +1,104 @@
 //! A connection to the kernel's routing tables, and how a question is asked.
 //!
-//! rtnetlink on a current-thread runtime, wrapped so that callers see plain synchronous functions. This room knows
-//! requests, replies and errors; what links, addresses and routes are is known to the rooms named after them.
+//! One socket and no runtime: the kernel works on a request inside the very `send` that brings it, so every answer is
+//! there when `send` returns, and each `recv` of a dump queues the next part. Nothing here ever waits for an event. This
+//! room knows requests, replies and errors; what links, addresses and routes are is known to the rooms named after them.
 //!
 //! The newcomer's mistake: a connection belongs for life to the namespace in which it was opened, wherever its user
 //! goes later. Open one per namespace, with [`Netlink::open_in`], and never switch.
 
 use std::io;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cni::steps::Step;
-use futures_util::StreamExt as _;
 use netlink_packet_core::{
-    ErrorMessage, NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, NlasIterator,
+    ErrorMessage, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, NlasIterator,
 };
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use nix::errno::Errno;
 use rtnetlink::packet_route::RouteNetlinkMessage;
 use rtnetlink::packet_route::address::AddressAttribute;
 use rtnetlink::packet_route::link::LinkAttribute;
-use rtnetlink::sys::AsyncSocket as _;
-use tokio::runtime::{Builder, Runtime};
 
 use crate::error::{Cause, Error, Result};
 use crate::netns::Netns;
-use crate::patience::Patient;
-
-/// The kernel marks a dump with this when the tables changed while it was written: entries may be missing or twice.
-const NLM_F_DUMP_INTR: u16 = 0x10;
+use crate::patience;
 
 /// How often an interrupted dump is begun again.
 const DUMP_ATTEMPTS: usize = 20;
 
-/// The kernel answers within microseconds, or after the 30 ms of a deletion; on a machine with a long queue for its
-/// RTNL lock after seconds. Whoever waits longer than this waits for ever.
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer); a link with hundreds of virtual functions
+/// takes a little more.
+const RECEIVE: usize = 64 << 10;
+
+/// The length of a message's header, and where its length stands in it.
+const HEADER: usize = 16;
 
 /// A connection to the routing tables of one network namespace.
 #[derive(Clone, Debug)]
 pub struct Netlink {
-    runtime: Arc<Runtime>,
-    handle: rtnetlink::Handle,
+    connection: Arc<Mutex<Connection>>,
+}
+
+/// The socket, and what belongs to one user of it at a time.
+#[derive(Debug)]
+struct Connection {
+    socket: Socket,
+    sequence: u32,
+    /// Capacity alone: what is never written is never touched.
+    buffer: Vec<u8>,
+}
+
+/// What ends an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ending {
+    /// The acknowledgement, after whatever was asked to be told.
+    Acknowledgement,
+    /// The one message that was asked for.
+    Message,
+    /// The end of a list.
+    Done,
 }
 
 impl Netlink {
     /// Opens a connection to the calling thread's namespace.
     pub fn open() -> Result<Netlink> {
-        let open = || -> io::Result<Netlink> {
-            let runtime = Builder::new_current_thread().enable_all().build()?;
-            let handle = connect(&runtime)?;
-            Ok(Netlink { runtime: Arc::new(runtime), handle })
-        };
-        open().map_err(|error| Error::new("failed to open a netlink socket", error))
+        Connection::open().map(Netlink::new).map_err(|error| Error::new("failed to open a netlink socket", error))
     }
 
-    /// Opens a connection to another namespace. It shares this one's runtime, so it costs a thread and a socket.
+    /// Opens a connection to another namespace. Costs a visit to it.
     pub fn open_in(&self, netns: &Netns) -> Result<Netlink> {
-        let handle = netns.run(|| connect(&self.runtime))?;
-        let handle = handle.map_err(|error| {
+        netns.run(Connection::open)?.map(Netlink::new).map_err(|error| {
             Error::new(format_args!("failed to open a netlink socket in {}", netns.path().display()), error)
-        })?;
-        Ok(Netlink { runtime: Arc::clone(&self.runtime), handle })
+        })
     }
 
-    /// Sends a request that changes something (or asks for one thing), with `flags` beside REQUEST and ACK, and
-    /// returns what came before the acknowledgement.
+    fn new(connection: Connection) -> Netlink {
+        Netlink { connection: Arc::new(Mutex::new(connection)) }
+    }
+
+    /// Sends a request that changes something, with `flags` beside REQUEST and ACK, and returns what came before the
+    /// acknowledgement.
     pub(crate) fn request(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>, Cause> {
-        // The acknowledgement is wanted for a question too: should the packet crate fail to decode the answer, it drops
-        // it, and only the acknowledgement tells us not to wait.
-        self.exchange(message, flags | NLM_F_ACK).map(|answer| answer.messages)
+        self.exchange(message, flags | NLM_F_ACK, Ending::Acknowledgement).map(|answer| answer.messages)
+    }
+
+    /// Asks for one thing. `None` if the packet crate cannot read the answer.
+    pub(crate) fn get(&self, message: RouteNetlinkMessage) -> Result<Option<RouteNetlinkMessage>, Cause> {
+        self.exchange(message, 0, Ending::Message).map(|answer| answer.messages.into_iter().next())
     }
 
     /// Asks for a whole table, or what of it matches `message`.
     pub(crate) fn dump(&self, message: RouteNetlinkMessage) -> Result<Vec<RouteNetlinkMessage>, Cause> {
-        until_consistent(|| self.exchange(message.clone(), NLM_F_DUMP))
+        until_consistent(|| self.exchange(message.clone(), NLM_F_DUMP, Ending::Done))
     }
 
-    fn exchange(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Answer, Cause> {
-        let mut message = NetlinkMessage::from(message);
-        message.header.flags = NLM_F_REQUEST | flags;
+    fn exchange(&self, message: RouteNetlinkMessage, flags: u16, ending: Ending) -> Result<Answer, Cause> {
         let step = Step::begin();
-        let what = if step.is_heard() { name(&message) } else { String::new() };
-        let exchange = exchange(self.handle.clone(), message);
-        let answer = self
-            .runtime
-            .block_on(async { tokio::time::timeout(ANSWER_LIMIT, exchange).await })
-            .unwrap_or(Err(Cause::Deadline(ANSWER_LIMIT)));
+        let what = if step.is_heard() { name(&message, flags) } else { String::new() };
+        // A panic of another user leaves nothing half done: what it did not read has another sequence number.
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = connection.exchange(message, flags, ending);
         if step.is_heard() {
             step.end(what, &answer.as_ref().map_err(|cause| cause.to_string()));
         }
@@ -93,12 +107,11 @@ impl Netlink {
 }
 
 /// A request as the log names it; whole at `trace`.
-fn name(message: &NetlinkMessage<RouteNetlinkMessage>) -> String {
-    let NetlinkPayload::InnerMessage(inner) = &message.payload else { return "netlink".to_owned() };
+fn name(inner: &RouteNetlinkMessage, flags: u16) -> String {
     let text = format!("{inner:?}");
     log::trace!("request {text}");
     let kind = text.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
-    let whole = if message.header.flags & NLM_F_DUMP == NLM_F_DUMP { " (all)" } else { "" };
+    let whole = if flags & NLM_F_DUMP == NLM_F_DUMP { " (all)" } else { "" };
     let subject = match inner {
         RouteNetlinkMessage::NewLink(link)
         | RouteNetlinkMessage::GetLink(link)
@@ -121,20 +134,88 @@ fn name(message: &NetlinkMessage<RouteNetlinkMessage>) -> String {
     format!("netlink {kind}{}{whole}", subject.unwrap_or_default())
 }
 
-/// A socket in the calling thread's namespace, served by `runtime`.
-fn connect(runtime: &Runtime) -> io::Result<rtnetlink::Handle> {
-    let _context = runtime.enter();
-    let (mut connection, handle, _) = rtnetlink::new_connection_with_socket::<Patient>()?;
-    // The end of every exchange is wanted, not only its contents: see `Netlink::request`.
-    connection.set_forward_ack(true);
-    connection.set_forward_done(true);
-    let socket = connection.socket_mut().socket_mut();
-    // Since 4.12 and 4.20. An older kernel explains less and filters less; what we ask is filtered again here.
-    let _ = socket.set_ext_ack(true);
-    let _ = socket.set_cap_ack(true);
-    let _ = socket.set_netlink_get_strict_chk(true);
-    runtime.spawn(connection);
-    Ok(handle)
+impl Connection {
+    /// A socket in the calling thread's namespace.
+    fn open() -> io::Result<Connection> {
+        let socket = Socket::new(NETLINK_ROUTE)?;
+        // Connected to the kernel, it hears nobody else.
+        socket.connect(&SocketAddr::new(0, 0))?;
+        // Since 4.12 and 4.20. An older kernel explains less and filters less; what we ask is filtered again here.
+        let _ = socket.set_ext_ack(true);
+        let _ = socket.set_cap_ack(true);
+        let _ = socket.set_netlink_get_strict_chk(true);
+        Ok(Connection { socket, sequence: 0, buffer: Vec::new() })
+    }
+
+    fn exchange(&mut self, message: RouteNetlinkMessage, flags: u16, ending: Ending) -> Result<Answer, Cause> {
+        self.sequence = self.sequence.wrapping_add(1);
+        let mut message = NetlinkMessage::from(message);
+        message.header.flags = NLM_F_REQUEST | flags;
+        message.header.sequence_number = self.sequence;
+        message.finalize();
+        let mut bytes = vec![0; message.buffer_len()];
+        message.serialize(&mut bytes);
+        patience::again(|| self.socket.send(&bytes, 0))?;
+
+        let mut answer = Answer { messages: Vec::new(), interrupted: false };
+        loop {
+            self.receive()?;
+            for bytes in messages(&self.buffer) {
+                let reply = match NetlinkMessage::<RouteNetlinkMessage>::deserialize(bytes) {
+                    // The remains of an exchange that was given up.
+                    Ok(reply) if reply.header.sequence_number != self.sequence => continue,
+                    Ok(reply) => reply,
+                    // Of a list, what cannot be read is left out.
+                    Err(_) if ending == Ending::Message => return Ok(answer),
+                    Err(_) => continue,
+                };
+                answer.interrupted |= reply.header.flags & NLM_F_DUMP_INTR != 0;
+                match reply.payload {
+                    NetlinkPayload::InnerMessage(message) => answer.messages.push(message),
+                    NetlinkPayload::Error(error) => return refusal(&error).map_or(Ok(answer), Err),
+                    // A dump that fails half-way says so in its last message.
+                    NetlinkPayload::Done(done) if done.code < 0 => {
+                        return Err(kernel(-done.code, explanation(&done.extended_ack)));
+                    }
+                    NetlinkPayload::Done(_) => return Ok(answer),
+                    NetlinkPayload::Overrun(_) => return Err(Cause::from(Errno::ENOBUFS)),
+                    _ => continue,
+                }
+                if ending == Ending::Message {
+                    return Ok(answer);
+                }
+            }
+        }
+    }
+
+    /// Reads the next part of the answer into the buffer.
+    fn receive(&mut self) -> Result<(), Cause> {
+        self.buffer.clear();
+        self.buffer.reserve_exact(RECEIVE);
+        let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
+        match patience::again(|| self.socket.recv(&mut self.buffer, flags)) {
+            Ok(length) if length > self.buffer.len() => {
+                Err(Cause::text(format!("the kernel's answer is too large: {length} bytes")))
+            }
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(Cause::text("the kernel ended its answer early"))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// The messages of a datagram, each as long as it says, as far as that can be.
+fn messages(datagram: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = datagram;
+    std::iter::from_fn(move || {
+        let length = u32::from_ne_bytes(rest.first_chunk::<4>().copied()?);
+        let length = usize::try_from(length).ok().filter(|length| (HEADER..=rest.len()).contains(length))?;
+        let message = rest.get(..length)?;
+        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some(message)
+    })
 }
 
 struct Answer {
@@ -151,29 +232,6 @@ fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<V
         }
     }
     Err(Cause::text(format!("the tables changed during each of {DUMP_ATTEMPTS} attempts to read them")))
-}
-
-async fn exchange(
-    mut handle: rtnetlink::Handle,
-    message: NetlinkMessage<RouteNetlinkMessage>,
-) -> Result<Answer, Cause> {
-    let mut replies = handle.request(message).map_err(|_| Cause::text("the netlink connection is closed"))?;
-    let mut answer = Answer { messages: Vec::new(), interrupted: false };
-    while let Some(reply) = replies.next().await {
-        answer.interrupted |= reply.header.flags & NLM_F_DUMP_INTR != 0;
-        match reply.payload {
-            NetlinkPayload::InnerMessage(message) => answer.messages.push(message),
-            NetlinkPayload::Error(error) => return refusal(&error).map_or(Ok(answer), Err),
-            // A dump that fails half-way says so in its last message.
-            NetlinkPayload::Done(done) if done.code < 0 => {
-                return Err(kernel(-done.code, explanation(&done.extended_ack)));
-            }
-            NetlinkPayload::Done(_) => return Ok(answer),
-            NetlinkPayload::Overrun(_) => return Err(Cause::from(nix::errno::Errno::ENOBUFS)),
-            _ => {}
-        }
-    }
-    Err(Cause::text("the netlink connection was closed before the answer came"))
 }
 
 /// `None` if it is an acknowledgement.
@@ -202,6 +260,7 @@ fn explanation(attributes: &[u8]) -> Option<Box<str>> {
 mod tests {
     use super::*;
     use crate::testing::{in_new_netns, new_netns};
+    use rtnetlink::packet_route::link::LinkMessage;
 
     #[test]
     fn an_explanation_is_read_out_of_its_attributes() {
@@ -211,6 +270,41 @@ mod tests {
         assert_eq!(explanation(&bytes[..8]), None);
         assert_eq!(explanation(&[]), None);
         assert_eq!(explanation(&[255, 255, 1]), None);
+    }
+
+    #[test]
+    fn a_datagram_is_taken_apart_and_no_length_leads_out_of_it() {
+        let message = |length: u32, size: usize| {
+            let mut bytes = length.to_ne_bytes().to_vec();
+            bytes.resize(size, 7);
+            bytes
+        };
+        let lengths = |bytes: &[u8]| messages(bytes).map(<[u8]>::len).collect::<Vec<_>>();
+        assert_eq!(lengths(&[message(18, 20), message(16, 16)].concat()), [18, 16]);
+        // The last one's padding may be missing.
+        assert_eq!(lengths(&[message(16, 16), message(18, 18)].concat()), [16, 18]);
+        for (length, size) in [(0, 16), (15, 16), (17, 16), (u32::MAX, 16), (16, 3)] {
+            let bytes = message(length, size.max(4));
+            assert_eq!(lengths(&bytes[..size]), [0; 0], "{length} {size}");
+        }
+    }
+
+    #[test]
+    fn an_answer_given_up_does_not_reach_the_next_question() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let mut ask = LinkMessage::default();
+            ask.attributes.push(LinkAttribute::IfName("lo".to_owned()));
+            let mut message = NetlinkMessage::from(RouteNetlinkMessage::GetLink(ask));
+            message.header.flags = NLM_F_REQUEST;
+            message.finalize();
+            let mut bytes = vec![0; message.buffer_len()];
+            message.serialize(&mut bytes);
+            // Sequence number 0: nobody waits for it.
+            netlink.connection.lock().unwrap().socket.send(&bytes, 0).unwrap();
+            assert_eq!(netlink.find_link("not-there").unwrap(), None);
+            assert_eq!(netlink.link("lo").unwrap().index, 1);
+        });
     }
 
     #[test]

@@ -218,7 +218,7 @@ impl Netlink {
         message.header.address_family = Family::of(address).number();
         message.header.destination_prefix_length = if address.is_ipv4() { 32 } else { 128 };
         message.attributes.push(RouteAttribute::Destination(address.into()));
-        let answer = self.request(RouteNetlinkMessage::GetRoute(message), 0).map_err(failed)?;
+        let answer = self.get(RouteNetlinkMessage::GetRoute(message)).map_err(failed)?;
         let attributes = answer.into_iter().filter_map(|message| match message {
             RouteNetlinkMessage::NewRoute(route) => Some(route.attributes),
             _ => None,

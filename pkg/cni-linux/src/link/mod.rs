@@ -191,8 +191,8 @@ impl Netlink {
         message.header.index = index;
         message.attributes.extend(name.map(|name| LinkAttribute::IfName(name.to_owned())));
         message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
-        match self.request(RouteNetlinkMessage::GetLink(message), 0) {
-            Ok(answer) => match answer.into_iter().find_map(decode) {
+        match self.get(RouteNetlinkMessage::GetLink(message)) {
+            Ok(answer) => match answer.and_then(decode) {
                 Some(link) => Ok(Some(link)),
                 None => Err(Cause::text("the kernel's answer could not be understood")),
             },
