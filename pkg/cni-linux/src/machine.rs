@@ -65,7 +65,7 @@ impl AsFd for LinuxMachine {
 
 impl Machine for LinuxMachine {
     fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
-        Ok(Netns::open(path)?.is_same(&Netns::current()?))
+        Ok(Netns::is_own(path)?)
     }
 
     fn terminated(&self) -> bool {

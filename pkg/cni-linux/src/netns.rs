@@ -1,19 +1,17 @@
 //! Network namespaces by path, and the one door through which code runs inside one.
 //!
-//! The door is a thread that enters, runs one function and dies: neither an error nor a panic can leave the caller in
-//! the wrong namespace, and there is no way back to get wrong. This room never creates or deletes a namespace; that
-//! is the runtime's.
+//! The door closes behind whoever leaves, by an error or a panic too; should the way back ever fail, the process ends there
+//! and then, because all that it would undo or say it would do in the wrong place. This room never creates or deletes a
+//! namespace; that is the runtime's.
 //!
 //! The newcomer's mistakes: `/proc/self/ns/net` is the namespace of the *main thread* (`/proc/thread-self` is the
-//! caller's); and a thread started inside a namespace inherits it and keeps it.
+//! caller's); and a thread or program started inside a namespace inherits it and keeps it.
 
-use std::fs::File;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
-use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::thread;
 
 use nix::errno::Errno;
 use nix::sched::{CloneFlags, setns};
@@ -21,6 +19,9 @@ use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 
 use crate::error::{Cause, Error, Result};
 use crate::sys;
+
+/// The calling thread's own.
+const OWN: &str = "/proc/thread-self/ns/net";
 
 /// An open network namespace. It lives at least as long as this handle.
 #[derive(Debug)]
@@ -42,7 +43,18 @@ impl Netns {
 
     /// The calling thread's own namespace.
     pub fn current() -> Result<Netns> {
-        Netns::open(Path::new("/proc/thread-self/ns/net"))
+        Netns::open(Path::new(OWN))
+    }
+
+    /// Whether `path` is the calling thread's own namespace. Two looks, nothing is opened.
+    ///
+    /// # Errors
+    /// Those of [`open`](Netns::open), where there is nothing at `path`.
+    pub fn is_own(path: &Path) -> Result<bool> {
+        let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN)) else {
+            return Ok(Netns::open(path)?.is_same(&Netns::current()?));
+        };
+        Ok((there.dev(), there.ino()) == (own.dev(), own.ino()))
     }
 
     /// Whether both are the same namespace, whatever the paths.
@@ -60,23 +72,40 @@ impl Netns {
         (self.device, self.inode)
     }
 
-    /// Runs `inside` in this namespace, on a thread of its own. A panic of `inside` continues in the caller.
+    /// Takes the calling thread into this namespace, runs `inside`, and takes it back. A panic of `inside` continues in
+    /// the caller, after the way back.
     ///
-    /// For what depends on the calling thread: files under /proc/sys/net, sockets being born. Costs some 20 µs, so do
-    /// everything in one visit. No child may be started in there: it would be killed with the thread.
+    /// For what depends on the calling thread: files under /proc/sys/net, sockets being born. Five system calls. No
+    /// thread and no child may be started in there: it would stay.
     ///
     /// # Errors
-    /// The thread could not be started or could not enter; then `inside` has not run.
-    pub fn run<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> Result<T> {
-        let enter_and_run = || -> io::Result<T> {
+    /// The namespace could not be entered; then `inside` has not run.
+    pub fn run<T>(&self, inside: impl FnOnce() -> T) -> Result<T> {
+        let enter = || -> io::Result<WayBack> {
+            let home = WayBack(File::open(OWN)?);
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            Ok(inside())
+            Ok(home)
         };
-        let entered = thread::scope(|scope| {
-            let visit = thread::Builder::new().name("netns".into()).spawn_scoped(scope, enter_and_run)?;
-            visit.join().unwrap_or_else(|panic| resume_unwind(panic))
-        });
-        entered.map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))
+        let _back =
+            enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
+        Ok(inside())
+    }
+}
+
+/// The namespace that a visitor came from, and goes back to whatever happens.
+struct WayBack(File);
+
+impl Drop for WayBack {
+    fn drop(&mut self) {
+        // Also where the way in failed: then it leads to where we are.
+        if let Err(errno) = setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET) {
+            // Only a kernel without a few bytes of memory refuses. In here a rollback would delete other people's links.
+            let _ = writeln!(
+                io::stderr(),
+                "failed to leave a network namespace: {errno}; nothing more can be done from here"
+            );
+            std::process::abort();
+        }
     }
 }
 
@@ -186,6 +215,10 @@ mod tests {
             assert!(!here.is_same(&other));
             let inside = other.run(|| Netns::current().unwrap()).unwrap();
             assert!(inside.is_same(&other));
+            assert!(Netns::current().unwrap().is_same(&here));
+            // An error inside is the caller's business; a visit within a visit ends where it began.
+            let failed = other.run(|| new_netns().run(|| ()).and_then(|()| Netns::open(Path::new("/nonexistent"))));
+            assert!(failed.unwrap().is_err());
             assert!(Netns::current().unwrap().is_same(&here));
         });
     }
