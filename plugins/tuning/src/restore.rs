@@ -18,7 +18,8 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
     let path = backup.path().display();
     match backup.read()? {
-        None => return Ok(()),
+        // A killed ADD may have come half-way to one.
+        None => {}
         Some(Content::Garbage(why)) => call.notes.note(format_args!("{path} cannot be restored: {why}")),
         Some(Content::Record(record, _)) => {
             if let Some(other) = record.attachment.as_ref().filter(|attachment| attachment.is_foreign_to(call)) {

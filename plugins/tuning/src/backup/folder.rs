@@ -5,10 +5,13 @@
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cni::{Code, Error, Result};
+use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::unistd::linkat;
 
 use super::Record;
 
@@ -157,22 +160,20 @@ impl Backup {
     /// # Errors
     /// As [`write`](Backup::write).
     pub(crate) fn write_bytes(&self, bytes: &[u8]) -> Result<()> {
-        // No other process that lives has this name; one that was killed may have left it.
-        let temporary = self.folder.0.join(format!(".{}.tmp", std::process::id()));
-        let create = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
+        // One that was killed may have left it.
+        let temporary = self.temporary();
         let write = || -> io::Result<()> {
-            let mut file = match create() {
+            match make(&self.folder.0, &temporary, bytes) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     self.folder.ensure()?;
-                    create()?
+                    make(&self.folder.0, &temporary, bytes)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     fs::remove_file(&temporary)?;
-                    create()?
+                    make(&self.folder.0, &temporary, bytes)?;
                 }
-                file => file?,
-            };
-            file.write_all(bytes)?;
+                made => made?,
+            }
             fs::rename(&temporary, &self.path)
         };
         write().map_err(|error| {
@@ -181,11 +182,21 @@ impl Backup {
         })
     }
 
-    /// Removes it. Returns whether it was there.
+    /// What becomes the backup: named after the attachment, whose DEL takes it too.
+    fn temporary(&self) -> PathBuf {
+        self.path.with_extension("tmp")
+    }
+
+    /// Removes it, and what was to become it. Returns whether it was there.
     ///
     /// # Errors
     /// Code 5.
     pub(crate) fn purge(&self) -> Result<bool> {
+        // There is one only where a writer was killed.
+        match fs::remove_file(self.temporary()) {
+            Err(error) if !is_absent(&error) => return Err(self.failed("remove what was to become", error)),
+            _ => {}
+        }
         match fs::remove_file(&self.path) {
             Ok(()) => Ok(true),
             Err(error) if is_absent(&error) => Ok(false),
@@ -197,6 +208,18 @@ impl Backup {
         let path = self.path.display().to_string();
         Error::caused(Code::IO, format_args!("failed to {doing} the backup {}", crate::key::cut(&path)), error)
     }
+}
+
+/// Makes a file that has its whole content as soon as it has its name; where the file system cannot do that, as soon as
+/// this returns.
+fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
+    if let Ok(mut file) = nameless {
+        file.write_all(bytes)?;
+        let from = format!("/proc/self/fd/{}", file.as_raw_fd());
+        return Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?);
+    }
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
 }
 
 /// Whether there can be no such file. A name that is too long is one that no file has.
@@ -254,11 +277,14 @@ mod tests {
     fn what_a_killed_writer_left_is_no_obstacle() {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path().to_owned());
-        fs::write(dir.path().join(format!(".{}.tmp", std::process::id())), "half").unwrap();
         let backup = folder.backup("c1", "eth0");
+        fs::write(dir.path().join("c1_eth0.tmp"), "half").unwrap();
         backup.write(&record(1)).unwrap();
         assert_eq!(read(&backup), Some(record(1)));
         assert_eq!(folder.list().unwrap().len(), 1);
+        fs::write(dir.path().join("c1_eth0.tmp"), "half").unwrap();
+        assert!(backup.purge().unwrap());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
