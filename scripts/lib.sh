@@ -174,3 +174,24 @@ install_missing() {
     [ ${#components[@]} = 0 ] || rustup -q component add "${components[@]}" ||
         die "missing: ${components[*]}. Get it by: rustup component add ${components[*]}"
 }
+
+# in_a_copy FOLDER SCRIPT [ARGUMENT...]: bash on a copy of this machine that is thrown away: an overlay of its files, a network
+# and mount namespace of its own. FOLDER, $work in the script, is the same inside and outside.
+in_a_copy() {
+    # shellcheck disable=SC2016  # of the inner shell
+    unshare -nm -- bash -euc '
+        export work=$1
+        mkdir -p "$work/copy"
+        mount -t tmpfs none "$work/copy"
+        mkdir "$work"/copy/{upper,work,root}
+        mount -t overlay none -o "lowerdir=/,upperdir=$work/copy/upper,workdir=$work/copy/work" "$work/copy/root"
+        mount -t proc none "$work/copy/root/proc"
+        mount -t sysfs none "$work/copy/root/sys"
+        mount --rbind /dev "$work/copy/root/dev"
+        mount -t tmpfs none "$work/copy/root/run"
+        mount --rbind "$work" "$work/copy/root$work" 2>/dev/null
+        ip link set lo up
+        script=$2
+        shift 2
+        exec chroot "$work/copy/root" bash -euc "$script" - "$@"' - "$@"
+}

@@ -2,11 +2,11 @@
 # What is published, tried as users get it: scripts/release for amd64 and arm64, each built twice; the archive installed and
 # rolled back; the Debian package put in and out of a copy of this machine; arm64 under qemu's user emulation; the
 # Kubernetes manifest against the API's schemas, and its command with the manifest's own arguments and no capabilities.
-# shellcheck disable=SC2154  # root, work and inside are scripts/test's
+# shellcheck disable=SC2154  # root and work are scripts/test's
 # Sourced by scripts/test --release. Nothing is installed on the machine but packages that scripts/test needs.
 
 release_needs() {
-    need git jq dpkg-deb setpriv chroot python3 qemu-aarch64
+    need git jq dpkg-deb setpriv qemu-aarch64
 }
 
 release_part() {
@@ -53,26 +53,13 @@ release_archive() (
     diff -r "${CNI_GO_BIN_DIR:-/usr/lib/cni}" "$work/node"
 )
 
-# in_a_copy SCRIPT: as root of a copy-on-write view of this machine, $work being what it is here.
-in_a_copy() {
-    # shellcheck disable=SC2016  # of the inner shell
-    "${inside[@]}" unshare -m -- bash -euc '
-        mkdir -p "$1/copy"
-        mount -t tmpfs none "$1/copy"
-        mkdir "$1"/copy/{upper,work,root}
-        mount -t overlay none -o "lowerdir=/,upperdir=$1/copy/upper,workdir=$1/copy/work" "$1/copy/root"
-        for folder in /proc /dev "$1"; do mount --rbind "$folder" "$1/copy/root$folder"; done
-        export release=$1
-        exec chroot "$1/copy/root" bash -euc "$2"' - "$work" "$1"
-}
-
 release_package() {
     # shellcheck disable=SC2016
-    in_a_copy '
+    in_a_copy "$work" '
         sum() { sha256sum <"$1"; }
-        deb=$(echo "$release"/release/cni-plugins-rust_*_amd64.deb)
+        deb=$(echo "$work"/release/cni-plugins-rust_*_amd64.deb)
         theirs=$(sum /usr/lib/cni/bridge)
-        ours=$(sum "$release/unpacked-amd64/bridge")
+        ours=$(sum "$work/unpacked-amd64/bridge")
         dpkg -i "$deb"
         [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
         [ "$(sum /usr/lib/cni/bridge.containernetworking)" = "$theirs" ]
@@ -124,14 +111,14 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
     release_unpack amd64 >/dev/null
     # As the image and the manifest have it: programs in /plugins, the folder of the node, no capability.
     # shellcheck disable=SC2016
-    in_a_copy '
+    in_a_copy "$work" '
         mkdir -p /plugins /host/opt/cni/bin
-        cp "$release"/unpacked-amd64/* /plugins/
+        cp "$work"/unpacked-amd64/* /plugins/
         mv /plugins/cni-install /cni-install
         cp /usr/lib/cni/* /host/opt/cni/bin/
         bare() { setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs "$@"; }
-        mapfile -t arguments <"$release/arguments"
-        mapfile -t probe <"$release/probe"
+        mapfile -t arguments <"$work/arguments"
+        mapfile -t probe <"$work/probe"
         # Whoever looks, at any moment, finds a whole program.
         (for _ in {1..300}; do [ -s /host/opt/cni/bin/bridge ] && CNI_COMMAND=VERSION /host/opt/cni/bin/bridge </dev/null >/dev/null || exit 1; done) &
         kubelet=$!
