@@ -40,20 +40,20 @@ fn failing(backend: Backend, verb: Verb, floors: [u64; 5]) {
 
 #[test]
 fn during_add_with_nftables() {
-    failing(Backend::Nftables, Verb::Add, [150, 4, 80, 70, 120]);
+    failing(Backend::Nftables, Verb::Add, [90, 2, 48, 42, 72]);
 }
 
 #[test]
 fn during_add_with_iptables() {
-    failing(Backend::IptablesNft, Verb::Add, [250, 13, 80, 70, 420]);
+    failing(Backend::IptablesNft, Verb::Add, [150, 7, 48, 42, 252]);
 }
 
 #[test]
 fn during_del_with_nftables() {
-    failing(Backend::Nftables, Verb::Del, [100, 4, 65, 60, 65]);
+    failing(Backend::Nftables, Verb::Del, [60, 2, 39, 36, 39]);
 }
 
 #[test]
 fn during_del_with_iptables() {
-    failing(Backend::IptablesNft, Verb::Del, [150, 4, 65, 60, 115]);
+    failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69]);
 }

@@ -26,11 +26,11 @@ fn during_add_with_nftables() {
         Verb::Add,
         6,
         &[
-            victim("bridge", "bridge", 380),
-            victim("bridge", "bridge+fork", 9),
-            victim("bridge", "host-local", 120),
-            victim("tuning", "tuning", 150),
-            victim("portmap", "portmap", 240),
+            victim("bridge", "bridge", 247),
+            victim("bridge", "bridge+fork", 5),
+            victim("bridge", "host-local", 78),
+            victim("tuning", "tuning", 97),
+            victim("portmap", "portmap", 156),
         ],
     );
 }
@@ -42,14 +42,14 @@ fn during_add_with_iptables() {
         Verb::Add,
         6,
         &[
-            victim("bridge", "bridge", 480),
-            victim("bridge", "bridge+fork", 27),
-            victim("bridge", "host-local", 120),
-            victim("bridge", "xtables-nft-multi", 200),
-            victim("tuning", "tuning", 150),
-            victim("portmap", "portmap", 600),
-            victim("portmap", "portmap+fork", 18),
-            victim("portmap", "xtables-nft-multi", 350),
+            victim("bridge", "bridge", 312),
+            victim("bridge", "bridge+fork", 17),
+            victim("bridge", "host-local", 78),
+            victim("bridge", "xtables-nft-multi", 130),
+            victim("tuning", "tuning", 97),
+            victim("portmap", "portmap", 390),
+            victim("portmap", "portmap+fork", 11),
+            victim("portmap", "xtables-nft-multi", 227),
         ],
     );
 }
@@ -61,11 +61,11 @@ fn during_del_with_nftables() {
         Verb::Del,
         6,
         &[
-            victim("bridge", "bridge", 230),
-            victim("bridge", "bridge+fork", 9),
-            victim("bridge", "host-local", 100),
-            victim("tuning", "tuning", 150),
-            victim("portmap", "portmap", 120),
+            victim("bridge", "bridge", 149),
+            victim("bridge", "bridge+fork", 5),
+            victim("bridge", "host-local", 65),
+            victim("tuning", "tuning", 97),
+            victim("portmap", "portmap", 78),
         ],
     );
 }
@@ -77,11 +77,11 @@ fn during_del_with_iptables() {
         Verb::Del,
         6,
         &[
-            victim("bridge", "bridge", 300),
-            victim("bridge", "bridge+fork", 9),
-            victim("bridge", "host-local", 100),
-            victim("tuning", "tuning", 150),
-            victim("portmap", "portmap", 200),
+            victim("bridge", "bridge", 195),
+            victim("bridge", "bridge+fork", 5),
+            victim("bridge", "host-local", 65),
+            victim("tuning", "tuning", 97),
+            victim("portmap", "portmap", 130),
         ],
     );
 }
