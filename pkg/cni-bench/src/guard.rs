@@ -48,8 +48,12 @@ impl Line {
 
     /// The most that is let pass. A kernel older than the one of the table answers a creation without telling what it
     /// made, which costs one more request (two calls) for each link; four calls are two links.
+    ///
+    /// portmap's look at the connections takes more or fewer reads from one run to the next; 15 calls between two runs
+    /// were seen.
     fn bound(&self) -> usize {
-        self.syscalls + self.syscalls / 33 + 4
+        let reads = if self.what.contains("portmap") { 16 } else { 0 };
+        self.syscalls + self.syscalls / 33 + 4 + reads
     }
 
     /// Why `now` is more than the table allows.
@@ -195,6 +199,13 @@ mod tests {
     fn a_line_is_read_as_it_was_written() {
         assert_eq!(Line::parse(line(200, 1, 2).text().trim_end()).unwrap(), line(200, 1, 2));
         assert!(Line::parse("bridge ADD").is_err());
+    }
+
+    #[test]
+    fn portmap_may_read_more_connections() {
+        let line = |syscalls| Line { what: "portmap ADD, ours".to_owned(), ..line(syscalls, 0, 0) };
+        assert_eq!(line(190).excess(&line(206)), None);
+        assert!(line(190).excess(&line(216)).is_some());
     }
 
     #[test]
