@@ -129,7 +129,7 @@ impl<'n> Invocation<'n> {
         self
     }
 
-    /// When to give up; a minute if not said.
+    /// When to give up, on a machine that is not slow ([`crate::patience`]); a minute if not said.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -295,7 +295,7 @@ impl Started {
         thread::scope(|scope| {
             let (ended, end) = mpsc::channel();
             scope.spawn(move || ended.send(child.wait()));
-            let (status, in_time) = match end.recv_timeout(timeout) {
+            let (status, in_time) = match end.recv_timeout(crate::patience(timeout)) {
                 Ok(status) => (status, true),
                 Err(_) => {
                     let _ = killpg(group, Signal::SIGKILL);

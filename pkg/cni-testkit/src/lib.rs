@@ -8,6 +8,7 @@
 //! - [`trace`]: a run in which one system call is a program's last, or fails.
 //! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
 //!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
+//! - [`patience`]: deadlines of tests, longer where everything is slower.
 //! - [`deviation`]: what is known to be different in the plugins under test, as data.
 //!
 //! Nothing here is named on the machine: namespaces live by file descriptors, paths to them are symlinks in the
@@ -29,6 +30,7 @@ mod leftovers;
 mod namespace;
 mod node;
 mod outcome;
+mod patience;
 pub mod probe;
 mod schema;
 mod skip;
@@ -38,6 +40,7 @@ pub use attachment::Attachment;
 pub use invocation::{Invocation, Started};
 pub use node::{Container, Node, Ran};
 pub use outcome::{Failure, Outcome};
+pub use patience::{crowd, patience};
 pub use skip::{skipped, unprovoked};
 
 use std::path::PathBuf;

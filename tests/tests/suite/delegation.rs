@@ -19,7 +19,7 @@ pub(crate) fn executable(node: &Node, name: &str, script: &str) -> PathBuf {
 
 /// Waits until a file that a delegate writes is there and not empty.
 pub(crate) fn wait_for(path: &Path) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
     while !fs::metadata(path).is_ok_and(|meta| meta.len() > 0) {
         assert!(Instant::now() < deadline, "{} never came", path.display());
         std::thread::sleep(Duration::from_millis(5));

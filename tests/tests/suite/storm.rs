@@ -6,8 +6,6 @@ use cni_testkit::{Container, Node, Started};
 use conformance::{addresses, bridge};
 use serde_json::{Value, json};
 
-const CROWD: usize = 200;
-
 /// Runs `verb` for all at one barrier: every process is started and waits for its configuration to end.
 fn all_at_once(node: &Node, verb: &str, containers: &[Container], configs: &[Value]) -> Vec<cni_testkit::Outcome> {
     let start = |(container, config)| node.plugin("bridge").command(verb).container(container).config(config).start();
@@ -18,18 +16,19 @@ fn all_at_once(node: &Node, verb: &str, containers: &[Container], configs: &[Val
 
 #[test]
 fn two_hundred_adds_and_two_hundred_dels_leave_nothing() {
+    let crowd = cni_testkit::crowd(200);
     let node = Node::new();
     let config = bridge(&node, &["10.1.0.0/16", "fd00:1::/64"]);
-    let containers: Vec<Container> = (0..CROWD).map(|_| node.container()).collect();
-    let configs = vec![config.clone(); CROWD];
+    let containers: Vec<Container> = (0..crowd).map(|_| node.container()).collect();
+    let configs = vec![config.clone(); crowd];
 
     let results: Vec<Value> =
         all_at_once(&node, "ADD", &containers, &configs).iter().map(cni_testkit::Outcome::success).collect();
     let distinct: BTreeSet<String> = results.iter().flat_map(addresses).collect();
-    assert_eq!(distinct.len(), 2 * CROWD);
-    assert_eq!(node.ports("br0").len(), CROWD);
-    assert_eq!(node.reservations("net1").len(), 2 * CROWD);
-    for container in [&containers[0], &containers[CROWD - 1]] {
+    assert_eq!(distinct.len(), 2 * crowd);
+    assert_eq!(node.ports("br0").len(), crowd);
+    assert_eq!(node.reservations("net1").len(), 2 * crowd);
+    for container in [&containers[0], &containers[crowd - 1]] {
         container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
     }
 

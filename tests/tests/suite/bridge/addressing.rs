@@ -135,7 +135,7 @@ fn without_enabledad_an_address_is_there_at_once() {
     let attachment = Attachment::new(&node, &container, bridge(&node, &["fd00:1::/64"]));
     let began = std::time::Instant::now();
     let result = attachment.add().success();
-    assert!(began.elapsed() < std::time::Duration::from_millis(900), "{:?}", began.elapsed());
+    assert!(began.elapsed() < cni_testkit::patience(std::time::Duration::from_millis(900)), "{:?}", began.elapsed());
     attachment.del_with(&result).success();
 }
 

@@ -47,7 +47,7 @@ fn a_reservation_whose_container_is_gone_is_shown_and_collected_and_those_in_use
     // The end of a namespace takes the kernel a moment; until then the host's link bears the mark.
     assert!(["over", "in use"].contains(&states[1]), "{shown:#}");
     assert_eq!((states[0], states[2], states[3]), ("in use", "unknown", "in use"), "{shown:#}");
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    let deadline = std::time::Instant::now() + cni_testkit::patience(std::time::Duration::from_secs(20));
     while operator.json(&["ipam", "show", "net1"])["reservations"][1]["state"] != "over" {
         assert!(std::time::Instant::now() < deadline, "{}", operator.done(&["ipam", "show", "net1"]));
         std::thread::sleep(std::time::Duration::from_millis(50));

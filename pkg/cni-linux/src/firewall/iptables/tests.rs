@@ -303,8 +303,9 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
         let (netns, rig) = (crate::Netns::current().unwrap(), Rig::new());
         let folders = rig.folders();
         let looks = std::sync::atomic::AtomicUsize::new(0);
+        let crowd = cni_testkit::crowd(50);
         std::thread::scope(|scope| {
-            for number in 0..50 {
+            for number in 0..crowd {
                 let (netns, looks, folders) = (&netns, &looks, folders.clone());
                 scope.spawn(move || {
                     // Threads inherit the namespace.
@@ -328,10 +329,10 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                 });
             }
         });
-        assert_eq!(looks.into_inner(), 50, "nobody came in between");
+        assert_eq!(looks.into_inner(), crowd, "nobody came in between");
         let saved = saved(variant, family);
-        assert_eq!(saved.iter().filter(|line| line.starts_with(":CNI")).count(), 51);
+        assert_eq!(saved.iter().filter(|line| line.starts_with(":CNI")).count(), crowd + 1);
         assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), 1);
-        assert_eq!(saved.iter().filter(|line| line.starts_with("-A CNI-SHARED")).count(), 50);
+        assert_eq!(saved.iter().filter(|line| line.starts_with("-A CNI-SHARED")).count(), crowd);
     });
 }

@@ -298,17 +298,18 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
 #[test]
 fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
     with_each(|rig| {
+        let crowd = cni_testkit::crowd(50);
         let all = |work: &(dyn Fn(&Mark, &str) + Sync)| {
             thread::scope(|scope| {
-                for number in 0..50 {
+                for number in 0..crowd {
                     scope.spawn(move || work(&mark(&format!("c{number}"), "eth0"), &format!("10.88.1.{number}/16")));
                 }
             });
         };
         all(&|mark, address| rig.ensure(mark, &[address]));
         let saved = rig.saved();
-        assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), 50);
-        assert_eq!(saved.len(), 50 * 5);
+        assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), crowd);
+        assert_eq!(saved.len(), crowd * 5);
         all(&|mark, _| rig.purge(mark, &[]));
         assert_eq!(rig.saved(), NONE);
     });

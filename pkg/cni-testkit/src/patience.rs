@@ -1,0 +1,34 @@
+//! How long tests wait, and how many they are at once.
+//!
+//! Under emulation programs start 20 times slower than on the machine that a test was written on. `CNI_TEST_SLOW` says by
+//! how much the tests' deadlines are longer. What the plugins themselves wait for stays as it is, and so a crowd that
+//! comes one after the other through a lock must be smaller there.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// `CNI_TEST_SLOW`, a whole number; 1 if it is not set.
+fn factor() -> u32 {
+    static FACTOR: OnceLock<u32> = OnceLock::new();
+    *FACTOR.get_or_init(|| match std::env::var("CNI_TEST_SLOW") {
+        Ok(text) => text.parse().unwrap_or_else(|error| panic!("CNI_TEST_SLOW={text}: {error}")),
+        Err(_) => 1,
+    })
+}
+
+/// `time` of a machine that is not slow, as this one needs it.
+///
+/// # Panics
+/// If `CNI_TEST_SLOW` is no number.
+pub fn patience(time: Duration) -> Duration {
+    time * factor()
+}
+
+/// How many may be at once here where a machine that is not slow takes `count`: never less than 6 of them.
+///
+/// # Panics
+/// If `CNI_TEST_SLOW` is no number.
+pub fn crowd(count: usize) -> usize {
+    let factor = usize::try_from(factor()).unwrap_or(usize::MAX);
+    (count / factor).max(count.min(6))
+}

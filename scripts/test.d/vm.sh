@@ -1,0 +1,42 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154  # root and work are scripts/test's
+# A part of scripts/test: every test once more under an older kernel with every feature (scripts/vm: Debian's cloud
+# kernel), where nothing may be skipped for want of one. Kernels of small machines lack VLAN filtering, SCTP and dummy links.
+
+vm_needs() {
+    has vagrant || need ruby
+    vm_lacks=''
+    [ "$(id -u)" = 0 ] || vm_lacks="the virtual machine wants to be root"
+    [ "$(uname -m)" = x86_64 ] || vm_lacks="the virtual machine is for x86_64"
+    has apt-get || vm_lacks="the kernel is Debian's package, and here is no apt-get"
+    [ -z "$vm_lacks" ] || return 0
+    # shellcheck source=scripts/vm.d/get
+    . "$root/scripts/vm.d/get"
+    need bridge
+    need_vm
+}
+
+vm_part() {
+    if has vagrant; then
+        step "Vagrantfile" vagrant validate --ignore-provider
+    else
+        step "Vagrantfile, its syntax" ruby -c Vagrantfile
+    fi
+    if [ -n "$vm_lacks" ]; then
+        say "SKIP vm: $vm_lacks" | tee -a "$work/skips"
+        skipped=$((skipped + 1))
+        return
+    fi
+    # What the builds above have made, each with its package's folder.
+    cargo test --locked --offline --workspace --no-run --message-format=json 2>/dev/null |
+        sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"profile":{[^}]*"test":true}.*"executable":"\([^"]*\)".*/\1 \2/p' >"$work/vm-tests"
+    # shellcheck disable=SC2016  # for the shell in the virtual machine
+    step "a virtual machine" scripts/vm -t 120 -- bash -c 'ip link add dummy0 type dummy && ip link add br0 type bridge vlan_filtering 1' || return 0
+    local threads
+    threads=$(($(nproc) < 4 ? $(nproc) : 4))
+    # Programs start 20 times slower there. One test more than there are processors: tests wait, for answers that do not come.
+    tests "everything on a kernel with every feature" "$work/vm" \
+        env CNI_BIN_DIR="$work/bin" CNI_TEST_REQUIRE=all CNI_TEST_SLOW=20 RUST_TEST_THREADS=$((threads + 1)) \
+        scripts/vm -c "$threads" -t 1800 -- scripts/vm.d/tests "$work/vm-tests"
+    [ -s "$work/vm-tests" ] || { count 0 1 0 "$SECONDS"; say "  no test binaries were found"; }
+}
