@@ -5,7 +5,7 @@ use conformance::{bridge, layer2, patched};
 use serde_json::{Value, json};
 
 /// What a plugin before bridge would have made: a pair, and a result that names both ends.
-fn made_before(node: &Node, container: &Container) -> Value {
+pub(crate) fn made_before(node: &Node, container: &Container) -> Value {
     let netns = container.netns().to_str().unwrap();
     node.exec(&["ip", "link", "add", "host0", "type", "veth", "peer", "name", "temp0"]);
     node.exec(&["ip", "link", "set", "temp0", "netns", netns]);

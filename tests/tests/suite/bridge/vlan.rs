@@ -1,6 +1,6 @@
 //! VLANs: what is refused everywhere, and what works where the kernel filters by VLAN.
 
-use cni_testkit::{Attachment, Node, probe, require, unprovoked};
+use cni_testkit::{Attachment, Container, Node, probe, require, unprovoked};
 use conformance::{attach, bridge, host_end, layer2, patched};
 use serde_json::{Value, json};
 
@@ -173,4 +173,120 @@ fn filtering_is_not_switched_on_under_foreign_ports() {
     node.exec(&["ip", "link", "del", "uplink"]);
     attachment.add().success();
     attachment.del().success();
+}
+
+fn reaches(container: &Container, address: &str) -> bool {
+    container.run(&["ping", "-c1", "-W5", address]).ok
+}
+
+fn is_cut_off_from(container: &Container, address: &str) -> bool {
+    !container.run(&["ping", "-c1", "-W1", address]).ok
+}
+
+#[test]
+fn check_is_red_when_a_vlan_is_gone() {
+    require!(probe::vlan_filtering());
+    for (patch, gone) in [
+        (json!({"vlan": 100}), "100"),
+        (json!({"vlanTrunk": [{"minID": 10, "maxID": 12}]}), "11"),
+        (json!({"vlan": 100, "vlanTrunk": [{"id": 7}]}), "7"),
+    ] {
+        let node = Node::new();
+        let (_c, attachment, result) = attach(&node, &patched(layer2(), patch), 1).remove(0);
+        attachment.check(&result).success();
+        let port = host_end(&result, "br0").to_owned();
+        node.exec(&["bridge", "vlan", "del", "dev", &port, "vid", gone]);
+        attachment.check(&result).fails_naming(101, &[gone]);
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
+fn check_is_red_when_the_vlan_s_gateway_is_gone() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
+    let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+    attachment.check(&result).success();
+    node.exec(&["ip", "link", "del", "br0.100"]);
+    attachment.check(&result).fails_naming(101, &["br0.100"]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn a_gateway_serves_its_own_vlan_alone() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let red = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
+    let blue = patched(bridge(&node, &["10.2.0.0/24"]), json!({"name": "net2", "vlan": 200, "isDefaultGateway": true}));
+    let plain = patched(bridge(&node, &["10.3.0.0/24"]), json!({"name": "net3"}));
+    let all: Vec<_> = [&red, &blue, &plain].into_iter().flat_map(|config| attach(&node, config, 1)).collect();
+    for (number, (container, ..)) in all.iter().enumerate() {
+        assert!(reaches(container, &format!("10.{}.0.1", number + 1)), "gateway {number}");
+    }
+    // Another VLAN's address on the red one's own interface: ARP alone decides, and must not be heard.
+    all[0].0.exec(&["ip", "addr", "add", "10.2.0.77/24", "dev", "eth0"]);
+    assert!(is_cut_off_from(&all[0].0, "10.2.0.2"), "blue's container");
+    all[0].0.exec(&["ip", "addr", "add", "10.3.0.77/24", "dev", "eth0"]);
+    assert!(is_cut_off_from(&all[0].0, "10.3.0.2"), "the container without a VLAN");
+    let members: Vec<String> = all.iter().map(|(.., result)| host_end(result, "br0").to_owned()).collect();
+    for (_, attachment, result) in all {
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+    }
+    // What is shared stays, as the bridge does: both ends of both gateways.
+    let left = node.ports("br0");
+    assert_eq!(left.len(), 2, "{left:?}");
+    assert!(left.iter().all(|port| !members.contains(port)), "{left:?}");
+    for name in ["br0.100", "br0.200"].map(str::to_owned).iter().chain(&left) {
+        node.expect_left(name);
+    }
+}
+
+#[test]
+fn containers_that_were_there_before_filtering_go_on_talking() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let plain = bridge(&node, &["10.1.0.0/24"]);
+    let mut all = attach(&node, &plain, 2);
+    assert_eq!(node.link("br0").unwrap()["linkinfo"]["info_data"]["vlan_filtering"], 0);
+    let vlan = patched(layer2(), json!({"name": "net2", "vlan": 100}));
+    all.extend(attach(&node, &vlan, 1));
+    assert_eq!(node.link("br0").unwrap()["linkinfo"]["info_data"]["vlan_filtering"], 1);
+    assert!(reaches(&all[0].0, "10.1.0.3") && reaches(&all[0].0, "10.1.0.1"));
+    all[2].0.exec(&["ip", "addr", "add", "10.1.0.50/24", "dev", "eth0"]);
+    assert!(is_cut_off_from(&all[0].0, "10.1.0.50"));
+    for (_, attachment, result) in all {
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
+fn del_without_a_namespace_and_gc_know_ports_with_vlans() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let config = patched(layer2(), json!({"cniVersion": "1.1.0", "vlan": 100, "vlanTrunk": [{"id": 7}]}));
+    let mut all = attach(&node, &config, 3);
+    let (kept, first) = (all.remove(0), all.remove(0));
+    first.1.clone().netns("").del_with(&first.2).success();
+    kept.1.gc(&[(&kept.0.id, "eth0")]).success();
+    assert_eq!(node.ports("br0"), [host_end(&kept.2, "br0")]);
+    kept.1.check(&kept.2).success();
+    kept.1.del_with(&kept.2).success();
+}
+
+#[test]
+fn a_chained_port_gets_its_vlan_and_gives_it_back() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let container = node.container();
+    let prev = super::chained::made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": 100})));
+    let result = attachment.add_after(&prev).success();
+    assert_eq!(vlans(&node, "host0"), [untagged(100)]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    assert!(node.link("host0").unwrap()["master"].is_null());
+    node.exec(&["ip", "link", "del", "host0"]);
 }
