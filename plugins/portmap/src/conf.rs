@@ -185,8 +185,12 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
 }
 
 /// Refuses words that end the match or the rule. Returns the offending one.
-fn check_nft(conditions: &[String]) -> Result<(), String> {
-    const ORDERS: [&str; 22] = [
+///
+/// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are `1.2.3.4accept` and `0x1jump` two
+/// tokens each. So words are what is left between all that cannot be part of a name, and digits. What stands in quotes
+/// is a name; a quote that is not closed would swallow what we write behind it.
+pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
+    const ORDERS: [&str; 31] = [
         "accept",
         "drop",
         "reject",
@@ -209,11 +213,27 @@ fn check_nft(conditions: &[String]) -> Result<(), String> {
         "rule",
         "include",
         "define",
+        "set",
+        "vmap",
+        "update",
+        "notrack",
+        "tproxy",
+        "synproxy",
+        "dup",
+        "fwd",
+        "flow",
     ];
+    let is_of_a_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     for condition in conditions {
         let hostile = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);
-        let order = condition.split_whitespace().find(|word| ORDERS.contains(word));
-        if hostile || order.is_some() {
+        let open = condition.matches('"').count() % 2 == 1;
+        let mut words = condition
+            .split('"')
+            .step_by(2)
+            .flat_map(|unquoted| unquoted.split(|char| !is_of_a_name(char)))
+            .map(|word| word.trim_start_matches(['-', '/']));
+        let order = words.find(|word| ORDERS.contains(word));
+        if hostile || open || order.is_some() {
             return Err(order.unwrap_or(condition).to_owned());
         }
     }
@@ -379,6 +399,15 @@ mod tests {
     }
 
     #[test]
+    fn a_match_of_nft_may_name_what_is_called_like_an_order() {
+        for condition in ["iifname \\\"drop\\\"", "iifname eth-drop", "ip saddr { 10.0.0.1, 10.0.0.0/8 } ct state new"]
+        {
+            let conf = parse(&format!(r#","conditionsV4":["{condition}"]"#)).unwrap();
+            assert_eq!(conf.backend, Some(Backend::Nftables), "{condition}");
+        }
+    }
+
+    #[test]
     fn what_is_more_than_a_match_is_refused_by_name() {
         for (keys, token) in [
             (r#","conditionsV4":["-s","1.2.3.4","-j","ACCEPT"]"#, "\"-j\""),
@@ -386,6 +415,13 @@ mod tests {
             (r#","conditionsV6":["-m","comment","--comment","COMMIT"]"#, "\"COMMIT\""),
             (r#","conditionsV4":["ip saddr 1.2.3.4 accept"]"#, "\"accept\""),
             (r#","conditionsV4":["ip saddr 1.2.3.4; flush ruleset"]"#, "\"flush\""),
+            (r#","conditionsV4":["ip saddr {1.2.3.4}accept"]"#, "\"accept\""),
+            (r#","conditionsV4":["ip saddr 1.2.3.4drop"]"#, "\"drop\""),
+            (r#","conditionsV4":["meta mark 0x1jump x"]"#, "\"jump\""),
+            (r#","conditionsV4":["tcp sport 1-goto x"]"#, "\"goto\""),
+            (r#","conditionsV4":["tcp sport vmap {1:drop}"]"#, "\"vmap\""),
+            (r#","conditionsV4":["iifname \"x"]"#, "iifname"),
+            (r#","conditionsV4":["-fjACCEPT"]"#, "\"-fjACCEPT\""),
             (r#","conditionsV4":["ip saddr 1.2.3.4; ip saddr 1.2.3.5"]"#, "1.2.3.4; ip"),
         ] {
             assert!(refusal(keys).contains(token), "{}", refusal(keys));

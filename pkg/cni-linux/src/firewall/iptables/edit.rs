@@ -222,8 +222,10 @@ fn is_more_than_a_match(word: &str) -> bool {
     match word.strip_prefix('-') {
         // A number; but `-4` and `-6` make iptables leave the line out.
         Some(short) if short.starts_with(|char: char| char.is_ascii_digit()) => short.starts_with(['4', '6']),
+        // This one has no value, so what follows it in its word is the next option: `-fjACCEPT`.
+        Some("f") => false,
         // iptables-restore takes a short option with a `t` in it for `-t`, whatever it is.
-        Some(short) => !short.starts_with(['s', 'd', 'p', 'i', 'o', 'f', 'm']) || short.contains('t'),
+        Some(short) => !short.starts_with(['s', 'd', 'p', 'i', 'o', 'm']) || short.contains('t'),
         None => false,
     }
 }
@@ -275,6 +277,7 @@ mod tests {
             &["-m", "recent", "--set", "--name", "x"],
             &["-m", "policy", "--pol", "none", "--dir", "in"],
             &["-m", "statistic", "--mode", "random", "--probability", "-0.5"],
+            &["-f", "-s", "10.0.0.1"],
             &["-p", "tcp", "--dport", "80", "-m", "set", "--match-set", "a", "dst"],
         ] {
             assert_eq!(check_conditions(words), Ok(()), "{words:?}");
@@ -293,6 +296,8 @@ mod tests {
             "-g",
             "-A",
             "-AINPUT",
+            "-fjACCEPT",
+            "-fg",
             "-I",
             "-D",
             "-F",
