@@ -114,7 +114,12 @@ pub(crate) fn acquire(
 
 /// No folder, a name that no folder can have, or a plain file where a folder would be.
 fn cannot_exist(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(nix::libc::ENOENT | nix::libc::ENAMETOOLONG | nix::libc::ENOTDIR))
+    use nix::libc::{ENAMETOOLONG, ENOENT, ENOTDIR};
+    match error.raw_os_error() {
+        Some(errno) => matches!(errno, ENOENT | ENAMETOOLONG | ENOTDIR),
+        // A NUL in it: the kernel was not even asked.
+        None => error.kind() == io::ErrorKind::InvalidInput,
+    }
 }
 
 /// As Go opens it. Not blocking, in case somebody put a FIFO there.

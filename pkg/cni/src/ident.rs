@@ -56,6 +56,10 @@ pub fn check_interface_name(name: &str) -> Result<()> {
     if name == "." || name == ".." {
         return invalid("interface name is . or ..", name);
     }
+    // The environment cannot hold one, but a configuration can, and the kernel would see the name end there.
+    if name.contains('\0') {
+        return invalid("interface name contains a NUL", name);
+    }
     if name.chars().any(|c| c == '/' || c == ':' || c.is_whitespace()) {
         return invalid("interface name contains / or : or whitespace characters", name);
     }
@@ -82,7 +86,7 @@ mod tests {
         for good in ["eth0", "a", "123456789012345", "eth0.100", "e%d"] {
             assert!(check_interface_name(good).is_ok(), "{good}");
         }
-        for bad in ["", ".", "..", "1234567890123456", "a/b", "a:b", "a b", "a\tb", "a\u{a0}b"] {
+        for bad in ["", ".", "..", "1234567890123456", "a/b", "a:b", "a b", "a\tb", "a\u{a0}b", "a\0", "a\0b"] {
             assert!(check_interface_name(bad).is_err(), "{bad}");
         }
     }

@@ -14,6 +14,7 @@ mod loopback;
 mod masquerade;
 mod mixed;
 mod operator;
+mod paths;
 mod portmap;
 mod protocol;
 mod rights;

@@ -222,9 +222,15 @@ fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
 }
 
-/// Whether there can be no such file. A name that is too long is one that no file has.
+/// Whether there can be no such file. A name that is too long is one that no file has, and so is one with a NUL, which
+/// the kernel is not even asked for.
 fn is_absent(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::InvalidFilename)
+    use io::ErrorKind::{InvalidFilename, InvalidInput, NotADirectory, NotFound};
+    match error.kind() {
+        NotFound | NotADirectory | InvalidFilename => true,
+        InvalidInput => error.raw_os_error().is_none(),
+        _ => false,
+    }
 }
 
 #[cfg(test)]
