@@ -14,6 +14,9 @@
 //! the one reservation an operation acts on is read from its file even then.
 
 pub mod allocator;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod host;
 mod index;
 pub mod lock;

@@ -23,6 +23,9 @@ mod child;
 pub mod conntrack;
 pub mod error;
 pub mod firewall;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod link;
 pub mod logging;
 pub mod mac;

@@ -15,6 +15,9 @@ mod collect;
 mod conf;
 mod detach;
 mod device;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod layer3;
 mod masquerade;
 mod port;

@@ -5,6 +5,9 @@
 //! what is to be released is found by container ID and interface name, whatever the configuration says today.
 
 mod conf;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod resolv;
 #[cfg(test)]
 mod tests;

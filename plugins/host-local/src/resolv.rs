@@ -30,7 +30,7 @@ pub(crate) fn read(path: &Path) -> Result<Dns> {
     Ok(parse(&String::from_utf8_lossy(&bytes)))
 }
 
-fn parse(text: &str) -> Dns {
+pub(crate) fn parse(text: &str) -> Dns {
     let mut dns = Dns::default();
     for line in text.lines().map(str::trim) {
         if line.starts_with(['#', ';']) {

@@ -12,6 +12,9 @@ mod check;
 mod clean;
 mod conf;
 mod forward;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 
 use cni::config::ValidAttachments;
 use cni::machine::OnSigterm;

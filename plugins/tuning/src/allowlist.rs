@@ -35,7 +35,7 @@ impl AllowList {
         }
     }
 
-    fn parse(path: &Path, bytes: &[u8]) -> Result<AllowList> {
+    pub(crate) fn parse(path: &Path, bytes: &[u8]) -> Result<AllowList> {
         let mut patterns = Vec::new();
         for (index, line) in bytes.split(|byte| *byte == b'\n').enumerate() {
             let place = || format!("line {} of {}", index + 1, path.display());

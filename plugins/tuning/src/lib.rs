@@ -14,6 +14,9 @@ mod backup;
 mod check;
 mod collect;
 mod conf;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod key;
 mod restore;
 mod sysctl;

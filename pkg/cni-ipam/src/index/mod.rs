@@ -50,6 +50,8 @@ use table::{HEADER, Key, PAYLOAD, Storage, Table, TableError};
 
 pub(crate) use asked::Asked;
 pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
+#[cfg(feature = "fuzzing")]
+pub(crate) use rebuild::{canonical, classify};
 pub(crate) use record::{Holder, Record};
 pub(crate) use table::hash;
 
@@ -428,6 +430,12 @@ impl Index {
         self.header.count(range);
         self.header.counters.iter_mut().filter(|counter| is_of(counter, range)).for_each(|counter| counter.used = used);
         Ok(used)
+    }
+
+    /// One whose every check holds, whatever it says.
+    #[cfg(feature = "fuzzing")]
+    pub(crate) fn forged(table: Table, header: Header) -> Index {
+        Index { table, header, path: None, marked: true }
     }
 
     /// Reads and writes so far.

@@ -134,7 +134,7 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
     Ok(classify(&bytes))
 }
 
-fn classify(bytes: &[u8]) -> Content {
+pub(crate) fn classify(bytes: &[u8]) -> Content {
     if bytes.len() as u64 > LONGEST {
         return Content::Foreign;
     }

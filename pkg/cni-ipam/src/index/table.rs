@@ -131,7 +131,7 @@ impl Key {
         mix(mix(mix(small) ^ self.number as u64) ^ (self.number >> 64) as u64)
     }
 
-    fn encode(&self, payload: &Payload) -> Slot {
+    pub(crate) fn encode(&self, payload: &Payload) -> Slot {
         let mut slot = [0; SLOT];
         slot[2] = self.tag;
         slot[3] = self.family;

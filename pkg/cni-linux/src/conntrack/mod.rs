@@ -71,6 +71,13 @@ pub struct Entry {
     key: Vec<u8>,
 }
 
+#[cfg(feature = "fuzzing")]
+impl Entry {
+    pub(crate) fn key(&self) -> &[u8] {
+        &self.key
+    }
+}
+
 /// A connection to the kernel's table in the network namespace it was opened in.
 pub struct Conntrack {
     socket: Socket,

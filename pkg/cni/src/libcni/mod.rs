@@ -12,6 +12,9 @@
 //! deadline.
 
 mod folder;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod list;
 mod members;
 mod plugin;

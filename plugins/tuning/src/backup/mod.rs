@@ -180,7 +180,7 @@ impl Record {
             || self.txqlen.is_some()
     }
 
-    fn parse(bytes: &[u8]) -> Result<Record, String> {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Record, String> {
         match Json::parse(bytes) {
             Ok(json @ Json::Object(_)) => json.decode().map_err(|why| why.to_string()),
             Ok(_) => Err("it is no JSON object".to_owned()),
@@ -189,7 +189,7 @@ impl Record {
     }
 
     /// Indented by one space, as Go writes it.
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(512);
         let formatter = serde_json::ser::PrettyFormatter::with_indent(b" ");
         let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);

@@ -36,6 +36,8 @@ mod lock;
 mod rule;
 mod tool;
 
+#[cfg(feature = "fuzzing")]
+pub(crate) use compat::rule as rule_of_nft;
 pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};
 pub use lock::NetnsLock;
@@ -421,7 +423,7 @@ fn legacy_has_nat(family: Family) -> bool {
 }
 
 /// Reads what a save program wrote of one table.
-fn parse(saved: &str) -> BTreeMap<String, Option<Chain>> {
+pub(crate) fn parse(saved: &str) -> BTreeMap<String, Option<Chain>> {
     let mut chains: BTreeMap<String, Option<Chain>> = BTreeMap::new();
     let empty = || Some(Chain::default());
     for line in saved.lines() {

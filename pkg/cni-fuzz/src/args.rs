@@ -1,0 +1,26 @@
+//! CNI_ARGS. What is accepted is read again from its own pairs as the same; of duplicates the last counts; nothing is
+//! refused but pieces without a value, and no key is unknown to who ignores unknown ones.
+
+use cni::args::CniArgs;
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let is_pair = |piece: &&str| piece.find('=').is_some_and(|at| at > 0);
+    let sound = text.split(';').filter(|piece| !piece.is_empty()).all(|piece| is_pair(&piece));
+    let args = CniArgs::parse(&text);
+    assert_eq!(args.is_ok(), sound, "{text:?}");
+    let Ok(args) = args else { return };
+    let pairs: Vec<(&str, &str)> = args.iter().collect();
+    for (key, _) in &pairs {
+        let last = pairs.iter().rev().find(|(other, _)| other == key).map(|(_, value)| *value);
+        assert_eq!(args.get(key), last);
+    }
+    let joined = pairs.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(";");
+    assert_eq!(CniArgs::parse(&joined).as_ref().ok(), Some(&args));
+    assert!(CniArgs::parse(&format!("{joined};IgnoreUnknown=1")).is_ok_and(|args| args.check_known(&[]).is_ok()));
+    let known: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+    let ignore = args.get("IgnoreUnknown").unwrap_or("0").to_ascii_lowercase();
+    let sound = ["1", "0", "true", "false"].contains(&ignore.as_str());
+    assert_eq!(args.check_known(&known).is_ok(), sound, "{text:?}");
+}

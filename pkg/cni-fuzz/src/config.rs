@@ -1,0 +1,198 @@
+//! A whole call, environment and configuration, through the skeleton and the configuration reader of each plugin.
+//!
+//! Whatever comes in, one JSON document goes out, no fault of the program's own (999) among them, and what was accepted
+//! keeps what the readers promise. A key that nobody knows changes nothing, nor does the case of keys. DEL gets as far
+//! as its cleaning with every key of a plugin's own wrong but those that say where to clean.
+//!
+//! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each; the rest is stdin.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt as _;
+
+use cni::Result;
+use cni::config::ValidAttachments;
+use cni::json::Json;
+use cni::result::AddResult;
+use cni::rollback::Notes;
+use cni::skel::{Added, Call, Environment, Plugin, Streams, dispatch};
+use cni::version::Version;
+
+use crate::input::Input;
+use crate::machine::NoMachine;
+
+/// A plugin that reads its configuration with the real reader and does nothing.
+#[derive(Clone, Copy)]
+enum Reader {
+    Bridge,
+    HostLocal,
+    Loopback,
+    Portmap,
+    Tuning,
+}
+
+use Reader::{Bridge, HostLocal, Loopback, Portmap, Tuning};
+
+impl Reader {
+    fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
+        match self {
+            Bridge => plugin_bridge::fuzzing::read(call)?,
+            HostLocal => return plugin_host_local::fuzzing::read(call).map(Some),
+            Loopback => {}
+            Portmap => plugin_portmap::fuzzing::read(call)?,
+            Tuning => plugin_tuning::fuzzing::read(call)?,
+        }
+        Ok(None)
+    }
+
+    fn read_place(self, call: &Call<'_>) -> Result<()> {
+        match self {
+            HostLocal => plugin_host_local::fuzzing::read_place(call),
+            Tuning => plugin_tuning::fuzzing::read_place(call),
+            Portmap => {
+                plugin_portmap::fuzzing::sound_mappings(call);
+                Ok(())
+            }
+            Bridge | Loopback => Ok(()),
+        }
+    }
+}
+
+impl Plugin for Reader {
+    fn name(&self) -> &'static str {
+        match self {
+            Bridge => "bridge",
+            HostLocal => "host-local",
+            Loopback => "loopback",
+            Portmap => "portmap",
+            Tuning => "tuning",
+        }
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let own = self.read(call)?;
+        let prev = call.conf.prev_result()?;
+        Ok(Added { result: own.or(prev).unwrap_or_default(), rollback: call.rollback() })
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        self.read(call)?;
+        call.conf.prev_result().map(drop)
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        self.read_place(call)
+    }
+
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        assert!(valid.iter().all(|(id, ifname)| !id.is_empty() && !ifname.is_empty()));
+        self.read_place(call)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        if let HostLocal = self {
+            return plugin_host_local::fuzzing::read_ranges(call);
+        }
+        self.read(call).map(drop)
+    }
+}
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let mut input = Input::new(data);
+    let head = input.line_text();
+    let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
+    let all = [Bridge, HostLocal, Loopback, Portmap, Tuning];
+    let plugin = all.into_iter().find(|known| known.name() == plugin).unwrap_or(Bridge);
+    let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
+    let mut variables: Vec<(OsString, OsString)> =
+        variables.map(|name| (name.into(), OsString::from_vec(input.line().to_vec()))).into();
+    variables.push(("CNI_COMMAND".into(), verb.into()));
+    variables.push(("CNI_PATH".into(), "/nonexistent".into()));
+    let environment = Environment::new(variables);
+    let stdin = input.rest();
+
+    let outcome = call(plugin, &environment, stdin);
+    if let (Ok(json @ Json::Object(_)), false) = (Json::parse(stdin), verb == "VERSION") {
+        let again = written(&json, |_, key| key.to_owned());
+        // serde_json may miss a float by its last bit, and the other one next time. None is of use to any plugin.
+        if Json::parse(&again).as_ref() != Ok(&json) {
+            return;
+        }
+        assert_eq!(call(plugin, &environment, &again), outcome, "written by ourselves");
+        // A key of nobody's.
+        let Json::Object(mut members) = json else { return };
+        let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
+        members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
+        let json = Json::Object(members);
+        assert_eq!(call(plugin, &environment, &written(&json, |_, key| key.to_owned())), outcome, "an unknown key");
+        // Keys of the document itself are those of a structure.
+        let shouted = written(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
+        assert_eq!(call(plugin, &environment, &shouted), outcome, "keys in upper case");
+    }
+}
+
+/// Success, and what was written.
+fn call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, Vec<u8>) {
+    let mut stdout = Vec::new();
+    let config = stdin;
+    let streams = Streams { stdin: Some(&mut stdin), stdout: &mut stdout, notes: Notes::silent() };
+    let succeeded = dispatch(&plugin, &NoMachine, environment, streams).is_ok();
+    judge(&environment.command, config, succeeded, &stdout);
+    (succeeded, stdout)
+}
+
+fn judge(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
+    assert!(verb != "VERSION" || succeeded, "VERSION never fails");
+    let speaks = !succeeded || matches!(verb, "ADD" | "VERSION");
+    assert_eq!(speaks, !stdout.is_empty(), "{verb}: {}", String::from_utf8_lossy(stdout));
+    if !speaks {
+        return;
+    }
+    let json = Json::parse(stdout).expect("one JSON document");
+    let version = json.get("cniVersion").and_then(Json::as_str).and_then(Version::find).expect("a version of ours");
+    if succeeded && verb == "ADD" {
+        let result = AddResult::decode_as(&json, version).expect("a result of that version");
+        crate::result::convert(&result);
+        assert!(Json::parse(config).is_ok());
+    } else if !succeeded {
+        let Some(Json::Number(code)) = json.get("code") else { panic!("no code in {json:?}") };
+        let code = code.as_u64().expect("a code that is a number");
+        assert!((1..200).contains(&code), "code {code}: {json:?}");
+        assert!(json.get("msg").and_then(Json::as_str).is_some_and(|msg| !msg.is_empty()));
+    }
+}
+
+/// The document as text, each key as `spelling` has it at its depth.
+pub(crate) fn written(json: &Json, spelling: impl Fn(usize, &str) -> String + Copy) -> Vec<u8> {
+    let mut text = String::new();
+    write(json, 0, spelling, &mut text);
+    text.into_bytes()
+}
+
+fn write(json: &Json, depth: usize, spelling: impl Fn(usize, &str) -> String + Copy, text: &mut String) {
+    let quoted = |string: &str| serde_json::to_string(string).expect("any string is JSON");
+    match json {
+        Json::Null => text.push_str("null"),
+        Json::Bool(value) => text.push_str(&value.to_string()),
+        Json::Number(number) => text.push_str(&number.to_string()),
+        Json::String(string) => text.push_str(&quoted(string)),
+        Json::Array(items) => {
+            text.push('[');
+            for (index, item) in items.iter().enumerate() {
+                text.push_str(if index == 0 { "" } else { "," });
+                write(item, depth + 1, spelling, text);
+            }
+            text.push(']');
+        }
+        Json::Object(members) => {
+            text.push('{');
+            for (index, (key, value)) in members.iter().enumerate() {
+                text.push_str(if index == 0 { "" } else { "," });
+                text.push_str(&quoted(&spelling(depth, key)));
+                text.push(':');
+                write(value, depth + 1, spelling, text);
+            }
+            text.push('}');
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Network lists, as a runtime reads them, and what each plugin is then given. An accepted list has plugins, each with
+//! a type; a request is a configuration of the list's name and version that keeps every key nobody replaces, in order
+//! and to the letter, and gives a capability only to who has declared it.
+
+use cni::Code;
+use cni::config::{NetConf, ValidAttachments};
+use cni::json::Json;
+use cni::libcni::{Members, NetworkList, PluginConf, fuzzing};
+
+/// Injected or taken out.
+const NOT_THE_PLUGINS: [&str; 7] = [
+    "capabilities",
+    "cniVersion",
+    "name",
+    "runtimeConfig",
+    "prevResult",
+    "cni.dev/valid-attachments",
+    "cni.dev/attachments",
+];
+
+/// The target.
+pub fn run(data: &[u8]) {
+    for list in [NetworkList::parse(data), NetworkList::parse_single(data)].into_iter().flatten() {
+        assert!(!list.plugins().is_empty() && !list.name().is_empty());
+        let again = NetworkList::parse(list.raw()).expect("its own bytes");
+        assert_eq!((again.name(), again.cni_version()), (list.name(), list.cni_version()));
+        let _ = (list.version(), list.disable_check(), list.disable_gc());
+        let capabilities = list.capabilities();
+        for plugin in list.plugins() {
+            assert!(!plugin.kind().is_empty());
+            assert!(plugin.capabilities().all(|capability| capabilities.contains(&capability)));
+            request(&list, plugin);
+        }
+    }
+}
+
+fn keys(members: &Members) -> Vec<(String, Json)> {
+    let bytes = members.to_bytes().expect("members are JSON");
+    let Ok(Json::Object(members)) = Json::parse(&bytes) else { panic!("members are an object") };
+    members
+}
+
+fn request(list: &NetworkList, plugin: &PluginConf) {
+    let result = serde_json::value::RawValue::from_string(r#"{"ips":[]}"#.to_owned()).expect("JSON");
+    let args = Members::parse(r#"{"portMappings":[],"mac":"x","ips":["1.2.3.4"],"":0}"#).expect("JSON");
+    let valid = ValidAttachments::from_iter([("c1", "eth0")]);
+    let bytes = fuzzing::request(list, plugin, Some(&result), Some(&args), Some(&valid)).expect("a request");
+    let Ok(json @ Json::Object(_)) = Json::parse(&bytes) else {
+        // Members nest as deep as in the list, less one level; what is added nests little.
+        panic!("the request is no object: {}", String::from_utf8_lossy(&bytes))
+    };
+    assert_eq!(json.get("name").and_then(Json::as_str), Some(list.name()));
+    assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(list.cni_version()));
+    assert_eq!(json.get("type").and_then(Json::as_str), Some(plugin.kind()));
+    assert!(json.get("capabilities").is_none());
+    let given = |name: &str| plugin.capabilities().any(|capability| capability == name);
+    if ["portMappings", "mac", "ips", ""].iter().any(|name| given(name)) {
+        let Some(Json::Object(config)) = json.get("runtimeConfig") else { panic!("no runtimeConfig") };
+        assert!(config.iter().all(|(name, _)| given(name)));
+    }
+    let is_own = |(key, _): &(String, Json)| !NOT_THE_PLUGINS.iter().any(|name| key.eq_ignore_ascii_case(name));
+    let Json::Object(sent) = json else { return };
+    let own: Vec<_> = keys(plugin.members()).into_iter().filter(is_own).collect();
+    assert_eq!(sent.into_iter().filter(is_own).collect::<Vec<_>>(), own);
+    match NetConf::parse(bytes) {
+        Ok(conf) => assert_eq!(conf.name(), list.name()),
+        // A version or a name that only the verbs judge, or keys of a wrong type, which are the plugin's to refuse.
+        Err(error) => assert!([Code::INCOMPATIBLE_VERSION, Code::INVALID_CONFIG, Code::DECODE].contains(&error.code())),
+    }
+}

@@ -1,0 +1,104 @@
+//! The index of host-local's store. A header that is believed is written again as the same; a table whose every check
+//! holds answers or is found damaged, whatever lies it tells; an index that heard the truth agrees with a model.
+//!
+//! The input: one byte for what follows: a page, entries, changes, or a page without its checksum, which is then right.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use cni_ipam::fuzzing::{Forged, Honest, ask_forged, read_forged_header, read_header};
+
+use crate::input::Input;
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let mut input = Input::new(data);
+    match input.byte() % 4 {
+        0 => drop(read_header(input.rest())),
+        1 => {
+            let addresses: Vec<IpAddr> = (0..3).map(|_| address(&mut input)).collect();
+            let hashes = [input.u64(), input.u64()];
+            ask_forged(&entries(&mut input, 64), &addresses, &hashes);
+        }
+        2 => against_model(&mut input),
+        _ => drop(read_forged_header(input.rest())),
+    }
+}
+
+/// Few networks, so that neighbours meet, and the ends of each family.
+pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
+    let low = input.u16();
+    match input.byte() % 6 {
+        0 => Ipv4Addr::from_bits(0x0a00_0000 | u32::from(low & 0x3ff)).into(),
+        1 => Ipv4Addr::from_bits(u32::MAX - u32::from(low & 0xff)).into(),
+        2 => Ipv4Addr::from_bits(u32::from(low & 0xff)).into(),
+        3 => Ipv6Addr::from_bits(0xfd00 << 112 | u128::from(low & 0x3ff)).into(),
+        4 => Ipv6Addr::from_bits(u128::MAX - u128::from(low & 0xff)).into(),
+        _ => Ipv6Addr::from_bits(input.u128()).into(),
+    }
+}
+
+/// Entries that a forger would write: of the kinds there are, about addresses there are.
+pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<Forged> {
+    let mut entries = Vec::new();
+    while !input.is_empty() && entries.len() < most {
+        let number = match address(input) {
+            IpAddr::V4(v4) => u128::from(v4.to_bits()),
+            IpAddr::V6(v6) => v6.to_bits(),
+        };
+        let mut payload = [0; 40];
+        let bytes = input.bytes();
+        let length = bytes.len().min(payload.len());
+        payload[..length].copy_from_slice(&bytes[..length]);
+        let shift = u32::from(input.byte() % 128);
+        entries.push(Forged {
+            slot: u64::from(input.u16()),
+            tag: input.one_of(&[1, 2, 16, 17, 18, 21, 37, 255, 0]),
+            family: input.one_of(&[4, 6, 0, 9]),
+            rank: u32::from(input.byte()),
+            number: number >> shift,
+            payload,
+        });
+    }
+    entries
+}
+
+fn against_model(input: &mut Input<'_>) {
+    let mut index = Honest::new();
+    let mut model: BTreeMap<IpAddr, u64> = BTreeMap::new();
+    for _ in 0..200 {
+        if input.is_empty() {
+            break;
+        }
+        let (address, holder) = (address(input), input.byte() % 8);
+        match holder {
+            0 => {
+                index.set(address, None);
+                model.remove(&address);
+            }
+            holder => {
+                index.set(address, Some(u64::from(holder) + 2));
+                model.insert(address, u64::from(holder) + 2);
+            }
+        }
+        assert_eq!(index.holder(address), model.get(&address).copied());
+        assert_eq!(index.next_free(address), next_free(&model, address));
+    }
+    assert_eq!(index.len(), model.len());
+    for hash in 3..10 {
+        let held: Vec<IpAddr> =
+            model.iter().filter(|(_, holder)| **holder == hash).map(|(address, _)| *address).collect();
+        assert_eq!(index.held(hash), held);
+    }
+}
+
+fn next_free(model: &BTreeMap<IpAddr, u64>, from: IpAddr) -> Option<IpAddr> {
+    let mut at = from;
+    while model.contains_key(&at) {
+        at = match at {
+            IpAddr::V4(v4) => Ipv4Addr::from_bits(v4.to_bits().checked_add(1)?).into(),
+            IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits().checked_add(1)?).into(),
+        };
+    }
+    Some(at)
+}

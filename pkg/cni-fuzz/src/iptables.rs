@@ -1,0 +1,217 @@
+//! What goes to `iptables-restore`, and users' conditions in it. Read by an independent reader, the text is the commands
+//! that were asked for, in order, each of the very words, and no other; what `iptables-save` would print of it is read
+//! back as those words. No condition that is let pass holds a command, a target or a table in either language.
+//!
+//! The input: lines `command chain word word...`, the words apart by 0x01; those of `?` and `!` are conditions.
+
+use cni_linux::Family;
+use cni_linux::firewall::iptables::{Chain, Edit, check_conditions};
+use cni_linux::firewall::portmap::conditions::compile;
+use cni_linux::fuzzing;
+use plugin_portmap::fuzzing::accepts_for_nft;
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    // What iptables-save says is not ours to doubt, but must not end a plugin.
+    for (name, chain) in fuzzing::saved_chains(&text) {
+        assert!(!name.contains('\n'));
+        chain.rules.iter().for_each(|rule| {
+            assert!(rule.target().is_none_or(|target| rule.words().iter().any(|word| word == target)))
+        });
+    }
+    let mut edit = Edit::new();
+    let (mut made, mut added, mut deleted, mut emptied, mut removed) = (vec![], vec![], vec![], vec![], vec![]);
+    for line in text.split('\x02').take(32) {
+        let Some((command, rest)) = line.split_at_checked(1) else { continue };
+        let mut words: Vec<String> = rest.split('\x01').map(str::to_owned).collect();
+        if matches!(command, "?" | "!") {
+            conditions(&words);
+            continue;
+        }
+        let chain = words.remove(0);
+        let whole = |command: &str| [vec![command.to_owned(), chain.clone()], words.clone()].concat();
+        match command {
+            "N" => {
+                edit.create_chain(&chain);
+                made.push(vec!["-N".to_owned(), chain]);
+            }
+            ":" => {
+                edit.replace_chain(&chain);
+                made.push(vec![":".to_owned(), chain]);
+            }
+            "A" => {
+                added.push(whole("-A"));
+                edit.append(&chain, words);
+            }
+            "I" => {
+                added.push(whole("-I"));
+                edit.insert(&chain, words);
+            }
+            "D" => {
+                deleted.push(whole("-D"));
+                edit.delete(&chain, &fuzzing::rule(words));
+            }
+            _ => {
+                edit.delete_chain(&chain, &Chain::default());
+                emptied.push(vec!["-F".to_owned(), chain.clone()]);
+                removed.push(vec!["-X".to_owned(), chain]);
+            }
+        }
+    }
+    let expected = [made, added, deleted, emptied, removed].concat();
+    let Ok(restore) = fuzzing::restore_text(&edit) else {
+        let writable = |word: &String| word.len() <= 1024 && !word.chars().any(char::is_control);
+        let short = |line: &Vec<String>| line.iter().map(|word| 2 * word.len() + 3).sum::<usize>() < 9_000;
+        assert!(!expected.iter().all(|line| short(line) && line.iter().all(writable)), "refused: {expected:?}");
+        return;
+    };
+    let mut lines = restore.lines();
+    assert_eq!(lines.next(), Some("*nat"));
+    assert_eq!(lines.next_back(), Some("COMMIT"));
+    let lines: Vec<Vec<String>> = lines.map(read).collect();
+    assert_eq!(lines, expected);
+    // The additions as a listing.
+    for line in restore.lines().filter(|line| line.starts_with("-A ")) {
+        let (chain, words) = read(line)[1..].split_first().map(|(a, b)| (a.clone(), b.to_vec())).expect("a chain");
+        // A listing names chains unquoted.
+        if !line.starts_with("-A \"") {
+            let saved = fuzzing::saved_chains(line);
+            assert_eq!(saved.len(), 1);
+            assert_eq!((saved[0].0.as_str(), saved[0].1.rules[0].words()), (chain.as_str(), words.as_slice()));
+        }
+    }
+}
+
+/// A line as iptables-restore reads it: `:CHAIN POLICY COUNTERS`, or words apart by blanks, quoted or not.
+fn read(line: &str) -> Vec<String> {
+    assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']));
+    if let Some(chain) = line.strip_prefix(':') {
+        let chain = chain.strip_suffix(" - [0:0]").expect("no policy and no counters");
+        return vec![":".to_owned(), words(chain).remove(0)];
+    }
+    words(line)
+}
+
+fn words(line: &str) -> Vec<String> {
+    let (mut words, mut rest) = (Vec::new(), line.trim_start_matches([' ', '\t']));
+    while !rest.is_empty() {
+        let mut word = String::new();
+        let mut quoted = false;
+        let mut end = rest.len();
+        let mut chars = rest.char_indices();
+        while let Some((at, char)) = chars.next() {
+            match char {
+                '\\' if quoted => word.extend(chars.next().map(|(_, char)| char)),
+                '"' => quoted = !quoted,
+                ' ' | '\t' if !quoted => {
+                    end = at;
+                    break;
+                }
+                char => word.push(char),
+            }
+        }
+        assert!(!quoted, "an open quote in {line:?}");
+        words.push(word);
+        rest = rest[end..].trim_start_matches([' ', '\t']);
+    }
+    words
+}
+
+fn conditions(words: &[String]) {
+    for family in [Family::V4, Family::V6] {
+        let _ = compile(words, family);
+    }
+    if check_conditions(words).is_ok() {
+        let offender = words.iter().find(|word| is_order_of_iptables(word));
+        assert_eq!(offender, None, "accepted for iptables");
+    }
+    if accepts_for_nft(words) {
+        let text = words.join(" ");
+        let offender = tokens_of_nft(&text).into_iter().find(|token| ORDERS_OF_NFT.contains(&token.as_str()));
+        assert_eq!(offender, None, "accepted for nft: {text:?}");
+    }
+}
+
+/// As getopt would take the word with iptables' own options: those without a value may have another one behind them.
+fn is_order_of_iptables(word: &str) -> bool {
+    let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
+    if let Some(long) = options.strip_prefix('-') {
+        let name = long.split('=').next().unwrap_or_default();
+        return name.is_empty()
+            || [
+                "jump",
+                "goto",
+                "table",
+                "append",
+                "delete",
+                "insert",
+                "flush",
+                "policy-",
+                "modprobe",
+                "zero",
+                "new-chain",
+            ]
+            .iter()
+            .any(|order| order.starts_with(name) && !name.is_empty() && name.len() > 1 && !"policy".starts_with(name));
+    }
+    for option in options.chars() {
+        match option {
+            // These take what follows as their value.
+            's' | 'd' | 'p' | 'i' | 'o' | 'm' => return false,
+            // A number is none of getopt's business, but for the families.
+            '0'..='3' | '5' | '7'..='9' => return false,
+            'f' | 'b' | 'v' | 'n' | 'x' => {}
+            _ => return true,
+        }
+    }
+    false
+}
+
+const ORDERS_OF_NFT: [&str; 22] = [
+    "accept",
+    "drop",
+    "reject",
+    "return",
+    "jump",
+    "goto",
+    "continue",
+    "queue",
+    "dnat",
+    "snat",
+    "masquerade",
+    "redirect",
+    "comment",
+    "add",
+    "delete",
+    "flush",
+    "insert",
+    "table",
+    "chain",
+    "rule",
+    "include",
+    "define",
+];
+
+/// As nft's scanner has it: words of letters, digits and `_/.-` that begin with a letter, strings and hexadecimal numbers
+/// whole, all else by itself.
+fn tokens_of_nft(text: &str) -> Vec<String> {
+    let mut tokens = Vec::new();
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let end = if first == '"' {
+            let close = rest[1..].find('"').map(|at| at + 2);
+            assert!(close.is_some(), "an open string in {text:?} swallows what follows it");
+            close.unwrap_or(rest.len())
+        } else if first.is_ascii_alphabetic() {
+            rest.find(|char: char| !char.is_ascii_alphanumeric() && !"_/.-".contains(char)).unwrap_or(rest.len())
+        } else if let Some(digits) = rest.strip_prefix("0x") {
+            2 + digits.find(|char: char| !char.is_ascii_hexdigit()).unwrap_or(digits.len())
+        } else {
+            first.len_utf8()
+        };
+        tokens.push(rest[..end].to_owned());
+        rest = &rest[end..];
+    }
+    tokens
+}

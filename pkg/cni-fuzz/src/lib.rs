@@ -1,0 +1,49 @@
+//! Test only: for each thing that comes from outside, a function that takes any bytes and fails by panicking if what
+//! must hold does not.
+//!
+//! libFuzzer calls them (the crate `fuzz/`, outside the workspace, which needs a nightly compiler), and so does
+//! `tests/corpus.rs` for each file of `fuzz/corpus/`, with the rest of `scripts/test`. What the plugins' crates keep
+//! private they open in their modules `fuzzing`, behind a feature that nothing but this crate turns on.
+//!
+//! Nothing here touches the kernel's network state or any file but in temporary folders of its own. A newcomer's
+//! mistake: a target that only looks for panics. Each has a property; what it is stands at its head.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a target fails by panicking, where libFuzzer and the corpus test can see it"
+)]
+
+pub mod args;
+pub mod cache;
+pub mod config;
+pub mod conflist;
+pub mod conntrack;
+pub mod index;
+mod input;
+pub mod iptables;
+mod machine;
+pub mod nft;
+pub mod resolv;
+pub mod result;
+pub mod store;
+pub mod tuning;
+
+/// A target.
+pub type Target = fn(&[u8]);
+
+/// All of them, each with the name of its folder below `fuzz/corpus`.
+pub const TARGETS: [(&str, Target); 12] = [
+    ("args", args::run),
+    ("cache", cache::run),
+    ("config", config::run),
+    ("conflist", conflist::run),
+    ("conntrack", conntrack::run),
+    ("index", index::run),
+    ("iptables", iptables::run),
+    ("nft", nft::run),
+    ("resolv", resolv::run),
+    ("result", result::run),
+    ("store", store::run),
+    ("tuning", tuning::run),
+];

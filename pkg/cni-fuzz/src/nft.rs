@@ -1,0 +1,125 @@
+//! Rules of nf_tables as netlink has them. Any bytes are read without a panic; any rule that can be written is read
+//! back as it was, with its comment and its tags; and what is put into the words of iptables has target and comment.
+//!
+//! The input: if the first byte is odd a rule is made of the rest, else the rest is what the kernel said.
+
+use cni_linux::Family;
+use cni_linux::firewall::iptables::{Edit, split};
+use cni_linux::firewall::nft::decode;
+use cni_linux::firewall::nft::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
+use cni_linux::firewall::nft::{Rule, occurs, userdata};
+use cni_linux::fuzzing;
+
+use crate::input::Input;
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let mut input = Input::new(data);
+    if input.byte() % 2 == 1 { write_and_read(&mut input) } else { read(input.rest()) }
+}
+
+fn read(bytes: &[u8]) {
+    payload(bytes);
+    let (comment, tags) = fuzzing::read_userdata(bytes);
+    if let Some(written) = fuzzing::userdata(comment.as_deref(), &tags) {
+        let is_ours = |tags: &[(u8, Vec<u8>)]| tags.iter().all(|(kind, _)| *kind >= 0x80);
+        assert!(!is_ours(&tags) || fuzzing::read_userdata(&written) == (comment, tags));
+    }
+    for message in decode::messages(bytes) {
+        let _ = decode::answer(&message);
+        payload(message.payload);
+    }
+}
+
+fn payload(bytes: &[u8]) {
+    let _ = (decode::chain(bytes), decode::generation(bytes), decode::whole_generation(bytes));
+    let place = decode::place(bytes);
+    let Some((table, chain, listed)) = decode::rule(bytes) else { return };
+    let (in_table, in_chain, handle) = place.expect("a rule has a place");
+    assert_eq!((String::from_utf8_lossy(in_table), String::from_utf8_lossy(in_chain)), (table.into(), chain.into()));
+    assert_eq!(handle, listed.handle);
+    if let Some(comment) = listed.rule.comment.as_deref().filter(|comment| !comment.contains('\u{fffd}')) {
+        assert!(occurs(bytes, comment.as_bytes()));
+    }
+    for family in [Family::V4, Family::V6] {
+        let words = fuzzing::words_of(family, listed.clone());
+        let _ = (words.target(), words.comment(), words.value("-s"));
+        if listed.rule.comment.is_some() {
+            assert!(words.words().iter().any(|word| word == "--comment"));
+        }
+        // What iptables can be told of it comes back as these words.
+        let mut edit = Edit::new();
+        edit.delete("C", &words);
+        if let Ok(text) = fuzzing::restore_text(&edit) {
+            let line = text.lines().find_map(|line| line.strip_prefix("-D C")).expect("the line of the rule");
+            assert_eq!(split(line), words.words());
+        }
+    }
+}
+
+fn write_and_read(input: &mut Input<'_>) {
+    let (table, chain) = (name(input), name(input));
+    let mut rule = Rule::default();
+    if input.byte() % 2 == 1 {
+        rule = rule.with_comment(input.text());
+    }
+    for _ in 0..input.byte() % 4 {
+        rule = rule.with_tag(input.byte() | 0x80, input.bytes());
+    }
+    while !input.is_empty() && rule.exprs.len() < 64 {
+        rule.exprs.push(expr(input));
+    }
+    // Only what the kernel has no room for cannot be written.
+    let size = rule.comment.as_ref().map_or(0, |comment| userdata::comment_len(comment))
+        + rule.tags.iter().map(|(_, value)| value.len() + 2).sum::<usize>();
+    let bytes = match fuzzing::rule_message(&table, &chain, &rule) {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            assert!(size > userdata::MAX || rule.comment.is_some_and(|comment| comment.len() > 254), "{error}");
+            return;
+        }
+    };
+    let message = decode::messages(&bytes).next().expect("one message");
+    assert_eq!(message.payload.len() + 16, bytes.len());
+    // The kernel adds the handle.
+    let mut payload = message.payload.to_vec();
+    payload.extend(12_u16.to_ne_bytes());
+    payload.extend(3_u16.to_ne_bytes());
+    payload.extend(77_u64.to_be_bytes());
+    let (in_table, in_chain, listed) = decode::rule(&payload).expect("what we write we read");
+    assert_eq!((in_table, in_chain, listed.handle), (table, chain, 77));
+    assert_eq!(listed.rule, rule);
+    self::payload(&payload);
+}
+
+/// A name without NULs, as every name in the kernel.
+fn name(input: &mut Input<'_>) -> String {
+    input.text().replace('\0', "")
+}
+
+fn expr(input: &mut Input<'_>) -> Expr {
+    match input.byte() % 10 {
+        0 => Expr::Meta { key: MetaKey(input.u32()), to: Reg(input.u32()) },
+        1 => Expr::Payload { base: Base(input.u32()), offset: input.u32(), len: input.u32(), to: Reg(input.u32()) },
+        2 => Expr::Bitwise { reg: Reg(input.u32()), mask: input.bytes().to_vec(), xor: input.bytes().to_vec() },
+        3 => Expr::Cmp { op: CmpOp(input.u32()), reg: Reg(input.u32()), data: input.bytes().to_vec() },
+        4 => Expr::Load { to: Reg(input.u32()), data: input.bytes().to_vec() },
+        5 => Expr::Fib { flags: input.u32(), result: input.u32(), to: Reg(input.u32()) },
+        6 => Expr::Masquerade,
+        7 => Expr::Dnat {
+            family: input.u32(),
+            addr: Reg(input.u32()),
+            port: (input.byte() % 2 == 1).then(|| Reg(input.u32())),
+        },
+        8 => Expr::Verdict(match input.byte() % 6 {
+            0 => Verdict::Accept,
+            1 => Verdict::Drop,
+            2 => Verdict::Return,
+            3 => Verdict::Jump(name(input)),
+            4 => Verdict::Goto(name(input)),
+            // 0 and 1 are DROP and ACCEPT; the negative ones are those above.
+            _ => Verdict::Other(u32::from(input.byte()) + 2),
+        }),
+        _ => Expr::Other(["counter", "ct", "log", "limit"][usize::from(input.byte()) % 4].to_owned()),
+    }
+}

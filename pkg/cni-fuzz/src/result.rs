@@ -1,0 +1,66 @@
+//! Results. What one version reads, every version writes, or says why not; what it wrote it reads back as the same less
+//! what it has no words for, and writes the same bytes again.
+
+use cni::json::Json;
+use cni::result::{AddResult, Interface, ResultError, Route};
+use cni::version::{Shape, Version};
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let Ok(json) = Json::parse(data) else { return };
+    for version in [Version::V0_2_0, Version::V0_4_0, Version::V1_1_0] {
+        let as_family = AddResult::decode_as(&json, version);
+        let by_itself = AddResult::decode(&json, version);
+        if let (Ok(as_family), Ok(by_itself)) = (&as_family, &by_itself) {
+            assert_eq!(as_family, by_itself);
+        }
+        for result in [as_family.ok(), by_itself.ok()].into_iter().flatten() {
+            convert(&result);
+        }
+    }
+}
+
+/// The properties of one result in all versions.
+pub(crate) fn convert(result: &AddResult) {
+    for version in Version::ALL {
+        let has_address = !result.ips.is_empty();
+        let bytes = match result.encode(version) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                assert_eq!(error, ResultError::NoAddress);
+                assert!(version.shape() == Shape::Ip4Ip6 && !has_address, "{version}: {result:?}");
+                continue;
+            }
+        };
+        let json = Json::parse(&bytes).expect("what we write is JSON");
+        assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(version.as_str()));
+        let back = AddResult::decode_as(&json, version).expect("what we write we read");
+        assert_eq!(back, expressible(result, version), "{version}");
+        assert_eq!(back.encode(version).expect("what was written once is written again"), bytes, "{version}");
+    }
+}
+
+/// What is left of a result in a version.
+fn expressible(result: &AddResult, version: Version) -> AddResult {
+    let mut left = result.clone();
+    if version != Version::V1_1_0 {
+        for interface in &mut left.interfaces {
+            *interface = Interface {
+                name: interface.name.clone(),
+                mac: interface.mac.clone(),
+                sandbox: interface.sandbox.clone(),
+                ..Interface::default()
+            };
+        }
+    }
+    if version.shape() == Shape::Ip4Ip6 {
+        left.interfaces.clear();
+        let first = |is_ipv4: bool| result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4);
+        let families: Vec<bool> = [true, false].into_iter().filter(|is_ipv4| first(*is_ipv4).is_some()).collect();
+        left.ips = families.iter().filter_map(|is_ipv4| first(*is_ipv4)).cloned().collect();
+        left.ips.iter_mut().for_each(|ip| ip.interface = None);
+        let of = |is_ipv4: bool| result.routes.iter().filter(move |route| route.dst.is_ipv4() == is_ipv4);
+        left.routes = families.iter().flat_map(|is_ipv4| of(*is_ipv4)).map(|r| Route::new(r.dst, r.gw)).collect();
+    }
+    left
+}

@@ -1,0 +1,197 @@
+//! host-local's folder with anything in it, and verbs upon it. An ADD gives only addresses that nobody held, and writes
+//! them as files of the owner's alone; DEL and GC take exactly what they should and succeed; nothing else changes, in
+//! the folder or outside, whatever files, links, pipes, and forged indexes that are believed lie there.
+//!
+//! The input: what lies in the folder, then what is done.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cni::rollback::Notes;
+use cni_ipam::fuzzing::{address_of_name, plant, reservation_text};
+use cni_ipam::{Host, Options, Owner, RangeConf, RangeSets, Requested, Store};
+
+use crate::index::{address, entries};
+use crate::input::Input;
+use crate::machine::NoMachine;
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// What lies in the folder: a regular file's content, or `None` for what is none.
+type Files = BTreeMap<String, Option<Vec<u8>>>;
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let mut input = Input::new(data);
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let data_dir = dir.path().join("data");
+    let folder = data_dir.join("net");
+    fs::create_dir_all(&folder).expect("a folder");
+    let outside = dir.path().join("outside");
+    fs::write(&outside, "c1\r\neth0").expect("a file outside");
+    let is_lockable = furnish(&mut input, &folder, &outside);
+    let host = Host::new("m", "b");
+    let sets = sets();
+    for _ in 0..8 {
+        if input.is_empty() {
+            break;
+        }
+        let verb = input.byte();
+        if verb % 8 == 7 {
+            let counted: Vec<_> = sets
+                .sets()
+                .iter()
+                .flat_map(|set| set.ranges())
+                .map(|range| (range.first(), range.last(), u64::from(verb)))
+                .collect();
+            plant(&data_dir, "net", &host, &entries(&mut input, 16), &counted).expect("to plant an index");
+            continue;
+        }
+        let before = files(&folder);
+        let options = Options::new(Notes::silent(), host.clone());
+        let store = Store::open(&data_dir, "net", options);
+        if !is_lockable {
+            assert!(store.lock(LIMIT, &NoMachine).is_err());
+            assert_eq!(files(&folder), before);
+            continue;
+        }
+        let mut locked = store.lock(LIMIT, &NoMachine).expect("the lock");
+        let owner = Owner::new(
+            ["c1", "c2", "c3", "\u{e4}"][usize::from(verb / 8 % 4)],
+            ["eth0", "net1"][usize::from(verb / 32 % 2)],
+        );
+        match verb % 8 {
+            0..=2 => {
+                let mut requested = Requested::none();
+                if verb % 8 == 2 {
+                    let _ = requested.add("ips", [address(&mut input).to_string().as_str()]);
+                }
+                let added = locked.reserve(&owner, &sets, &requested);
+                let mut after = files(&folder);
+                after.retain(|name, _| !name.starts_with("last_reserved_ip."));
+                let mut expected = before.clone();
+                expected.retain(|name, _| !name.starts_with("last_reserved_ip."));
+                if let Ok(lease) = added {
+                    assert_eq!(lease.addresses.len(), sets.sets().len());
+                    for (range, made) in &lease.addresses {
+                        let (address, name) = (*made, made.to_string());
+                        assert!(range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address)));
+                        let was = before.get(&name);
+                        assert!(
+                            was.is_none_or(|was| was.as_deref().is_some_and(|old| reservation_text(old).is_none())),
+                            "{name} was taken"
+                        );
+                        expected
+                            .insert(name.clone(), Some(format!("{}\r\n{}", owner.id(), owner.ifname()).into_bytes()));
+                        assert_eq!(
+                            fs::metadata(folder.join(name)).expect("a file").permissions().mode() & 0o7777,
+                            0o600
+                        );
+                    }
+                }
+                assert_eq!(after, expected);
+            }
+            3 | 4 => {
+                let exact = format!("{}\r\n{}", owner.id(), owner.ifname());
+                let mine = |text: &str| -> Vec<String> { held(&before, |content| content == text.as_bytes()) };
+                let mut mine_now = mine(&exact);
+                if mine_now.is_empty() {
+                    mine_now = mine(owner.id());
+                }
+                let mut removed: Vec<String> =
+                    locked.release(&owner).expect("DEL").iter().map(ToString::to_string).collect();
+                removed.sort();
+                // A forged index may hide what is there until the next rebuild; it may never add to it.
+                assert!(removed.iter().all(|name| mine_now.contains(name)), "{removed:?} of {mine_now:?}");
+                assert_eq!(files(&folder), without(&before, &removed));
+            }
+            5 => {
+                let valid: Vec<&[u8]> = vec![b"c2\r\neth0", b"c2"];
+                let doomed = held(&before, |content| !valid.contains(&content));
+                let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC");
+                assert!(collected.error.is_none());
+                let removed: Vec<String> = collected.removed.iter().map(|one| one.address.to_string()).collect();
+                assert!(removed.iter().all(|name| doomed.contains(name)), "{removed:?} of {doomed:?}");
+                assert_eq!(files(&folder), without(&before, &removed));
+            }
+            _ => {
+                let listed = locked.list().expect("a list");
+                assert!(listed.iter().all(|one| before.contains_key(&one.address.to_string())));
+                let _ = store.usage(&sets).expect("STATUS");
+                assert_eq!(files(&folder), before);
+            }
+        }
+        assert_eq!(fs::read(&outside).expect("the file outside"), b"c1\r\neth0");
+    }
+    let mut names: Vec<_> =
+        fs::read_dir(dir.path()).expect("the folder").map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["data", "outside"]);
+}
+
+/// Puts things into the folder. Returns whether its lock can be taken.
+fn furnish(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
+    let mut lockable = true;
+    for _ in 0..input.byte() % 12 {
+        let name = match input.byte() % 8 {
+            0..=4 => address(input).to_string(),
+            5 => "last_reserved_ip.0".to_owned(),
+            6 => "lock".to_owned(),
+            _ => input.text().replace(['/', '\0'], ""),
+        };
+        let path = folder.join(&name);
+        if name.is_empty() || name == "." || name == ".." || path.symlink_metadata().is_ok() {
+            continue;
+        }
+        let kind = input.byte() % 16;
+        // A lock that leads elsewhere is what it is for Go, too.
+        let made = match kind {
+            0 => fs::create_dir(&path),
+            1 if name != "lock" => symlink(outside, &path),
+            2 if name != "lock" => symlink("/nonexistent/x", &path),
+            3 => fs::write(&path, "c1"),
+            4..=7 => fs::write(&path, "c1\r\neth0"),
+            8 | 9 => fs::write(&path, "c2\r\neth0\n"),
+            10 => fs::write(&path, ""),
+            11 => fs::write(&path, b"\0\0\0"),
+            _ => fs::write(&path, input.bytes()),
+        };
+        lockable &= made.is_err() || !(name == "lock" && kind == 0);
+    }
+    lockable
+}
+
+fn sets() -> RangeSets {
+    let set = |subnet: &str| vec![RangeConf { subnet: Some(subnet.to_owned()), ..RangeConf::default() }];
+    RangeSets::check(&[], &RangeConf::default(), &[set("10.0.0.0/28"), set("fd00::/125")]).expect("two sets")
+}
+
+fn files(folder: &Path) -> Files {
+    let entries = fs::read_dir(folder).expect("the folder");
+    let paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    let regular = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
+    let content = |path: &Path| regular(path).then(|| fs::read(path).expect("a file"));
+    let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
+    // The lock is made by whoever needs it.
+    paths.iter().filter(|path| name(path) != "lock").map(|path| (name(path), content(path))).collect()
+}
+
+/// The reservations whose text is as asked.
+fn held(files: &Files, is_wanted: impl Fn(&[u8]) -> bool) -> Vec<String> {
+    let text = |content: &Option<Vec<u8>>| reservation_text(content.as_deref()?);
+    let is_held = |(name, content): &(&String, &Option<Vec<u8>>)| {
+        address_of_name(name.as_bytes()).is_some() && text(content).is_some_and(|text| is_wanted(&text))
+    };
+    files.iter().filter(is_held).map(|(name, _)| name.clone()).collect()
+}
+
+fn without(files: &Files, removed: &[String]) -> Files {
+    files
+        .iter()
+        .filter(|(name, _)| !removed.contains(name))
+        .map(|(name, content)| (name.clone(), content.clone()))
+        .collect()
+}

@@ -1,0 +1,55 @@
+//! Every input of `fuzz/corpus` through its target: what fuzzing once reached is reached again, without libFuzzer.
+
+#![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use cni_fuzz::TARGETS;
+
+fn corpus() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus")
+}
+
+/// # Panics
+/// If an input breaks its target's property, or there is none.
+fn replay(name: &str) {
+    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).unwrap();
+    let folder = corpus().join(name);
+    let mut broken = Vec::new();
+    let mut inputs = 0;
+    for entry in fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
+        let path = entry.unwrap().path();
+        let bytes = fs::read(&path).unwrap();
+        inputs += 1;
+        if catch_unwind(AssertUnwindSafe(|| target(&bytes))).is_err() {
+            broken.push(path.display().to_string());
+        }
+    }
+    assert!(inputs > 0, "{} holds no input: nothing was tested", folder.display());
+    assert!(broken.is_empty(), "{} of {inputs} inputs break {name}:\n{}", broken.len(), broken.join("\n"));
+}
+
+macro_rules! replayed {
+    ($($name:ident)*) => {
+        $(
+            #[test]
+            fn $name() {
+                replay(stringify!($name));
+            }
+        )*
+
+        #[test]
+        fn no_target_and_no_folder_is_left_out() {
+            let mut folders: Vec<String> =
+                fs::read_dir(corpus()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            folders.sort();
+            let targets = TARGETS.map(|(name, _)| name);
+            assert_eq!(folders, targets);
+            assert_eq!(targets, [$(stringify!($name)),*]);
+        }
+    };
+}
+
+replayed! { args cache config conflist conntrack index iptables nft resolv result store tuning }

@@ -1,0 +1,215 @@
+//! For pkg/cni-fuzz alone: reservations as texts, and index files that nobody but a forger would write.
+
+use std::fs::File;
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+
+use crate::host::Host;
+use crate::index::bits::Family;
+use crate::index::header::{Counter, Header};
+use crate::index::table::{HEADER, Key, MIN_SLOTS, PAYLOAD, SLOT, Storage, Table};
+use crate::index::{self, Content, Holder, Index, Record};
+use crate::ranges::number;
+
+/// The address whose reservation a file of this name would be.
+pub fn address_of_name(name: &[u8]) -> Option<IpAddr> {
+    index::canonical(name)
+}
+
+/// The text of a reservation as it is compared; `None` if the bytes are none or say nothing.
+pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
+    match index::classify(bytes) {
+        Content::Text(text) => Some(text),
+        Content::Absent | Content::Blank | Content::Foreign => None,
+    }
+}
+
+/// Reads the first page of an index; one that is believed must say the same when it is written again.
+pub fn read_header(page: &[u8]) -> bool {
+    let Some(header) = Header::decode(page) else { return false };
+    assert!(header.slots.is_power_of_two() && header.used < header.slots);
+    let size = header.file_size();
+    assert!(size.is_some_and(|size| size <= (1 << 30) + HEADER), "{size:?}");
+    let Some(again) = Header::decode(&header.encode()) else { panic!("{header:?} is not read again") };
+    assert_eq!(again, header);
+    true
+}
+
+/// The same with a page whose checksum holds, whatever its body says.
+pub fn read_forged_header(body: &[u8]) -> bool {
+    let mut page = Header::default().encode();
+    page.truncate(16);
+    page.extend((body.len() as u64).to_le_bytes());
+    page.extend(index::hash(body).to_le_bytes());
+    page.extend(body);
+    read_header(&page)
+}
+
+/// One entry of a forged table.
+#[derive(Clone, Copy, Debug)]
+pub struct Forged {
+    /// Which slot it is put into.
+    pub slot: u64,
+    /// What kind of entry it is.
+    pub tag: u8,
+    /// 4, 6 or whatever.
+    pub family: u8,
+    /// Which of several.
+    pub rank: u32,
+    /// An address, a part of one, a hash.
+    pub number: u128,
+    /// What it says.
+    pub payload: [u8; PAYLOAD],
+}
+
+fn forged_table(slots: u64, entries: &[Forged]) -> (Vec<u8>, u64) {
+    let mut bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
+    let mut used = 0;
+    for entry in entries {
+        let key = Key { tag: entry.tag, family: entry.family, rank: entry.rank, number: entry.number };
+        // 0 is an empty slot.
+        if entry.tag != 0 {
+            let at = (HEADER + (entry.slot % slots) * SLOT as u64) as usize;
+            bytes[at..at + SLOT].copy_from_slice(&key.encode(&entry.payload));
+            used += 1;
+        }
+    }
+    (bytes, used)
+}
+
+/// Asks everything of a table that every check of its own takes for sound. It must answer or say that it is damaged,
+/// and never go on for ever.
+pub fn ask_forged(entries: &[Forged], addresses: &[IpAddr], hashes: &[u64]) {
+    let (bytes, used) = forged_table(MIN_SLOTS, entries);
+    let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
+    let mut index = Index::forged(Table::over(Storage::Memory(bytes), MIN_SLOTS, used), header);
+    for hash in hashes {
+        let _ = index.held(*hash);
+    }
+    for address in addresses {
+        let _ = (index.record(*address), index.is_occupied(*address));
+        if let Ok(Some(free)) = index.next_free(*address) {
+            assert!(number(free) >= number(*address) && free.is_ipv4() == address.is_ipv4());
+        }
+        let hash = hashes.first().copied().unwrap_or(9);
+        let record = |holder| Record { address: *address, inode: 1, ctime: (1, 1), mtime_nanos: 1, holder, boot: 1 };
+        let _ = index.put(&record(Holder::Content(hash)));
+        let _ = index.remove(*address);
+        let _ = index.put(&record(Holder::Unknown));
+    }
+    let _ = (index.records(), index.finish());
+}
+
+/// Puts a forged index beside the folder of reservations that is believed at the next lock: with its stamp, of this
+/// host. `counted` are ranges with the number of addresses that are said to be taken.
+///
+/// # Errors
+/// The file system's.
+pub fn plant(
+    data_dir: &Path,
+    network: &str,
+    host: &Host,
+    entries: &[Forged],
+    counted: &[(IpAddr, IpAddr, u64)],
+) -> io::Result<()> {
+    let (mut bytes, used) = forged_table(MIN_SLOTS, entries);
+    let counter = |(first, last, used): &(IpAddr, IpAddr, u64)| Counter {
+        family: if first.is_ipv4() { Family::V4 } else { Family::V6 },
+        first: number(*first),
+        last: number(*last),
+        used: *used,
+        asked: 0,
+    };
+    let header = Header {
+        clean: true,
+        exact: true,
+        slots: MIN_SLOTS,
+        used: used.min(MIN_SLOTS - 1),
+        stamp: index::mark(&File::open(data_dir.join(network))?)?,
+        machine: host.machine(),
+        boot: host.boot(),
+        sequence: 1,
+        counters: counted.iter().take(8).map(counter).collect(),
+        ..Header::default()
+    };
+    let page = header.encode();
+    bytes[..page.len()].copy_from_slice(&page);
+    let sidecar = data_dir.join(".cni").join(network);
+    std::fs::create_dir_all(&sidecar)?;
+    std::fs::write(sidecar.join("index"), bytes)
+}
+
+/// An index that only ever heard the truth, for comparison with a model.
+#[derive(Debug)]
+pub struct Honest(Index);
+
+impl Honest {
+    /// An empty one in memory.
+    ///
+    /// # Panics
+    /// If even that fails.
+    pub fn new() -> Honest {
+        match Index::of(&[], &Header::default(), &Host::new("m", "b")) {
+            Ok(index) => Honest(index),
+            Err(error) => panic!("an empty index: {error}"),
+        }
+    }
+
+    /// An address is held by whom this hash stands for; `None`: by nobody any more.
+    ///
+    /// # Panics
+    /// If the index fails.
+    pub fn set(&mut self, address: IpAddr, holder: Option<u64>) {
+        let done = match holder {
+            Some(hash) => self.0.put(&Record {
+                address,
+                inode: 7,
+                ctime: (8, 9),
+                mtime_nanos: 10,
+                holder: Holder::Content(hash),
+                boot: 11,
+            }),
+            None => self.0.remove(address),
+        };
+        if let Err(error) = done.and_then(|()| self.0.finish()) {
+            panic!("{address}: {error}");
+        }
+    }
+
+    /// Who holds an address.
+    pub fn holder(&self, address: IpAddr) -> Option<u64> {
+        match self.0.record(address).ok().flatten()?.holder {
+            Holder::Content(hash) => Some(hash),
+            Holder::Nobody | Holder::Unknown => None,
+        }
+    }
+
+    /// What a holder has, sorted.
+    pub fn held(&self, hash: u64) -> Vec<IpAddr> {
+        let mut held = self.0.held(hash).unwrap_or_default();
+        held.sort_unstable();
+        held
+    }
+
+    /// The next free address.
+    pub fn next_free(&self, from: IpAddr) -> Option<IpAddr> {
+        self.0.next_free(from).ok().flatten()
+    }
+
+    /// How many entries there are.
+    pub fn len(&self) -> usize {
+        self.0.records().map_or(0, |records| records.len())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Default for Honest {
+    fn default() -> Honest {
+        Honest::new()
+    }
+}

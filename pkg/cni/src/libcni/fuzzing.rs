@@ -1,0 +1,23 @@
+//! For pkg/cni-fuzz alone: what a plugin of a list would be given.
+
+use serde_json::value::RawValue;
+
+use super::list::{NetworkList, PluginConf};
+use super::members::Members;
+use super::request::{Extras, derive};
+use crate::Result;
+use crate::config::ValidAttachments;
+
+/// The request for one plugin.
+///
+/// # Errors
+/// Code 999, which does not happen.
+pub fn request(
+    list: &NetworkList,
+    plugin: &PluginConf,
+    prev_result: Option<&RawValue>,
+    capability_args: Option<&Members>,
+    valid: Option<&ValidAttachments>,
+) -> Result<Vec<u8>> {
+    derive(list, plugin, Extras { prev_result, capability_args, valid })
+}

@@ -1,0 +1,24 @@
+//! For pkg/cni-fuzz alone: the configuration's reader, and what must hold of all it accepts.
+
+use cni::skel::Call;
+use cni::{Result, ident};
+
+use crate::conf::Conf;
+
+/// Reads a configuration as ADD does.
+///
+/// # Errors
+/// What ADD would refuse it with.
+pub fn read(call: &Call<'_>) -> Result<()> {
+    let conf = Conf::new(call)?;
+    assert!(ident::check_interface_name(&conf.bridge).is_ok(), "{:?} is no bridge's name", conf.bridge);
+    assert!(conf.mtu.is_none_or(|mtu| (68..=65535).contains(&mtu)));
+    assert!(!(conf.hairpin && conf.promiscuous));
+    assert!(conf.mac.is_none_or(|mac| !mac.is_multicast() && !mac.is_zero()));
+    assert!(!(conf.container_down && conf.ipam.is_some()));
+    if let Some(vlans) = &conf.vlans {
+        assert!(vlans.access.iter().chain(&vlans.trunk).all(|id| (1..=4094).contains(id)));
+        assert!(vlans.trunk.is_sorted_by(|one, next| one < next));
+    }
+    Ok(())
+}
