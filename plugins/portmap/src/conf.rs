@@ -231,7 +231,7 @@ pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
             .split('"')
             .step_by(2)
             .flat_map(|unquoted| unquoted.split(|char| !is_of_a_name(char)))
-            .map(|word| word.trim_start_matches(['-', '/']));
+            .map(|word| word.trim_start_matches(['-', '/', '.', '_']));
         let order = words.find(|word| ORDERS.contains(word));
         if hostile || open || order.is_some() {
             return Err(order.unwrap_or(condition).to_owned());
@@ -417,6 +417,7 @@ mod tests {
             (r#","conditionsV4":["ip saddr 1.2.3.4; flush ruleset"]"#, "\"flush\""),
             (r#","conditionsV4":["ip saddr {1.2.3.4}accept"]"#, "\"accept\""),
             (r#","conditionsV4":["ip saddr 1.2.3.4drop"]"#, "\"drop\""),
+            (r#","conditionsV4":["ip saddr 1.12.accept"]"#, "\"accept\""),
             (r#","conditionsV4":["meta mark 0x1jump x"]"#, "\"jump\""),
             (r#","conditionsV4":["tcp sport 1-goto x"]"#, "\"goto\""),
             (r#","conditionsV4":["tcp sport vmap {1:drop}"]"#, "\"vmap\""),
