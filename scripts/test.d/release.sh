@@ -54,6 +54,8 @@ release_archive() (
 )
 
 release_package() {
+    # The copy has no network.
+    release_unpack amd64 >/dev/null && mkdir "$work/theirs" && (cd "$work/theirs" && apt-get -qq download -o APT::Sandbox::User=root containernetworking-plugins) || return
     # shellcheck disable=SC2016
     in_a_copy "$work" '
         sum() { sha256sum <"$1"; }
@@ -74,8 +76,7 @@ release_package() {
         dpkg --purge --force-depends containernetworking-plugins
         dpkg -i "$deb"
         [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
-        cd /tmp && apt-get -qq download containernetworking-plugins
-        dpkg --force-depends -i containernetworking-plugins_*.deb
+        dpkg --force-depends -i "$work"/theirs/containernetworking-plugins_*.deb
         [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
         dpkg -r cni-plugins-rust
         [ "$(sum /usr/lib/cni/bridge)" = "$theirs" ]
@@ -90,10 +91,11 @@ release_arm64() (
     done
     qemu-aarch64 ./cni-install --version
     config=$(jq -nc --arg dir "$work/arm64" '{cniVersion: "1.1.0", name: "n", type: "host-local", ipam: {type: "host-local", dataDir: $dir, ranges: [[{subnet: "10.1.0.0/29"}]]}}')
-    export CNI_CONTAINERID=c CNI_IFNAME=eth0 CNI_NETNS=/proc/self/ns/net CNI_PATH=.
-    CNI_COMMAND=ADD qemu-aarch64 ./host-local <<<"$config" | jq -e '.ips[0].address == "10.1.0.2/29"' >/dev/null
+    # The namespace is the machine's, the plugin's own another.
+    export CNI_CONTAINERID=c CNI_IFNAME=eth0 CNI_NETNS=/proc/$$/ns/net CNI_PATH=.
+    CNI_COMMAND=ADD unshare -n qemu-aarch64 ./host-local <<<"$config" | jq -e '.ips[0].address == "10.1.0.2/29"' >/dev/null
     [ -e "$work/arm64/n/10.1.0.2" ]
-    CNI_COMMAND=DEL qemu-aarch64 ./host-local <<<"$config"
+    CNI_COMMAND=DEL unshare -n qemu-aarch64 ./host-local <<<"$config"
     [ ! -e "$work/arm64/n/10.1.0.2" ]
 )
 
@@ -116,20 +118,20 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         cp "$work"/unpacked-amd64/* /plugins/
         mv /plugins/cni-install /cni-install
         cp /usr/lib/cni/* /host/opt/cni/bin/
-        bare() { setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs "$@"; }
+        bare=(setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs)
         mapfile -t arguments <"$work/arguments"
         mapfile -t probe <"$work/probe"
         # Whoever looks, at any moment, finds a whole program.
         (for _ in {1..300}; do [ -s /host/opt/cni/bin/bridge ] && CNI_COMMAND=VERSION /host/opt/cni/bin/bridge </dev/null >/dev/null || exit 1; done) &
         kubelet=$!
-        bare /cni-install "${arguments[@]}" >/tmp/said &
+        "${bare[@]}" /cni-install "${arguments[@]}" >/tmp/said &
         pod=$!
         until grep -q "are now in" /tmp/said; do kill -0 "$pod"; read -rt 0.1 <> <(:) || true; done
-        bare "${probe[@]}"
+        "${bare[@]}" "${probe[@]}"
         cmp /plugins/bridge /host/opt/cni/bin/bridge
         kill "$pod"
         wait "$pod"
-        bare /cni-install rollback --dest /host/opt/cni/bin
+        "${bare[@]}" /cni-install rollback --dest /host/opt/cni/bin
         wait "$kubelet"
         diff -r /usr/lib/cni /host/opt/cni/bin
     '

@@ -3,7 +3,7 @@
 //! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a container that is
 //! gone, or to nobody, until its entry is deleted here; then its next packet is a first one.
 //!
-//! One pass over the table for all ports, as [`text`] or as a list over netlink, none where nothing is tracked. The
+//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is tracked. The
 //! kernel can be asked for one entry only by all there is of its addresses and ports, so there is no way around the pass.
 //! Never waits, never runs a program. A newcomer's mistake: matching the port alone. The connections of other hosts'
 //! clients to that port *elsewhere* pass through this table too, and must live.
