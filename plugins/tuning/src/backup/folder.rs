@@ -193,15 +193,8 @@ impl Backup {
     /// Code 5.
     pub(crate) fn purge(&self) -> Result<bool> {
         // There is one only where a writer was killed.
-        match fs::remove_file(self.temporary()) {
-            Err(error) if !is_absent(&error) => return Err(self.failed("remove what was to become", error)),
-            _ => {}
-        }
-        match fs::remove_file(&self.path) {
-            Ok(()) => Ok(true),
-            Err(error) if is_absent(&error) => Ok(false),
-            Err(error) => Err(self.failed("remove", error)),
-        }
+        purge_file(&self.temporary()).map_err(|error| self.failed("remove what was to become", error))?;
+        purge_file(&self.path).map_err(|error| self.failed("remove", error))
     }
 
     fn failed(&self, doing: &str, error: io::Error) -> Error {
@@ -220,6 +213,18 @@ fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
         return Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?);
     }
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
+}
+
+/// Removes a file; returns whether it was there. A read-only file system refuses before it looks whether there is one.
+fn purge_file(path: &Path) -> io::Result<bool> {
+    match fs::remove_file(path) {
+        Ok(()) => Ok(true),
+        Err(error) if is_absent(&error) => Ok(false),
+        Err(error) => match fs::symlink_metadata(path) {
+            Err(absent) if is_absent(&absent) => Ok(false),
+            _ => Err(error),
+        },
+    }
 }
 
 /// Whether there can be no such file. A name that is too long is one that no file has, and so is one with a NUL, which

@@ -308,3 +308,18 @@ fn a_folder_that_cannot_be_made_fails_before_any_change() {
     is_untouched(&container);
     attachment.del().success();
 }
+
+#[test]
+fn without_a_backup_a_read_only_folder_is_no_matter_for_a_del() {
+    let node = Node::new();
+    let container = pod(&node);
+    let folder = data_dir(&node);
+    fs::create_dir_all(&folder).unwrap();
+    let path = folder.to_str().unwrap();
+    node.exec(&["mount", "--bind", path, path]);
+    node.exec(&["mount", "-o", "remount,bind,ro", path]);
+    let attachment = tuned(&node, &container, json!({"mtu": 1400}));
+    attachment.add_after(&prev(&container)).fails_naming(5, &[path]);
+    attachment.del().success();
+    node.exec(&["umount", path]);
+}
