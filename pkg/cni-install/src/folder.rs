@@ -15,7 +15,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, symlink};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -123,7 +123,8 @@ impl Folder {
             Some(State::Installed(generation)) => generation,
             None => 0,
         };
-        if set.programs().iter().all(|program| self.sum_of(&program.name).as_ref() == Some(&program.sum)) {
+        let ours = current > 0 && self.list(current)? == set.programs();
+        if ours && set.programs().iter().all(|program| self.is_in_place(program)) {
             return Ok(Installed::AlreadyThere);
         }
         DirBuilder::new()
@@ -181,7 +182,8 @@ impl Folder {
         let lines: Vec<String> = installed
             .iter()
             .filter_map(|program| match self.sum_of(&program.name) {
-                Some(sum) if sum == program.sum => None,
+                Some(_) if self.is_in_place(program) => None,
+                Some(sum) if sum == program.sum => Some(format!("{} cannot be executed by all", program.name)),
                 Some(_) => Some(format!("{} is another program", program.name)),
                 None => Some(format!("{} is missing", program.name)),
             })
@@ -225,6 +227,13 @@ impl Folder {
     /// The sum of the program of that name, if it is a regular file, or a link to one, that can be read.
     fn sum_of(&self, name: &str) -> Option<String> {
         Some(set::sum(&fs::read(self.path.join(name)).ok()?))
+    }
+
+    /// Whether a runtime that starts the program gets this one.
+    fn is_in_place(&self, program: &Program) -> bool {
+        let runs = |metadata: fs::Metadata| metadata.permissions().mode() & 0o555 == 0o555;
+        fs::metadata(self.path.join(&program.name)).is_ok_and(runs)
+            && self.sum_of(&program.name).as_ref() == Some(&program.sum)
     }
 
     /// What the generation's install put in place.
@@ -383,7 +392,7 @@ fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     absent_is_fine(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(mode))?; // whatever the umask was
+    file.set_permissions(fs::Permissions::from_mode(mode))?; // whatever the umask was
     file.sync_all()
 }
 

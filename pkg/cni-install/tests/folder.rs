@@ -251,6 +251,22 @@ fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
 }
 
 #[test]
+fn the_same_programs_that_others_put_there_become_ours_and_one_that_cannot_run_is_replaced() {
+    let place = Place::new();
+    let set = place.set("v1", &["bridge", "tuning"]);
+    for name in ["bridge", "tuning"] {
+        fs::copy(set.join(name), place.dest().join(name)).unwrap();
+    }
+    place.install(&set).fine();
+    place.call("status").fine();
+    fs::set_permissions(place.dest().join("tuning"), fs::Permissions::from_mode(0o644)).unwrap();
+    let status = place.call("status");
+    assert!(status.status == 1 && status.out.contains("tuning cannot be executed by all"), "{status:?}");
+    place.install(&set).fine();
+    place.call("status").fine();
+}
+
+#[test]
 fn one_installer_at_a_time() {
     let place = Place::new();
     let set = place.set("v1", &["bridge"]);
