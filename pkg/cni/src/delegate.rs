@@ -4,8 +4,9 @@
 //! passed on, its errors keep their code. What it does when it misbehaves (is not there, dies, hangs, prints
 //! something else) is an error that names the file.
 //!
-//! Easy to get wrong: a delegate whose ADD failed may have done half of it, so DEL is run on it; and this is done
-//! here, not by the callers.
+//! Easy to get wrong: a delegate whose ADD was cut short may have done half of it, so DEL is run on it, here and not by
+//! the callers. One that answered with an error has undone its own, and must get no DEL: what it refused may have been
+//! the second ADD of a container that lives, whose address a DEL would free.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -86,16 +87,17 @@ impl<'a> Delegate<'a> {
     /// ADD: a lease that is released by `rollback` unless that is committed.
     ///
     /// # Errors
-    /// The delegate's own, after a DEL of whatever it may have done.
+    /// The delegate's own; if it died, hung or babbled, after a DEL of whatever it may have done.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
-        let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout));
+        let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout).map_err(Failure::Unanswered));
         match added {
             Ok(result) => {
                 rollback.push(format!("take back the ADD of {program}"), move || self.del());
                 Ok(result)
             }
-            Err(error) => {
+            Err(Failure::Answered(error) | Failure::NotStarted(error)) => Err(error),
+            Err(Failure::Unanswered(error)) => {
                 if let Err(second) = self.del() {
                     self.notes.note(format_args!("DEL of {program} after its failed ADD: {second}"));
                 }
@@ -109,7 +111,7 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// The delegate's own.
     pub fn check(&self) -> Result<()> {
-        self.run(Verb::Check).map(drop)
+        Ok(self.run(Verb::Check).map(drop)?)
     }
 
     /// DEL.
@@ -117,7 +119,7 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// The delegate's own.
     pub fn del(&self) -> Result<()> {
-        self.run(Verb::Del).map(drop)
+        Ok(self.run(Verb::Del).map(drop)?)
     }
 
     /// GC.
@@ -125,7 +127,7 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// The delegate's own.
     pub fn gc(&self) -> Result<()> {
-        self.run(Verb::Gc).map(drop)
+        Ok(self.run(Verb::Gc).map(drop)?)
     }
 
     /// STATUS.
@@ -133,10 +135,10 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// The delegate's own.
     pub fn status(&self) -> Result<()> {
-        self.run(Verb::Status).map(drop)
+        Ok(self.run(Verb::Status).map(drop)?)
     }
 
-    fn run(&self, verb: Verb) -> Result<Vec<u8>> {
+    fn run(&self, verb: Verb) -> Result<Vec<u8>, Failure> {
         let child = Child {
             program: self.program.clone(),
             args: Vec::new(),
@@ -205,22 +207,41 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_PATH"))
 }
 
+/// How a plugin failed: what is known of what it has done.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// It said so itself: whatever it had done, it has undone.
+    Answered(Error),
+    /// It never ran.
+    NotStarted(Error),
+    /// It was killed, died or said something else: what it has done is unknown.
+    Unanswered(Error),
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Error {
+        match failure {
+            Failure::Answered(error) | Failure::NotStarted(error) | Failure::Unanswered(error) => error,
+        }
+    }
+}
+
 /// Turns the end of a plugin into its stdout or an error.
-pub(crate) fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>> {
+pub(crate) fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());
-    let Output { status, stdout, stderr } = output.map_err(|error| {
-        let code = match &error {
-            RunError::Timeout(_) | RunError::Terminated => Code::TRY_AGAIN,
-            RunError::Start(_) | RunError::Io(_) => Code::IO,
-        };
-        Error::caused(code, &doing, error)
+    let Output { status, stdout, stderr } = output.map_err(|error| match &error {
+        RunError::Timeout(_) | RunError::Terminated => {
+            Failure::Unanswered(Error::caused(Code::TRY_AGAIN, &doing, error))
+        }
+        RunError::Start(_) => Failure::NotStarted(Error::caused(Code::IO, &doing, error)),
+        RunError::Io(_) => Failure::Unanswered(Error::caused(Code::IO, &doing, error)),
     })?;
     if status == Exit::Status(0) {
         return Ok(stdout);
     }
     if let Some(error) = reported(&stdout) {
-        return Err(error);
+        return Err(Failure::Answered(error));
     }
     let stderr = excerpt(&stderr);
     let msg = match (stdout.is_empty(), stderr.is_empty()) {
@@ -231,7 +252,7 @@ pub(crate) fn interpret(program: &Path, verb: Verb, output: Result<Output, RunEr
             format!("netplugin failed but error parsing its diagnostic message {said:?}: {doing}: {status}")
         }
     };
-    Err(Error::new(Code::INTERNAL, msg))
+    Err(Failure::Unanswered(Error::new(Code::INTERNAL, msg)))
 }
 
 #[derive(Deserialize)]
@@ -269,7 +290,7 @@ mod tests {
 
     fn ended(status: Exit, stdout: &str, stderr: &str) -> Result<Vec<u8>> {
         let output = Output { status, stdout: stdout.into(), stderr: stderr.into() };
-        interpret(Path::new("/bin/ipam"), Verb::Add, Ok(output))
+        Ok(interpret(Path::new("/bin/ipam"), Verb::Add, Ok(output))?)
     }
 
     #[test]
@@ -293,7 +314,7 @@ mod tests {
             assert_eq!(ended(status, stdout, stderr).unwrap_err().msg(), expected);
         }
         let late = interpret(Path::new("/bin/ipam"), Verb::Del, Err(RunError::Timeout(Duration::from_secs(2))));
-        assert_eq!(late.unwrap_err().code(), Code::TRY_AGAIN);
+        assert_eq!(Error::from(late.unwrap_err()).code(), Code::TRY_AGAIN);
     }
 
     #[test]

@@ -163,18 +163,44 @@ fn a_delegate_gets_the_environment_of_its_parent() {
     assert_eq!(fs::read_to_string(seen).unwrap().lines().collect::<Vec<_>>(), expected);
 }
 
-#[test]
-fn after_a_failed_add_the_delegate_gets_a_del() {
+/// What a delegate is asked for whose ADD ends with `end`.
+#[track_caller]
+fn asked_for(end: &str) -> String {
     let node = Node::new();
     let container = node.container();
     let seen = node.dir().join("seen");
     let script = format!(
-        "#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND >> {}\n[ $CNI_COMMAND != ADD ] || {{ echo '{{\"cniVersion\":\"1.0.0\",\"code\":11,\"msg\":\"later\"}}'; exit 1; }}\n",
+        "#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND >> {}\n[ $CNI_COMMAND != ADD ] || {{ {end}; }}\n",
         seen.display()
     );
     let folder = executable(&node, "odd-ipam", &script);
-    assert_eq!(call(&node, &folder, "ADD", json!({})).container(&container).run().failure().code, Some(11));
-    assert_eq!(fs::read_to_string(seen).unwrap(), "ADD\nDEL\n");
+    call(&node, &folder, "ADD", json!({"delegateTimeout": 1})).container(&container).run().failure();
+    fs::read_to_string(seen).unwrap()
+}
+
+#[test]
+fn a_delegate_that_refused_its_add_gets_no_del() {
+    let refusal = r#"echo '{"cniVersion":"1.0.0","code":11,"msg":"later"}'; exit 1"#;
+    assert_eq!(asked_for(refusal), "ADD\n");
+}
+
+#[test]
+fn a_delegate_whose_add_gave_no_answer_gets_a_del() {
+    for end in ["kill -KILL $$", "exec sleep 1000", "echo hello; exit 1", "exit 3", "echo hello"] {
+        assert_eq!(asked_for(end), "ADD\nDEL\n", "{end}");
+    }
+}
+
+#[test]
+fn a_second_add_that_ipam_refuses_leaves_the_first_its_address() {
+    let node = Node::new();
+    let config = bridge(&node, &["10.1.0.0/24"]);
+    let (_living, attachment, result) = attach(&node, &config, 1).remove(0);
+    // In another namespace, so that nothing but IPAM stands in the way.
+    let (other, before) = (node.container(), node.reservations("net1"));
+    attachment.clone().netns(other.netns()).add().fails_naming(102, &["10.1.0.2", "duplicate"]);
+    assert_eq!(node.reservations("net1"), before);
+    attachment.del_with(&result).success();
 }
 
 #[test]

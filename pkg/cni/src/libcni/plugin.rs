@@ -55,7 +55,7 @@ impl Runtime<'_> {
         {
             self.notes.note(format_args!("{kind}: {}", String::from_utf8_lossy(stderr).trim_end()));
         }
-        interpret(&program, verb, output)
+        Ok(interpret(&program, verb, output)?)
     }
 
     /// All six variables are always set, empty ones too: what this process inherited must not show through.
