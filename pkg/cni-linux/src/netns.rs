@@ -82,9 +82,9 @@ impl Netns {
     /// The namespace could not be entered; then `inside` has not run.
     pub fn run<T>(&self, inside: impl FnOnce() -> T) -> Result<T> {
         let enter = || -> io::Result<WayBack> {
-            let home = WayBack(File::open(OWN)?);
+            let home = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            Ok(home)
+            Ok(WayBack(home)) // not before: who was not let in may not be let "back" either
         };
         let _back =
             enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
@@ -97,9 +97,10 @@ struct WayBack(File);
 
 impl Drop for WayBack {
     fn drop(&mut self) {
-        // Also where the way in failed: then it leads to where we are.
-        if let Err(errno) = setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET) {
-            // Only a kernel without a few bytes of memory refuses. In here a rollback would delete other people's links.
+        let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
+        // Only a kernel without a few bytes of memory refuses who has just been let in: it is asked again.
+        if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
+            // In here a rollback would delete other people's links.
             let _ = writeln!(
                 io::stderr(),
                 "failed to leave a network namespace: {errno}; nothing more can be done from here"
