@@ -145,26 +145,33 @@ impl Plugin for HostLocal {
         let place = Place::read(&call.conf, &call.notes)?;
         let store = store(call, &place);
         store.check_writable().map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-        // Pods of one network may bring different ranges: only if all known ones are full, the next ADD is sure to fail.
-        let asked = match conf::ranges(&call.conf)? {
-            Some(sets) => vec![sets],
-            None => store.asked(),
-        };
-        let mut full = Vec::new();
-        for sets in &asked {
-            let usage = store.usage(sets).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-            let before = full.len();
-            full.extend(usage.iter().filter(|set| set.is_exhausted()).map(ToString::to_string));
-            if full.len() == before {
-                return Ok(());
+        if let Some(sets) = conf::ranges(&call.conf)? {
+            return match exhausted(&store, &sets)? {
+                Some(full) => Err(Error::new(Code::NOT_AVAILABLE, full)),
+                None => Ok(()),
+            };
+        }
+        // The next ADD may bring ranges of its own, so nothing is sure: a node that were called full for those of before
+        // would never get the ADD with the larger range. Said is it all the same, unless one of them has room.
+        let mut said = Vec::new();
+        for sets in &store.asked() {
+            match exhausted(&store, sets)? {
+                Some(full) => said.push(full),
+                None => return Ok(()),
             }
         }
-        if full.is_empty() {
-            return Ok(());
+        for full in said {
+            call.notes.note(format_args!("{full}; an ADD succeeds only with other ranges (runtimeConfig.ipRanges)"));
         }
-        let msg = format!("no IP addresses available in range set: {}", full.join("; "));
-        Err(Error::new(Code::NOT_AVAILABLE, msg))
+        Ok(())
     }
+}
+
+/// The message that says which sets are used up, if any is.
+fn exhausted(store: &Store, sets: &RangeSets) -> Result<Option<String>> {
+    let usage = store.usage(sets).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
+    let full: Vec<String> = usage.iter().filter(|set| set.is_exhausted()).map(ToString::to_string).collect();
+    Ok((!full.is_empty()).then(|| format!("no IP addresses available in range set: {}", full.join("; "))))
 }
 
 fn owner(call: &Call<'_>) -> Owner {
