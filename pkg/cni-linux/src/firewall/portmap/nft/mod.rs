@@ -167,10 +167,14 @@ impl NftPortMap {
             ];
             for (chain, rules) in &state.rules {
                 let mut own = identity.own(rules, &wanted.addresses(), shape::container);
-                if let Some(written) = written.filter(|_| *chain == HOSTPORTS) {
-                    own.retain(|listed| written.replaces(listed));
+                let written = written.filter(|_| *chain == HOSTPORTS);
+                if let Some(written) = written {
+                    own.retain(|listed| !written.has_added(listed));
                 }
                 former.remember(family, chain, &own);
+                if written.is_some_and(Written::is_in_place) {
+                    continue;
+                }
                 let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
                 if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_here) {
                     new.retain(|(name, _)| name != chain);

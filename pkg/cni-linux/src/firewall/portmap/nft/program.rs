@@ -74,9 +74,14 @@ impl Written {
         Ok(all)
     }
 
-    /// Whether this rule, one of the attachment's, is an earlier ADD's that this one replaces.
-    pub(super) fn replaces(&self, listed: &Listed) -> bool {
-        self.fresh.as_ref().is_some_and(|fresh| !fresh.contains(&listed.handle))
+    /// Whether the program has added this rule just now: the attachment did not have it before.
+    pub(super) fn has_added(&self, listed: &Listed) -> bool {
+        self.fresh.as_ref().is_some_and(|fresh| fresh.contains(&listed.handle))
+    }
+
+    /// Whether an earlier ADD's rules stay, so that nothing is replaced.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.fresh.is_none()
     }
 
     /// The rules that say whose the new ones are.

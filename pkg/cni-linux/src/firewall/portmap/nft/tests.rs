@@ -179,3 +179,23 @@ fn a_base_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
         assert_eq!(ruleset(), before);
     });
 }
+
+#[test]
+fn what_the_program_wrote_before_and_stays_is_not_taken_back_with_the_other_familys_change() {
+    on_a_host(|| {
+        let mut wanted = forwarding("c", "eth0", 2, 8080);
+        wanted.conditions_v4 = vec!["ip saddr { 192.0.2.9, 192.0.2.10 }".to_owned()];
+        assert!(is_changed(ensure(&wanted)));
+        let lines = || {
+            let mut lines: Vec<String> = ruleset().lines().map(str::to_owned).collect();
+            lines.sort();
+            lines
+        };
+        let before = lines();
+        wanted.conditions_v6 = ["ip6", "saddr", "!=", "fd00:9::/64"].map(str::to_owned).to_vec();
+        let Ensured::Done { former: Some(former), .. } = ensure(&wanted) else { panic!("nothing has changed") };
+        assert_ne!(lines(), before);
+        NftPortMap::open().unwrap().put_back(&wanted, &former).unwrap();
+        assert_eq!(lines(), before);
+    });
+}
