@@ -118,6 +118,11 @@ impl<'m> Iptables<'m> {
         Ok(Iptables { runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
+    /// From now on SIGTERM does not end the wait for the lock either: what follows takes back what an interrupted call did.
+    pub fn finish_on_sigterm(&mut self) {
+        self.runner.on_sigterm = OnSigterm::Finish;
+    }
+
     /// The variant that the machine's owner has chosen, in which new rules are made; `None` if there is no
     /// `iptables-restore`. No process, unless a script stands where the program should be.
     pub fn chosen(&self, family: Family) -> Result<Option<Variant>> {

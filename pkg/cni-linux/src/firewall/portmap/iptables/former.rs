@@ -60,10 +60,12 @@ pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
 
 impl IptablesPortMap<'_> {
     /// Gives the attachment back what it had before an [`ensure`](IptablesPortMap::ensure), and takes what that added.
+    /// SIGTERM, which may be why, does not end it, nor what is done with this connection after it.
     ///
     /// # Errors
     /// The first; the other family is done all the same.
     pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
+        self.iptables.finish_on_sigterm();
         let mut failed = None;
         for had in &former.families {
             let done = self.iptables.change(had.family, had.variant, |nat| {

@@ -1,9 +1,13 @@
-//! What is read of a container's chain. The backend as a whole is tested through the plugin, with packets, in both
-//! variants.
+//! What is read of a container's chain, and what a call of the plugin cannot bring about. The backend as a whole is
+//! tested through the plugin, with packets, in both variants.
 
+use std::time::Duration;
+
+use super::super::{Mapping, Protocol};
 use super::shape::{Section, sections};
 use super::*;
-use crate::firewall::iptables::split;
+use crate::firewall::iptables::{Folders, NetnsLock, split};
+use crate::testing::{in_new_netns, machine, skip};
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
     lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true, raw: None }).collect()
@@ -76,4 +80,51 @@ fn a_way_to_a_chain_serves_the_ports_it_names() {
     assert!(!of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D").plain);
     assert!(!of("-p udp -m multiport --dports 80 -j D").serves(&claim(80)));
     assert!(of("-p tcp -j D").serves(&claim(80)), "every port");
+}
+
+/// As in a fresh namespace, where there is iptables-legacy.
+#[track_caller]
+fn with_legacy(body: impl FnOnce() + Send) {
+    in_new_netns(|| match std::process::Command::new("iptables-legacy").arg("--version").output() {
+        Ok(_) => body(),
+        Err(error) => skip(&format!("cannot run iptables-legacy: {error}")),
+    });
+}
+
+fn forwarding() -> Forwarding {
+    Forwarding {
+        mark: Mark::new("net", "c", "eth0"),
+        containers: vec!["10.9.0.2/16".parse().unwrap()],
+        mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: 8080, container_port: 80 }],
+        snat: Snat::Hairpin,
+        set_mark: SetMark::Bit(13),
+        conditions_v4: Vec::new(),
+        conditions_v6: Vec::new(),
+        policy: Policy::Judge,
+    }
+}
+
+#[test]
+fn sigterm_does_not_keep_a_failed_add_from_waiting_for_the_lock_to_put_things_back() {
+    with_legacy(|| {
+        let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
+        let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
+        let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+        let mut backend = IptablesPortMap::new(iptables);
+        let Ensured::Done { former: Some(former), .. } = backend.ensure(&wanted).unwrap() else {
+            panic!("nothing has changed")
+        };
+        assert!(backend.holds(&wanted.mark).unwrap());
+        let lock = NetnsLock::acquire(&machine, OnSigterm::Kill, locks.path(), Duration::from_secs(30)).unwrap();
+        nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), nix::sys::signal::Signal::SIGTERM).unwrap();
+        assert!(machine.terminated());
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(100));
+                drop(lock);
+            });
+            backend.put_back(&wanted, &former).unwrap();
+        });
+        assert!(!backend.holds(&wanted.mark).unwrap());
+    });
 }
