@@ -5,7 +5,7 @@ use super::super::{Forwarding, Policy};
 use super::shape::{self, DNAT};
 use super::{IptablesPortMap, Plan, displace};
 use crate::error::Result;
-use crate::firewall::iptables::{Edit, Nat};
+use crate::firewall::iptables::{Edit, Nat, Variant};
 use crate::route::Family;
 
 /// Which tables an ADD has not looked at itself.
@@ -20,7 +20,7 @@ pub enum Unseen {
 impl IptablesPortMap<'_> {
     /// Judges who has a wanted port in tables that the ADD itself does not look at, in all families. No process but one
     /// `iptables-legacy-save` for each family that has a legacy table; if something dead is to be displaced, that again, and
-    /// a restore.
+    /// a restore. What a legacy program that fails does not show is a remark to an ADD that only looks.
     pub fn rivals(&mut self, wanted: &Forwarding, unseen: Unseen, then: Then) -> Result<Rivals> {
         let (mut rivals, mut judge) = (Rivals::default(), Judge::default());
         if wanted.policy == Policy::Ignore {
@@ -34,11 +34,22 @@ impl IptablesPortMap<'_> {
                     continue;
                 }
                 let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
-                if !self.iptables.can_remove(family, variant)? {
-                    rivals.remarks.push(format!(
-                        "{name}-{variant} has a table nat, but its programs are not there: who has ports in it is not known"
-                    ));
-                    continue;
+                let unknown = |why: &str| {
+                    format!("{name}-{variant} has a table nat, but {why}: who has ports in it is not known")
+                };
+                // A program of the older iptables that this ADD does not otherwise need must not be what it fails by.
+                let is_optional = variant == Variant::Legacy && then == Then::Nothing;
+                match self.iptables.can_remove(family, variant) {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        rivals.remarks.push(unknown("its programs are not there"));
+                        continue;
+                    }
+                    Err(error) if is_optional && !error.is_terminated() => {
+                        rivals.remarks.push(unknown(&error.to_string()));
+                        continue;
+                    }
+                    Err(error) => return Err(error),
                 }
                 let mut judged = |nat: &mut Nat<'_>| {
                     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
@@ -48,7 +59,14 @@ impl IptablesPortMap<'_> {
                     Ok(plan)
                 };
                 let plan = match then {
-                    Then::Nothing => judged(&mut self.iptables.read(family, variant)?)?,
+                    Then::Nothing => match self.iptables.read(family, variant) {
+                        Ok(mut nat) => judged(&mut nat)?,
+                        Err(error) if is_optional && !error.is_terminated() => {
+                            rivals.remarks.push(unknown(&error.to_string()));
+                            continue;
+                        }
+                        Err(error) => return Err(error),
+                    },
                     Then::Displace => {
                         let mut last = Plan::default();
                         self.iptables.change(family, variant, |nat| {

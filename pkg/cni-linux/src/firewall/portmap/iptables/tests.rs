@@ -1,12 +1,15 @@
 //! What is read of a container's chain, and what a call of the plugin cannot bring about. The backend as a whole is
 //! tested through the plugin, with packets, in both variants.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
 
+use super::super::conflict::Then;
 use super::super::{Mapping, Protocol};
 use super::shape::{Section, sections};
 use super::*;
 use crate::firewall::iptables::{Folders, NetnsLock, split};
+use crate::firewall::play::shell;
 use crate::testing::{in_new_netns, machine, skip};
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
@@ -126,5 +129,28 @@ fn sigterm_does_not_keep_a_failed_add_from_waiting_for_the_lock_to_put_things_ba
             backend.put_back(&wanted, &former).unwrap();
         });
         assert!(!backend.holds(&wanted.mark).unwrap());
+    });
+}
+
+#[test]
+fn a_legacy_program_that_fails_is_a_remark_to_an_add_that_only_looks_there() {
+    with_legacy(|| {
+        shell("iptables-legacy -t nat -N CNI-X");
+        let (machine, folder) = (machine(), tempfile::tempdir().unwrap());
+        for job in ["save", "restore"] {
+            let program = folder.path().join(format!("iptables-legacy-{job}"));
+            let script = "#!/bin/sh\necho 'error while loading shared libraries: libip4tc.so.2' >&2\nexit 127\n";
+            std::fs::write(&program, script).unwrap();
+            std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let folders = Folders::only([folder.path().to_owned()]);
+        let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+        let mut backend = IptablesPortMap::new(iptables);
+        let rivals = backend.rivals(&forwarding(), Unseen::Both, Then::Nothing).unwrap();
+        assert!(rivals.held.is_none() && !rivals.dead);
+        let [remark] = &rivals.remarks[..] else { panic!("{:?}", rivals.remarks) };
+        for words in ["iptables-legacy has a table nat", "libip4tc.so.2", "who has ports in it is not known"] {
+            assert!(remark.contains(words), "it should say `{words}`: {remark}");
+        }
     });
 }
