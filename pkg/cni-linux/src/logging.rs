@@ -1,5 +1,6 @@
-//! Where the log goes: nowhere, unless `CNI_LOG` is `info`, `debug` or `trace`; then to the file `CNI_LOG_FILE`, else to
-//! journald, else to stderr. Never to stdout, which is the wire.
+//! Where the log goes: nowhere, unless `CNI_LOG` is `info`, `debug` or `trace`; then to the file `CNI_LOG_FILE` where one is
+//! named, else to journald, else to stderr. Never to stdout, which is the wire. Another value, or a file that cannot be
+//! trusted, is told on stderr, and nothing is logged.
 //!
 //! Runtimes hand their own environment on, so a variable set for containerd's service reaches every plugin, and through
 //! it the delegates. A line is one write, so that lines of many processes do not mix. Nothing here can fail a call or
@@ -9,12 +10,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
+use nix::unistd::geteuid;
 
 /// Where journald listens.
 const JOURNAL: &str = "/run/systemd/journal/socket";
@@ -44,19 +46,20 @@ struct Logger {
 /// Installs the logger that the environment asks for; costs one look at it where it asks for none.
 pub fn install(program: &str) {
     let Some(wanted) = std::env::var_os("CNI_LOG") else { return };
-    let level = match wanted.to_str().unwrap_or_default().to_ascii_lowercase().as_str() {
-        "" | "off" | "0" => return,
-        "debug" => LevelFilter::Debug,
-        "trace" => LevelFilter::Trace,
-        _ => LevelFilter::Info,
+    let note = |what: std::fmt::Arguments<'_>| drop(writeln!(io::stderr(), "{program}: {what}"));
+    let level = match level(&wanted.to_string_lossy()) {
+        Some(LevelFilter::Off) => return,
+        Some(level) => level,
+        None => {
+            return note(format_args!("CNI_LOG is {wanted:?}, not info, debug, trace or off: nothing is logged"));
+        }
     };
     let sink = match std::env::var_os("CNI_LOG_FILE").filter(|path| !path.is_empty()) {
         Some(path) => match open(Path::new(&path)) {
             Ok(file) => Sink::File(file),
             Err(error) => {
                 let path = path.display();
-                let _ = writeln!(io::stderr(), "{program}: CNI_LOG_FILE {path} cannot be used: {error}");
-                Sink::Stderr
+                return note(format_args!("CNI_LOG_FILE {path} cannot be used, nothing is logged: {error}"));
             }
         },
         None => journal().map_or(Sink::Stderr, Sink::Journal),
@@ -68,12 +71,35 @@ pub fn install(program: &str) {
     }
 }
 
-/// Opened to append, for root alone, and only if it is a plain file: no link that somebody laid, no FIFO to wait for.
+/// What a value of `CNI_LOG` asks for; `None` if it is not understood.
+fn level(value: &str) -> Option<LevelFilter> {
+    match value.to_ascii_lowercase().as_str() {
+        "" | "off" | "none" | "false" | "0" => Some(LevelFilter::Off),
+        "info" => Some(LevelFilter::Info),
+        "debug" => Some(LevelFilter::Debug),
+        "trace" => Some(LevelFilter::Trace),
+        _ => None,
+    }
+}
+
+/// Opened to append, and only if it is a plain file of our user's alone: no link that somebody laid, no FIFO to wait for,
+/// nothing that others can read, and nothing that is another file by another name.
 fn open(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    if found.uid() != geteuid().as_raw() {
+        return Err(io::Error::other(format!("it belongs to user {}", found.uid())));
+    }
+    if found.nlink() != 1 {
+        return Err(io::Error::other(format!("it has {} names", found.nlink())));
+    }
+    if found.mode() & 0o077 != 0 {
+        let mode = found.mode() & 0o7777;
+        return Err(io::Error::other(format!("it is open to others, with mode {mode:o}: chmod 600 mends that")));
     }
     Ok(file)
 }
@@ -203,10 +229,42 @@ mod tests {
         open(&plain).unwrap().write_all(b"one\n").unwrap();
         open(&plain).unwrap().write_all(b"two\n").unwrap();
         assert_eq!(std::fs::read_to_string(&plain).unwrap(), "one\ntwo\n");
-        let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(&plain).unwrap());
+        let mode = std::fs::metadata(&plain).unwrap().mode();
         assert_eq!(mode & 0o177, 0, "{mode:o}");
         std::os::unix::fs::symlink(&plain, &link).unwrap();
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert!(open(&link).is_err() && open(&fifo).is_err() && open(folder.path()).is_err());
+    }
+
+    #[test]
+    fn a_file_of_others_or_with_a_second_name_is_not_written_to() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        drop(open(&path).unwrap());
+        for (mode, trusted) in [(0o640, false), (0o602, false), (0o604, false), (0o600, true)] {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(open(&path).is_ok(), trusted, "{mode:o}");
+        }
+        let second = folder.path().join("second");
+        std::fs::hard_link(&path, &second).unwrap();
+        assert!(open(&path).is_err() && open(&second).is_err());
+        std::fs::remove_file(&second).unwrap();
+        assert!(open(&path).is_ok());
+        match std::os::unix::fs::chown(&path, Some(1), None) {
+            Ok(()) => assert!(open(&path).is_err(), "it belongs to another"),
+            Err(error) => cni_testkit::skipped(&format!("cannot give a file away: {error}")),
+        }
+    }
+
+    #[test]
+    fn only_known_values_ask_for_a_log() {
+        for off in ["", "off", "OFF", "none", "false", "0"] {
+            assert_eq!(level(off), Some(LevelFilter::Off), "{off}");
+        }
+        assert_eq!(level("Debug"), Some(LevelFilter::Debug));
+        for unknown in ["1", "true", "yes", "warn", "infos", " info"] {
+            assert_eq!(level(unknown), None, "{unknown}");
+        }
     }
 }

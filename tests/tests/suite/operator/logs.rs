@@ -48,7 +48,7 @@ fn quiet(outcome: &Outcome) {
 fn nothing_is_said_unless_asked_for() {
     require!(probe::plugin("cnitool"));
     let logged = Logged::new();
-    for level in ["", "off", "0"] {
+    for level in ["", "off", "none", "false", "0"] {
         quiet(&logged.call("ADD").env("CNI_LOG_FILE", logged.file()).env("CNI_LOG", level).run());
         quiet(&logged.call("DEL").env("CNI_LOG_FILE", logged.file()).run());
         assert!(!logged.file().exists());
@@ -114,7 +114,7 @@ fn steps_have_their_durations_and_name_the_request_that_failed() {
 }
 
 #[test]
-fn a_file_that_cannot_be_used_fails_no_call() {
+fn a_file_that_cannot_be_used_or_an_unknown_level_fails_no_call() {
     require!(probe::plugin("cnitool"));
     let logged = Logged::new();
     let target = logged.node.file("target", "kept");
@@ -123,9 +123,19 @@ fn a_file_that_cannot_be_used_fails_no_call() {
     for path in [&link, logged.node.dir(), &PathBuf::from("/nonexistent/folder/log")] {
         let add = logged.call("ADD").env("CNI_LOG", "info").env("CNI_LOG_FILE", path).run();
         add.success();
-        assert!(add.stderr.contains("cannot be used") && add.stderr.contains(" plugin=bridge "), "{}", add.report());
+        assert!(
+            add.stderr.contains("bridge: CNI_LOG_FILE ") && add.stderr.contains("cannot be used"),
+            "{}",
+            add.report()
+        );
+        assert!(!add.stderr.contains(" plugin=bridge "), "{}", add.report());
         logged.call("DEL").run().success();
     }
+    let add = logged.call("ADD").env("CNI_LOG", "verbose").env("CNI_LOG_FILE", logged.file()).run();
+    add.success();
+    assert!(add.stderr.contains("bridge: CNI_LOG is \"verbose\""), "{}", add.report());
+    assert!(!logged.file().exists());
+    logged.call("DEL").run().success();
     assert_eq!(fs::read_to_string(target).unwrap(), "kept");
 }
 
