@@ -140,9 +140,14 @@ impl Locked {
         if let Some(address) = held.iter().find(|address| set.find(**address).is_some()) {
             let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
             let held: Vec<String> = held.iter().take(NAMED).map(|address| self.describe(*address)).collect();
-            return Err(Error::new(Code::CONFLICT, msg)
-                .with_details(format!("{}; DEL releases, and \"reuse\": true in ipam gives again", held.join(", ")))
-                .into());
+            let advice = match self.store.options.again {
+                Again::Refuse => "DEL releases, and \"reuse\": true in ipam gives again",
+                Again::Reuse => {
+                    "DEL releases; \"reuse\" gives no other address, no gateway, and none without an interface's name"
+                }
+            };
+            let details = format!("{}; {advice}", held.join(", "));
+            return Err(Error::new(Code::CONFLICT, msg).with_details(details).into());
         }
         if let Some(address) = requested {
             return Ok(Pick { address, held: false });
