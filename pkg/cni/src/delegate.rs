@@ -84,25 +84,41 @@ impl<'a> Delegate<'a> {
         })
     }
 
-    /// ADD: a lease that is released by `rollback` unless that is committed.
+    /// ADD: a lease that is released by `rollback` unless that is committed, or the attachment had one before.
     ///
     /// # Errors
     /// The delegate's own; if it died, hung or babbled, after a DEL of whatever it may have done.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
+        let had_one = self.reuses_a_lease()?;
         let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout).map_err(Failure::Unanswered));
         match added {
+            Ok(result) if had_one => Ok(result),
             Ok(result) => {
                 rollback.push(format!("take back the ADD of {program}"), move || self.del());
                 Ok(result)
             }
-            Err(Failure::Answered(error) | Failure::NotStarted(error)) => Err(error),
-            Err(Failure::Unanswered(error)) => {
+            Err(Failure::Unanswered(error)) if !had_one => {
                 if let Err(second) = self.del() {
                     self.notes.note(format_args!("DEL of {program} after its failed ADD: {second}"));
                 }
                 Err(error)
             }
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
+    /// Whether ADD would return what the attachment holds already: with `"reuse": true`, CHECK finds it. A DEL
+    /// would free what a container that lives may use; what ADD reserves beside it stays until the runtime's DEL.
+    fn reuses_a_lease(&self) -> Result<bool> {
+        if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
+            return Ok(false);
+        }
+        match self.run(Verb::Check) {
+            Ok(_) => Ok(true),
+            // It holds nothing, or the version knows no CHECK.
+            Err(Failure::Answered(error)) if error.code() != Code::TRY_AGAIN => Ok(false),
+            Err(failure) => Err(failure.into()),
         }
     }
 

@@ -70,6 +70,22 @@ fn when_the_kernel_refuses_a_route() {
 }
 
 #[test]
+fn a_second_add_with_reuse_that_fails_leaves_the_first_its_address() {
+    let node = Node::new();
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipam": {"reuse": true}}));
+    let (_living, attachment, result) = attach(&node, &config, 1).remove(0);
+    let (other, before) = (node.container(), node.reservations("net1"));
+    let routes = json!({"ipam": {"routes": [{"dst": "192.0.2.0/24", "gw": "172.31.9.9"}]}});
+    let failing = patched(config, routes);
+    attachment.clone().netns(other.netns()).config(failing.clone()).add().failure();
+    assert_eq!(node.reservations("net1"), before);
+    // What was not there before is released as ever.
+    attachment.clone().ifname("eth1").config(failing).add().failure();
+    assert_eq!(node.reservations("net1"), before);
+    attachment.del_with(&result).success();
+}
+
+#[test]
 fn when_the_mac_is_refused() {
     fails_and_leaves_nothing(|node| bridge(node, &["10.1.0.0/24"]), Some("MAC=01:00:5e:00:00:01"));
 }
