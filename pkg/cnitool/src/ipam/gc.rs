@@ -3,6 +3,8 @@
 //! Nothing goes that is in use or may be. A reservation of which nobody knows anything may be an ADD's that is under
 //! way: it goes with `--unknown` alone, and only once it is older than any ADD can take.
 
+use std::net::IpAddr;
+
 use clap::Args;
 use cni::Error;
 use cni_ipam::Reservation;
@@ -44,18 +46,21 @@ impl Desk<'_, '_> {
         let addresses = self.one(&args.network)?;
         let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
         let judged = self.judged(&addresses.network, locked.list()?)?;
-        let decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
-        // Told first: what fails half-way has been told all the same.
-        self.gc_report(args, &decided, streams)?;
+        let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
+        // People are told first: what fails half-way has been told all the same. A document says what has happened.
+        let told_first = self.shared.format() == Format::Text;
+        if told_first {
+            self.gc_report(args, &decided, streams)?;
+        }
         if !args.dry_run {
-            let doomed: Vec<Reservation> =
-                decided.into_iter().filter(|one| one.goes).map(|one| one.reservation).collect();
+            let going = decided.iter().filter(|one| one.goes);
+            let doomed: Vec<Reservation> = going.map(|one| one.reservation.clone()).collect();
             let removed = locked.release_chosen(&doomed)?;
-            for spared in doomed.iter().filter(|one| !removed.contains(&one.address)) {
-                self.notes.note(format_args!("{} was changed meanwhile and stays", spared.address));
+            for spared in spare(&mut decided, &removed) {
+                self.notes.note(format_args!("{spared} was changed meanwhile and stays"));
             }
         }
-        Ok(())
+        if told_first { Ok(()) } else { self.gc_report(args, &decided, streams) }
     }
 
     fn gc_report(&self, args: &Collect, decided: &[Decided], streams: &mut Streams<'_>) -> Result<(), Error> {
@@ -85,6 +90,17 @@ impl Desk<'_, '_> {
         };
         write(streams, &text)
     }
+}
+
+/// Whatever was to go and has not, stays: its address.
+fn spare(decided: &mut [Decided], removed: &[IpAddr]) -> Vec<IpAddr> {
+    let mut spared = Vec::new();
+    for one in decided.iter_mut().filter(|one| one.goes && !removed.contains(&one.reservation.address)) {
+        one.goes = false;
+        "it was changed meanwhile".clone_into(&mut one.why);
+        spared.push(one.reservation.address);
+    }
+    spared
 }
 
 fn decide(args: &Collect, Judged { reservation, life }: Judged) -> Decided {
@@ -130,5 +146,19 @@ mod tests {
         assert!(!decided(&all, Life::Unknown(why()), 500).0);
         let kept = Collect { keep: vec!["c".into()], ..all };
         assert!(!decided(&kept, Life::Over(why()), 9999).0);
+    }
+
+    #[test]
+    fn what_was_to_go_and_was_not_removed_is_reported_as_kept() {
+        let one = |address: &str, goes| {
+            let (id, ifname) = ("c".to_owned(), Some("eth0".to_owned()));
+            let reservation = Reservation { address: address.parse().unwrap(), id, ifname, since: None };
+            Decided { reservation, goes, why: "because".to_owned() }
+        };
+        let mut decided = [one("10.0.0.2", true), one("10.0.0.3", true), one("10.0.0.4", false)];
+        let removed = [decided[0].reservation.address];
+        assert_eq!(spare(&mut decided, &removed), [decided[1].reservation.address]);
+        let told: Vec<(bool, &str)> = decided.iter().map(|one| (one.goes, one.why.as_str())).collect();
+        assert_eq!(told, [(true, "because"), (false, "it was changed meanwhile"), (false, "because")]);
     }
 }

@@ -73,6 +73,23 @@ fn a_reservation_whose_container_is_gone_is_shown_and_collected_and_those_in_use
 }
 
 #[test]
+fn a_collection_that_fails_is_one_document_and_names_nothing_as_removed() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let held = operator.node.file("networks/net1/10.1.0.77", "stranger\r\neth0");
+    // The kernel refuses to unlink what something is mounted on.
+    operator.node.exec(&["sh", "-c", &format!("mount --bind {0} {0}", held.display())]);
+    let outcome = operator.call(&["ipam", "gc", "net1", "--unknown", "--min-age", "0", "--json"]).run();
+    assert_eq!(outcome.status, Some(1), "{}", outcome.report());
+    let error = outcome.json.clone().unwrap_or_else(|| panic!("one document\n{}", outcome.report()));
+    assert!(error["msg"].to_string().contains("failed to remove"), "{}", outcome.report());
+    assert!(error["removed"].is_null(), "{}", outcome.report());
+    operator.node.exec(&["sh", "-c", &format!("umount {}", held.display())]);
+    let json = operator.json(&["ipam", "gc", "net1", "--unknown", "--min-age", "0"]);
+    assert_eq!(addresses(&json["removed"]), ["10.1.0.77"], "{json:#}");
+}
+
+#[test]
 fn what_is_in_use_is_released_only_by_force() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
