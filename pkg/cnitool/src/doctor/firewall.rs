@@ -151,11 +151,14 @@ pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
             let what = format!(
                 "{program}-legacy has {legacy} rules and {program}-nft {nft}: each shows its own alone, packets pass both"
             );
-            let command = format!(
-                "{program}-legacy-save | {program}-nft-restore --noflush && for t in {}; do {program}-legacy -t $t -F; done",
-                legacy_tables.split_whitespace().collect::<Vec<_>>().join(" ")
+            // Emptying a table leaves its policies: one that drops then drops everything, ssh too. What in here is still
+            // wanted, nobody but its makers knows.
+            let words = format!(
+                "have one variant alone in use: let whatever made the fewer rules make them by the other one, and remove \
+                 its own; before a chain of {program}-legacy is emptied by hand its policy must be ACCEPT ({program}-legacy -S \
+                 shows it), or the node may be cut off"
             );
-            seen.found(what, command);
+            seen.found_without_command(what, words);
         }
         if legacy > 0 {
             variants.push(format!("{program}-legacy"));
@@ -198,6 +201,7 @@ fn judge_conntrack(fill: Option<(u64, u64)>) -> Seen {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Mend;
     use super::*;
     use serde_json::json;
 
@@ -209,10 +213,9 @@ mod tests {
             let seen = judge_conntrack(fill);
             assert_eq!(!seen.findings.is_empty(), found, "{fill:?}");
         }
-        assert_eq!(
-            judge_conntrack(Some((900, 1000))).findings[0].command,
-            "sysctl -w net.netfilter.nf_conntrack_max=2000"
-        );
+        let seen = judge_conntrack(Some((900, 1000)));
+        let Mend::Command(command) = &seen.findings[0].mend else { panic!("no command") };
+        assert_eq!(command, "sysctl -w net.netfilter.nf_conntrack_max=2000");
     }
 
     #[test]

@@ -25,8 +25,16 @@ pub(crate) struct Finding {
     check: &'static str,
     /// What is wrong, and what comes of it.
     what: String,
-    /// What mends it.
-    command: String,
+    mend: Mend,
+}
+
+/// What mends it.
+#[derive(PartialEq, Eq)]
+pub(crate) enum Mend {
+    /// A command, to be run as it stands.
+    Command(String),
+    /// In words: where a command that is right everywhere would have to know what the node is for.
+    Words(String),
 }
 
 /// What one check saw.
@@ -43,7 +51,16 @@ impl Seen {
     }
 
     fn found(&mut self, what: impl Into<String>, command: impl Into<String>) {
-        self.findings.push(Finding { check: self.check, what: what.into(), command: command.into() });
+        self.push(what.into(), Mend::Command(command.into()));
+    }
+
+    /// The same, where no command is safe.
+    fn found_without_command(&mut self, what: impl Into<String>, words: impl Into<String>) {
+        self.push(what.into(), Mend::Words(words.into()));
+    }
+
+    fn push(&mut self, what: String, mend: Mend) {
+        self.findings.push(Finding { check: self.check, what, mend });
     }
 
     fn well(mut self, well: impl Into<String>) -> Seen {
@@ -95,7 +112,13 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
     let count = seen.iter().map(|one| one.findings.len()).sum::<usize>();
     match shared.format() {
         Format::Json => {
-            let finding = |one: &Finding| json!({"check": one.check, "what": one.what, "command": one.command});
+            let finding = |one: &Finding| {
+                let (command, advice) = match &one.mend {
+                    Mend::Command(command) => (Some(command), None),
+                    Mend::Words(words) => (None, Some(words)),
+                };
+                json!({"check": one.check, "what": one.what, "command": command, "advice": advice})
+            };
             let findings: Vec<_> = seen.iter().flat_map(|one| &one.findings).map(finding).collect();
             let well = seen.iter().filter(|one| one.findings.is_empty());
             let well: Vec<_> = well.map(|one| json!({"check": one.check, "what": one.well})).collect();
@@ -113,11 +136,11 @@ fn text(seen: &[Seen], count: usize, streams: &Streams<'_>) -> String {
     }
     for finding in seen.iter().flat_map(|one| &one.findings) {
         let line = format!("! {:<14} {}", finding.check, finding.what);
-        text += &format!(
-            "{}\n                 mend: {}\n",
-            paint(streams.stdout_style, Colour::Red, &line),
-            finding.command
-        );
+        let mend = match &finding.mend {
+            Mend::Command(command) => format!("mend: {command}"),
+            Mend::Words(words) => format!("what to do: {words}"),
+        };
+        text += &format!("{}\n                 {mend}\n", paint(streams.stdout_style, Colour::Red, &line));
     }
     text += &match count {
         0 => "Nothing wrong was found.\n".to_owned(),

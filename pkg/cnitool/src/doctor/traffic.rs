@@ -187,6 +187,6 @@ pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             }
         }
     }
-    seen.findings.dedup_by(|one, other| one.command == other.command);
+    seen.findings.dedup_by(|one, other| one.mend == other.mend);
     Ok(seen.well("no container's packets come in by another way than they are answered"))
 }

@@ -79,6 +79,11 @@ fn links_that_are_down_and_mtus_that_differ_are_found() {
     operator.node.exec(&["ip", "link", "set", &link, "down"]);
     found_and_mended(&operator, "links", &[&link, "is down"]);
     container.exec(&["ip", "link", "set", "eth0", "down"]);
+    // The kernel tells the other end a moment later.
+    let deadline = std::time::Instant::now() + cni_testkit::patience(std::time::Duration::from_secs(5));
+    while findings(&operator).is_empty() && std::time::Instant::now() < deadline {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
     // The default route is gone with it, but not what the node can see.
     found_and_mended(&operator, "links", &["has no carrier: the container's end is down"]);
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);
@@ -130,6 +135,29 @@ fn a_policy_that_drops_what_containers_send_is_found() {
         let _ = operator.node.run(&["sh", "-c", "nft flush ruleset; iptables-legacy -F FORWARD; true"]);
         operator.detach(&container);
     }
+}
+
+#[test]
+fn both_variants_of_iptables_in_use_are_found_and_no_command_is_offered() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::tool("iptables-legacy"));
+    require!(probe::tool("iptables-nft"));
+    let operator = Operator::new();
+    for variant in ["iptables-legacy", "iptables-nft"] {
+        if !operator.node.run(&[variant, "-A", "INPUT", "-i", "lo", "-j", "ACCEPT"]).ok {
+            cni_testkit::skipped(&format!("{variant} does not work here"));
+            return;
+        }
+    }
+    // Emptied as it is, INPUT would shut the node off.
+    operator.node.exec(&["iptables-legacy", "-P", "INPUT", "DROP"]);
+    let found = findings(&operator);
+    let both: Vec<&Value> = found.iter().filter(|one| one["check"] == "iptables").collect();
+    assert_eq!(both.len(), 1, "{found:#?}");
+    assert!(both[0]["command"].is_null(), "{found:#?}");
+    assert!(both[0]["advice"].as_str().is_some_and(|words| words.contains("its policy must be ACCEPT")), "{found:#?}");
+    operator.failed(&["doctor"], &["what to do: have one variant alone in use"]);
+    operator.node.exec(&["sh", "-c", "iptables-legacy -P INPUT ACCEPT && iptables-legacy -F && iptables-nft -F"]);
 }
 
 #[test]
