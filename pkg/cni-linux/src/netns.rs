@@ -46,15 +46,18 @@ impl Netns {
         Netns::open(Path::new(OWN))
     }
 
-    /// Whether `path` is the calling thread's own namespace. Two looks, nothing is opened.
+    /// Whether `path` is the calling thread's own namespace. Two looks; where it is a namespace nothing is opened.
     ///
     /// # Errors
-    /// Those of [`open`](Netns::open), where there is nothing at `path`.
+    /// Those of [`open`](Netns::open), where there is no namespace at `path`. One of another kind passes for a network's.
     pub fn is_own(path: &Path) -> Result<bool> {
-        let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN)) else {
-            return Ok(Netns::open(path)?.is_same(&Netns::current()?));
-        };
-        Ok((there.dev(), there.ino()) == (own.dev(), own.ino()))
+        // All namespaces of a kernel are on one device; what is on another is a plain file, or a puzzle.
+        if let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
+            && there.dev() == own.dev()
+        {
+            return Ok(there.ino() == own.ino());
+        }
+        Ok(Netns::open(path)?.is_same(&Netns::current()?))
     }
 
     /// Whether both are the same namespace, whatever the paths.
@@ -206,6 +209,16 @@ mod tests {
         let here = Netns::current().unwrap();
         let thread = format!("/proc/self/task/{}/ns/net", nix::unistd::gettid());
         assert!(here.is_same(&Netns::open(Path::new(&thread)).unwrap()));
+    }
+
+    #[test]
+    fn a_plain_file_is_nobodys_namespace_rather_than_anothers() {
+        let folder = tempfile::tempdir().unwrap();
+        let plain = folder.path().join("plain");
+        std::fs::write(&plain, "").unwrap();
+        assert!(Netns::is_own(&plain).unwrap_err().is_no_netns());
+        assert!(Netns::is_own(Path::new("/proc/self/status")).unwrap_err().is_no_netns());
+        assert!(Netns::is_own(Path::new(OWN)).unwrap());
     }
 
     #[test]

@@ -88,6 +88,9 @@ impl Witnesses<'_> {
                 Presence::Unknown(why) => {
                     return Life::InUse(format!("whether its namespace exists is unknown: {why}"));
                 }
+                Presence::Other(why) => {
+                    return Life::InUse(format!("whether its namespace {} exists is unknown: {why}", attachment.netns));
+                }
                 Presence::Gone(why) => over = Some(format!("its namespace {} is gone: {why}", attachment.netns)),
             }
         }

@@ -14,8 +14,11 @@ use sha2::{Digest as _, Sha512};
 pub(crate) enum Presence {
     /// There is.
     There,
-    /// There is nothing, or something else: why.
+    /// There is nothing: why.
     Gone(String),
+    /// There is something else: what. An empty file is left where a namespace was unmounted; but a live one looks the
+    /// same from a mount namespace that its mount has not reached. So it is no proof of an end.
+    Other(String),
     /// It could not be found out: why.
     Unknown(String),
 }
@@ -29,7 +32,8 @@ impl Presence {
             Ok(_) => Presence::There,
             Err(error) => match error.kind() {
                 ErrorKind::NotFound => Presence::Gone("it does not exist".to_owned()),
-                ErrorKind::NotADirectory | ErrorKind::InvalidInput => Presence::Gone(error.to_string()),
+                ErrorKind::NotADirectory => Presence::Gone(error.to_string()),
+                ErrorKind::InvalidInput => Presence::Other(format!("what is there is no network namespace: {error}")),
                 _ => Presence::Unknown(error.to_string()),
             },
         }

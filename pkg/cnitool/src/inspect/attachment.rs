@@ -46,6 +46,7 @@ impl Attached {
             }
             // A leftover, and told as such.
             Presence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
+            Presence::Other(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
             Presence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
         }
         rules(picture, &mark, entry, &mut facts);

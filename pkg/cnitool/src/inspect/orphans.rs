@@ -76,7 +76,7 @@ pub(crate) fn quoted(word: &str) -> String {
 fn is_over(entry: &Entry, call: &Call<'_>) -> Option<String> {
     match Presence::of(&entry.attachment.netns, call.machine) {
         Presence::Gone(why) => Some(format!("its namespace {} is gone: {why}", entry.attachment.netns)),
-        Presence::There | Presence::Unknown(_) => None,
+        Presence::There | Presence::Other(_) | Presence::Unknown(_) => None,
     }
 }
 

@@ -88,6 +88,7 @@ impl Network<'_, '_> {
                 Presence::There => (true, format!("{} exists", attachment.netns)),
                 Presence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
                 // In doubt for the container.
+                Presence::Other(why) => (true, format!("{}: {why}", attachment.netns)),
                 Presence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
             }
         };

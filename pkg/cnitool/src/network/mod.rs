@@ -156,7 +156,10 @@ impl Network<'_, '_> {
 
     /// The commonest slip, told before any plugin runs: `cnitool add net blue` for /run/netns/blue.
     fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
-        let Presence::Gone(why) = Presence::of(&attachment.netns, self.call.machine) else { return Ok(()) };
+        let why = match Presence::of(&attachment.netns, self.call.machine) {
+            Presence::Gone(why) | Presence::Other(why) => why,
+            Presence::There | Presence::Unknown(_) => return Ok(()),
+        };
         let msg = format!("{} is no network namespace: {why} (CNI_NETNS)", attachment.netns);
         let error = Error::new(Code::INVALID_ENVIRONMENT, msg);
         let typed = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();

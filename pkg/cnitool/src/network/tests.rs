@@ -219,6 +219,12 @@ fn gc_keeps_what_it_cannot_judge_and_lets_disable_gc_rule() {
     node.asked();
     let text = node.done("gc net");
     assert!(text.contains("keep    c/eth0  (whether its namespace exists is unknown"), "{text}");
+    let said = node.say("add net /plain/file");
+    assert!(
+        said.exit == Exit::Failed && said.stderr.contains("/plain/file is no network namespace"),
+        "{}",
+        said.stderr
+    );
     assert_eq!(node.calls(), "a GC, b GC");
     node.configure(r#"{"cniVersion":"1.1.0","name":"net","disableGC":true,"plugins":[{"type":"a"}]}"#);
     let said = node.say("gc net");

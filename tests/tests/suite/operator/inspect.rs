@@ -123,6 +123,29 @@ fn an_attachment_whose_namespace_is_gone_is_left_over_as_a_whole() {
 }
 
 #[test]
+fn a_plain_file_where_the_namespace_was_is_kept_and_told() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    // What a mount namespace sees that the namespace's mount has not reached, or has left.
+    let away = container.netns().with_extension("away");
+    std::fs::rename(container.netns(), &away).unwrap();
+    std::fs::write(container.netns(), "").unwrap();
+    let from_afar = |verb: &[&str]| operator.call(verb).run().stdout;
+    let seen = from_afar(&["inspect", "net1"]);
+    assert!(seen.contains("! namespace ") && seen.contains("is no network namespace"), "{seen}");
+    assert!(seen.contains("nothing is left over"), "{seen}");
+    let kept = from_afar(&["ipam", "gc", "net1", "--dry-run"]);
+    assert!(kept.contains("keep    10.1.0.2") && kept.contains("is no network namespace"), "{kept}");
+    let kept = from_afar(&["gc", "net1", "--dry-run"]);
+    assert!(
+        kept.contains(&format!("keep    {}/eth0", container.id)) && kept.contains("is no network namespace"),
+        "{kept}"
+    );
+    operator.detach(&container);
+}
+
+#[test]
 fn a_go_plugins_leftovers_are_found_too() {
     require!(probe::plugin("cnitool"));
     require!(probe::go_plugins());
