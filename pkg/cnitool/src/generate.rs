@@ -9,7 +9,7 @@ use cni::{Code, Error};
 
 use crate::Streams;
 use crate::cli::{self, Failure, failed};
-use crate::report::{Format, write};
+use crate::report::{Format, write_raw};
 
 /// The arguments of `completions`.
 #[derive(Debug, Args)]
@@ -30,7 +30,7 @@ pub(crate) struct Man {
 pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Result<(), Failure> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli::command(), "cnitool", &mut script);
-    write(streams, &String::from_utf8_lossy(&script)).map_err(|error| failed("completions", error, Format::Text))
+    write_raw(streams, &String::from_utf8_lossy(&script)).map_err(|error| failed("completions", error, Format::Text))
 }
 
 /// Writes `cnitool.1` and a page for each verb.

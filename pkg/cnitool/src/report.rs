@@ -23,8 +23,35 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Writes a text to stdout, in one piece.
+/// Writes lines for people to stdout, in one piece. What would move a terminal's cursor or change its state is shown
+/// instead, because a container names its interfaces as it likes.
 pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
+    let text = harmless(text, streams.stdout_style);
+    write_raw(streams, &text)
+}
+
+/// The text with its control characters, and those that turn its direction, as escapes; but for the ends of lines, and
+/// the colours of [`paint`] where there are any.
+fn harmless(text: &str, style: Style) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(next) = rest.chars().next() {
+        let colour = COLOURS.iter().find(|colour| style == Style::Coloured && rest.starts_with(**colour));
+        let taken = colour.map_or(next.len_utf8(), |colour| colour.len());
+        let (now, later) = rest.split_at(taken);
+        let turns = matches!(next, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if colour.is_none() && next != '\n' && (next.is_control() || turns) {
+            shown.extend(next.escape_default());
+        } else {
+            shown.push_str(now);
+        }
+        rest = later;
+    }
+    shown
+}
+
+/// Writes what is no text for people, a document or a script, to stdout as it is.
+pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
     streams
         .stdout
         .write_all(text.as_bytes())
@@ -34,7 +61,7 @@ pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> 
 
 /// Writes a document to stdout.
 pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(), Error> {
-    write(streams, &format!("{value:#}\n"))
+    write_raw(streams, &format!("{value:#}\n"))
 }
 
 /// What a line of a report is, in colours.
@@ -47,6 +74,9 @@ pub(crate) enum Colour {
     /// A heading.
     Bold,
 }
+
+/// What [`paint`] writes.
+const COLOURS: [&str; 4] = ["\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"];
 
 /// A text in a colour, where the stream has any.
 pub(crate) fn paint(style: Style, colour: Colour, text: &str) -> String {
@@ -88,8 +118,9 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
             Exit::Failed
         }
         Failure::Failed { doing, error, format: Format::Text } => {
-            streams.notes.note(format_args!("cnitool: {doing}: {error}"));
-            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {line}")));
+            let shown = |text: &str| harmless(text, Style::Plain);
+            streams.notes.note(format_args!("cnitool: {doing}: {}", shown(&error.to_string())));
+            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", shown(line))));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
             Exit::Failed
         }
@@ -104,7 +135,7 @@ fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
         streams.notes.note(text(streams.stderr_style).trim_end());
         return Exit::Usage;
     }
-    match write(streams, &text(streams.stdout_style)) {
+    match write_raw(streams, &text(streams.stdout_style)) {
         Ok(()) => Exit::Done,
         Err(error) => {
             streams.notes.note(format_args!("cnitool: help: {error}"));
@@ -140,5 +171,19 @@ fn meaning(code: Code) -> &'static str {
         REFUSED => "refused by cnitool",
         Code(100..) => "not one of the specification's",
         _ => "unknown to the specification",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_would_reach_the_terminal_is_shown_instead() {
+        let text = "\x1b]0;t\x07\r\u{9b}2J\u{202e}é\n";
+        assert_eq!(harmless(text, Style::Coloured), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
+        let painted = paint(Style::Coloured, Colour::Red, "eth0 \x1b[2J");
+        assert_eq!(harmless(&painted, Style::Coloured), "\x1b[31meth0 \\u{1b}[2J\x1b[0m");
+        assert_eq!(harmless("\x1b[31m", Style::Plain), "\\u{1b}[31m");
     }
 }

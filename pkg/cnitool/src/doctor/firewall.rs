@@ -61,6 +61,10 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
                     );
                     let insert =
                         |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
+                    if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
+                        seen.found_without_command(what, ACCEPT);
+                        continue;
+                    }
                     // iptables shows, and saves, only what it has made itself.
                     let command = match (family.as_str(), chain.as_str()) {
                         ("ip", "FORWARD") => by_iptables("iptables", bridge),
@@ -87,7 +91,10 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
                     "{program}-legacy's FORWARD drops what is forwarded, and no rule of it speaks of {bridge}: its containers \
                      reach nothing outside"
                 );
-                seen.found(what, by_iptables(&format!("{program}-legacy"), bridge));
+                match is_plain(bridge) {
+                    true => seen.found(what, by_iptables(&format!("{program}-legacy"), bridge)),
+                    false => seen.found_without_command(what, ACCEPT),
+                }
             }
         }
     }
@@ -95,6 +102,15 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
         true => seen.well("no policy drops what containers send"),
         false => seen.well(format!("not looked at: {} is not installed or does not work", blind.join(", "))),
     }
+}
+
+const ACCEPT: &str = "accept what comes in by this bridge, and what leaves by it";
+
+/// Whether a name is nothing but a name to the shell, nft and iptables: to nft `;` ends a rule and `*` stands for more,
+/// as `+` does to iptables.
+fn is_plain(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+    name.bytes().all(plain) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
 }
 
 fn by_iptables(program: &str, bridge: &str) -> String {
@@ -224,6 +240,14 @@ mod tests {
         let chains = json!({"nftables": [{"metainfo": {}}, chain("forward", "drop"), chain("forward", "accept"), chain("input", "drop")]});
         let found: Vec<String> = dropping(&chains).into_iter().map(|one| one.chain).collect();
         assert_eq!(found, ["forward"]);
+    }
+
+    #[test]
+    fn names_that_say_something_to_nft_or_iptables_get_no_command() {
+        for name in ["br0;id", "br*", "br+", "-j", "", "br\x1b", "0br"] {
+            assert!(!is_plain(name), "{name:?}");
+        }
+        assert!(["br0", "cni-br_0.1", "FORWARD"].into_iter().all(is_plain));
     }
 
     #[test]

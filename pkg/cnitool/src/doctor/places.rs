@@ -62,7 +62,10 @@ pub(super) fn folders(ground: &Ground<'_, '_>) -> Seen {
                         let what = format!("network {}: {error}", list.name());
                         if !seen.findings.iter().any(|one| one.what == what) {
                             let folder = ground.runtime.plugin_folders.first().cloned().unwrap_or_default();
-                            seen.found(what, format!("install -m 755 {} {}", quoted(&kind), folder.display()));
+                            seen.found(
+                                what,
+                                format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy())),
+                            );
                         }
                     }
                 }
@@ -112,7 +115,7 @@ pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
         // What cannot be found has been told.
         let there = list.plugins().iter().all(|one| find_plugin(one.kind(), &ground.runtime.plugin_folders).is_ok());
         if let (true, Err(error)) = (there, ground.runtime.status(list)) {
-            seen.found(format!("network {}: {error}", list.name()), format!("cnitool status {}", list.name()));
+            seen.found(format!("network {}: {error}", list.name()), format!("cnitool status {}", quoted(list.name())));
         }
     }
     seen.well("every network's plugins say that they could serve an add")
@@ -131,7 +134,7 @@ pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             if percent >= 90 {
                 let what =
                     format!("network {network}: {} of {} addresses of {} are taken", set.used, set.total, set.set);
-                seen.found(what, format!("cnitool ipam gc {network} --dry-run"));
+                seen.found(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
             }
         }
     }

@@ -20,7 +20,7 @@ pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
             let dotted = dotted(&name);
             seen.found(
                 format!("{dotted} is 0: containers reach their bridge and nothing behind it"),
-                format!("sysctl -w {dotted}=1"),
+                format!("sysctl -w {}=1", quoted(&dotted)),
             );
         }
     };
@@ -57,16 +57,16 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("links");
     for bridge in ground.bridges().into_iter().filter(|bridge| !bridge.up) {
         let what = format!("bridge {} is down: nothing passes between its containers", bridge.name);
-        seen.found(what, format!("ip link set {} up", bridge.name));
+        seen.found(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
     for (mark, link) in &ground.picture.marked {
         let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container, mark.ifname);
         if !link.up {
-            seen.found(format!("host link {whose} is down"), format!("ip link set {} up", link.name));
+            seen.found(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
         } else if link.oper_state == OperState::Down && is_container_up(ground, mark) == Some(false) {
             let what = format!("host link {whose} has no carrier: the container's end is down");
             let netns = netns_of(ground, mark).unwrap_or_default();
-            let command = format!("nsenter --net={} ip link set {} up", quoted(&netns), mark.ifname);
+            let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(&mark.ifname));
             seen.found(what, command);
         }
     }
@@ -104,7 +104,7 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
                 "{whose}: {} in the container has an MTU of {}, its host end {} one of {}: larger packets are lost",
                 mark.ifname, inside.mtu, link.name, link.mtu
             );
-            seen.found(what, format!("ip link set {} mtu {}", link.name, inside.mtu));
+            seen.found(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inside.mtu));
         }
         let bridge = ground.picture.links.iter().find(|other| Some(other.index) == link.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !told.contains(&bridge.name)) {
@@ -113,7 +113,7 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
                 "bridge {} has an MTU of {}, its port {} one of {}: larger packets are lost",
                 bridge.name, bridge.mtu, link.name, link.mtu
             );
-            seen.found(what, format!("ip link set {} mtu {}", bridge.name, link.mtu));
+            seen.found(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inside.mtu)
             && !told.contains(&mark.network)
@@ -125,8 +125,9 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
                 mark.network, inside.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
             let netns = netns_of(ground, mark).unwrap_or_default();
-            let set = format!("nsenter --net={} ip link set {} mtu {}", quoted(&netns), mark.ifname, uplink.mtu);
-            seen.found(what, format!("{set} && ip link set {} mtu {}", link.name, uplink.mtu));
+            let set =
+                format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(&mark.ifname), uplink.mtu);
+            seen.found(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
         }
     }
     Ok(seen.well("both ends of every pair agree, and fit through the way out"))
@@ -180,7 +181,7 @@ pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
                     // 2 is the larger one whatever `all` says.
                     seen.found(
                         what,
-                        format!("sysctl -w {}=2", dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name))),
+                        format!("sysctl -w {}=2", quoted(&dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name)))),
                     );
                     break;
                 }

@@ -64,10 +64,14 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b':' | b'/' | b'@' | b'+')
 }
 
-/// A word as a shell takes it.
+/// A word as a shell takes it, and a terminal shows it: control characters and whatever is not ASCII stand as numbers,
+/// which bash and zsh read. To a plain sh they are a strange word, and still one word.
 pub(crate) fn quoted(word: &str) -> String {
     if !word.is_empty() && word.bytes().all(is_plain) {
         word.to_owned()
+    } else if !word.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()) {
+        let byte = |byte: u8| if is_plain(byte) { char::from(byte).to_string() } else { format!("\\{byte:03o}") };
+        format!("$'{}'", word.bytes().map(byte).collect::<String>())
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
     }
@@ -108,7 +112,7 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
         if is_remembered || is_hashed {
             continue;
         }
-        let command = del(picture, mark).unwrap_or_else(|| format!("ip link delete {}", quoted(&link.name)));
+        let command = del(picture, mark).unwrap_or_else(|| format!("ip link delete dev {}", quoted(&link.name)));
         orphans.push(Orphan {
             kind: "link",
             what: format!("{}, marked {} {} {}", link.name, mark.network, mark.container, mark.ifname),
@@ -200,5 +204,24 @@ fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
             why: "no runtime remembers its attachment".to_owned(),
             command,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quoted;
+
+    #[test]
+    fn a_word_stays_one_word_whatever_is_in_it() {
+        for (word, shown) in [
+            ("br0", "br0"),
+            ("", "''"),
+            ("br0;id", "'br0;id'"),
+            ("a'b$(id)", r"'a'\''b$(id)'"),
+            ("a\x1b[2J'", r"$'a\033\1332J\047'"),
+            ("ö", r"$'\303\266'"),
+        ] {
+            assert_eq!(quoted(word), shown);
+        }
     }
 }

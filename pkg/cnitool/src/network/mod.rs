@@ -14,7 +14,7 @@ use cni::{Code, Error};
 use serde_json::json;
 
 use crate::cli::{Failure, Variables, failed};
-use crate::report::{Format, write, write_json};
+use crate::report::{Format, write_json, write_raw};
 use crate::target::{Presence, absolute, container_id};
 use crate::{Call, Streams};
 
@@ -54,7 +54,7 @@ impl Network<'_, '_> {
         self.refuse_absent_netns(&attachment)?;
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
-        write(streams, &format!("{}\n", result.get()))
+        write_raw(streams, &format!("{}\n", result.get()))
             .map_err(|error| error.with_details("the namespace is attached all the same; 'cnitool del' detaches it"))
     }
 

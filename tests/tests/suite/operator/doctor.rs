@@ -96,6 +96,21 @@ fn links_that_are_down_and_mtus_that_differ_are_found() {
 }
 
 #[test]
+fn a_name_made_to_run_something_is_mended_and_runs_nothing() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let bridge = "b;touch$IFS\x1b";
+    let container = operator.attach();
+    operator.node.exec(&["ip", "link", "set", "br0", "down"]);
+    operator.node.exec(&["ip", "link", "set", "br0", "name", bridge]);
+    let said =
+        operator.failed(&["doctor"], &["bridge b;touch$IFS\\u{1b} is down", "dev $'b\\073touch\\044IFS\\033' up"]);
+    assert!(!said.stdout.contains('\x1b'), "{:?}", said.stdout);
+    operator.node.exec(&["ip", "link", "set", bridge, "name", "br0"]);
+    operator.detach(&container);
+}
+
+#[test]
 fn a_strict_reverse_path_filter_is_found_where_it_drops() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
