@@ -97,7 +97,11 @@ impl Running {
             if ended_by_sigterm(machine, child) {
                 return Err(RunError::Terminated);
             }
-            self.exit = self.process.try_wait().map_err(RunError::Io)?;
+            self.exit = match self.process.try_wait() {
+                // std does not ask again; the wait below ends at once if the child has.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
+                exit => exit.map_err(RunError::Io)?,
+            };
             // After the end too: what the child wrote is in the pipe. What a grandchild may still write is not awaited.
             feed(&mut self.stdin, &mut input);
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;

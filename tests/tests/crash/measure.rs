@@ -9,10 +9,12 @@ pub(crate) fn soak() -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("CNI_SOAK={text}: a number of rounds is expected")))
 }
 
-/// `CNI_SEED`, else one of today's.
+/// `CNI_SEED`, else for an ordinary run always the same, so that what passes today passes tomorrow; a soak run looks
+/// elsewhere each hour.
 pub(crate) fn seed() -> u64 {
     match std::env::var("CNI_SEED") {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("CNI_SEED={text}: a number is expected")),
+        Err(_) if soak().is_none() => 1,
         Err(_) => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 3600,
     }
 }
