@@ -21,7 +21,8 @@ fn check(result: libc::c_long) -> io::Result<libc::c_long> {
 /// The kind of namespace behind a descriptor, as a `CLONE_NEW…` constant. ENOTTY if it is none (or on a kernel before
 /// 4.11).
 pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
-    const NS_GET_NSTYPE: libc::Ioctl = 0xb703;
+    // Powerpc numbers its requests differently from all others; nix knows.
+    const NS_GET_NSTYPE: libc::Ioctl = nix::request_code_none!(0xb7, 3) as libc::Ioctl;
     // SAFETY: the descriptor is open for as long as it is borrowed, and this request takes no argument, so the kernel
     // touches none of our memory.
     let kind = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), NS_GET_NSTYPE) };

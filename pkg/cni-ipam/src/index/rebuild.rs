@@ -1,20 +1,22 @@
 //! Reading the folder of reservations: every name, and of the files only those that are new or changed.
 //!
 //! It reads, and leaves everything as it is. What a newcomer gets wrong: a name is a reservation only if it is an
-//! address in the one spelling that Go and we write; whatever else lies in the folder is none of our business.
+//! address in the one spelling that Go and we write; whatever else lies in the folder is none of our business. And files
+//! are looked at through std, which has 64-bit inodes and times everywhere: the C library's on a 32-bit machine do not.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, openat};
-use nix::sys::stat::{FileStat, Mode, fstatat};
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::Mode;
 
 use super::{Holder, Record, hash};
 
@@ -56,46 +58,54 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
     let mut records = Vec::with_capacity(known.len());
     for entry in std::fs::read_dir(path)? {
-        let name = entry?.file_name();
-        let Some(address) = canonical(name.as_bytes()) else { continue };
-        // By descriptor: walking the path again for each name would double the time.
-        let stat = match fstatat(folder.as_fd(), name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Ok(stat) => stat,
-            Err(Errno::ENOENT) => continue,
-            Err(error) => return Err(error.into()),
+        let entry = entry?;
+        let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
+        // Of the name itself, and by the folder's descriptor: walking the path again for each would double the time.
+        let metadata = match entry.metadata() {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
         };
         let record = match known.get(&address) {
-            Some(known) if is_same(known, &stat) => *known,
-            _ => fresh(address, &stat, read(folder, address), now),
+            Some(known) if is_same(known, &metadata) => *known,
+            _ => fresh(address, &metadata, read(folder, address), now),
         };
         records.push(record);
     }
     Ok(records)
 }
 
-fn is_same(known: &Record, stat: &FileStat) -> bool {
+/// When a file was last changed in any way.
+fn ctime(metadata: &Metadata) -> (i64, u32) {
+    (metadata.ctime(), metadata.ctime_nsec() as u32)
+}
+
+fn is_same(known: &Record, metadata: &Metadata) -> bool {
     known.ctime != (0, 0)
-        && known.inode == stat.st_ino
-        && known.ctime == (stat.st_ctime, stat.st_ctime_nsec as u32)
-        && known.mtime_nanos == stat.st_mtime_nsec as u32
+        && known.inode == metadata.ino()
+        && known.ctime == ctime(metadata)
+        && known.mtime_nanos == metadata.mtime_nsec() as u32
 }
 
 /// Whether a file is still the very one that a record is of, and nobody has touched it since.
 pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
-    let name = record.address.to_string();
-    fstatat(folder.as_fd(), name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok_and(|stat| is_same(record, &stat))
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let Ok(file) = openat(folder.as_fd(), record.address.to_string().as_str(), flags, Mode::empty()) else {
+        return false;
+    };
+    File::from(file).metadata().is_ok_and(|metadata| is_same(record, &metadata))
 }
 
 /// A record of a file whose making we did not see.
-fn fresh(address: IpAddr, stat: &FileStat, content: io::Result<Content>, now: i64) -> Record {
-    let settled = (0..=now - SETTLED).contains(&stat.st_ctime);
+fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
+    let settled = (0..=now - SETTLED).contains(&metadata.ctime());
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
         Ok(Content::Blank | Content::Absent) => Holder::Nobody,
         Ok(Content::Foreign) | Err(_) => Holder::Unknown,
     };
-    let ctime = if settled { (stat.st_ctime, stat.st_ctime_nsec as u32) } else { (0, 0) };
-    Record { address, inode: stat.st_ino, ctime, mtime_nanos: stat.st_mtime_nsec as u32, holder, boot: 0 }
+    let ctime = if settled { ctime(metadata) } else { (0, 0) };
+    Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
 }
 
 /// What a name in the folder turned out to be.
@@ -193,11 +203,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("10.0.0.2"), "a").unwrap();
         let open = File::open(folder.path()).unwrap();
-        let stat = fstatat(open.as_fd(), "10.0.0.2", AtFlags::empty()).unwrap();
+        let metadata = std::fs::metadata(folder.path().join("10.0.0.2")).unwrap();
         let address = canonical(b"10.0.0.2").unwrap();
-        let at = |now: i64| fresh(address, &stat, read(&open, address), now);
-        assert!(!is_same(&at(stat.st_ctime), &stat));
-        assert!(!is_same(&at(stat.st_ctime - 100), &stat), "a clock that was set back");
-        assert!(is_same(&at(stat.st_ctime + SETTLED), &stat));
+        let at = |now: i64| fresh(address, &metadata, read(&open, address), now);
+        assert!(!is_same(&at(metadata.ctime()), &metadata));
+        assert!(!is_same(&at(metadata.ctime() - 100), &metadata), "a clock that was set back");
+        assert!(is_same(&at(metadata.ctime() + SETTLED), &metadata));
     }
 }

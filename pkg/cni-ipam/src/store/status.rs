@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use cni::{Code, Error, Result};
-use nix::sys::statvfs::statvfs;
+use nix::sys::statfs::statfs;
 use nix::unistd::{AccessFlags, access};
 
 use super::Store;
@@ -112,7 +112,7 @@ impl Store {
             match std::fs::metadata(path) {
                 Ok(metadata) if metadata.is_dir() => {
                     access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
-                    let room = statvfs(path).map_err(|errno| failed(errno.into()))?;
+                    let room = statfs(path).map_err(|errno| failed(errno.into()))?;
                     // File systems that do not count say 0 of 0.
                     let blocks = room.blocks() > 0 && room.blocks_free() == 0;
                     let files = room.files() > 0 && room.files_free() == 0;
