@@ -8,7 +8,7 @@ use cni_linux::Family;
 use cni_linux::firewall::iptables::{Chain, Edit, check_conditions};
 use cni_linux::firewall::portmap::conditions::compile;
 use cni_linux::fuzzing;
-use plugin_portmap::fuzzing::accepts_for_nft;
+use plugin_portmap::fuzzing::{accepts_for_nft, orders_of_nft};
 
 /// The target.
 pub fn run(data: &[u8]) {
@@ -128,7 +128,7 @@ fn conditions(words: &[String]) {
     }
     if accepts_for_nft(words) {
         let text = words.join(" ");
-        let offender = tokens_of_nft(&text).into_iter().find(|token| ORDERS_OF_NFT.contains(&token.as_str()));
+        let offender = tokens_of_nft(&text).into_iter().find(|token| orders_of_nft().contains(&token.as_str()));
         assert_eq!(offender, None, "accepted for nft: {text:?}");
     }
 }
@@ -167,31 +167,6 @@ fn is_order_of_iptables(word: &str) -> bool {
     }
     false
 }
-
-const ORDERS_OF_NFT: [&str; 22] = [
-    "accept",
-    "drop",
-    "reject",
-    "return",
-    "jump",
-    "goto",
-    "continue",
-    "queue",
-    "dnat",
-    "snat",
-    "masquerade",
-    "redirect",
-    "comment",
-    "add",
-    "delete",
-    "flush",
-    "insert",
-    "table",
-    "chain",
-    "rule",
-    "include",
-    "define",
-];
 
 /// As nft's scanner has it: words of letters, digits and `_/.-` that begin with a letter, strings and hexadecimal numbers
 /// whole, all else by itself.

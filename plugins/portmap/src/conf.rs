@@ -184,45 +184,47 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
     )))
 }
 
+/// Words of nft's language that do something: a condition only matches, so none of them may stand in one.
+pub(crate) const ORDERS: [&str; 31] = [
+    "accept",
+    "drop",
+    "reject",
+    "return",
+    "jump",
+    "goto",
+    "continue",
+    "queue",
+    "dnat",
+    "snat",
+    "masquerade",
+    "redirect",
+    "comment",
+    "add",
+    "delete",
+    "flush",
+    "insert",
+    "table",
+    "chain",
+    "rule",
+    "include",
+    "define",
+    "set",
+    "vmap",
+    "update",
+    "notrack",
+    "tproxy",
+    "synproxy",
+    "dup",
+    "fwd",
+    "flow",
+];
+
 /// Refuses words that end the match or the rule. Returns the offending one.
 ///
 /// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are `1.2.3.4accept` and `0x1jump` two
 /// tokens each. So words are what is left between all that cannot be part of a name, and digits. What stands in quotes
 /// is a name; a quote that is not closed would swallow what we write behind it.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
-    const ORDERS: [&str; 31] = [
-        "accept",
-        "drop",
-        "reject",
-        "return",
-        "jump",
-        "goto",
-        "continue",
-        "queue",
-        "dnat",
-        "snat",
-        "masquerade",
-        "redirect",
-        "comment",
-        "add",
-        "delete",
-        "flush",
-        "insert",
-        "table",
-        "chain",
-        "rule",
-        "include",
-        "define",
-        "set",
-        "vmap",
-        "update",
-        "notrack",
-        "tproxy",
-        "synproxy",
-        "dup",
-        "fwd",
-        "flow",
-    ];
     let is_of_a_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     for condition in conditions {
         let hostile = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);

@@ -4,7 +4,7 @@ use cni::Result;
 use cni::skel::Call;
 use cni_linux::firewall::portmap::Mapping;
 
-use crate::conf::{Backend, Conf, check_nft};
+use crate::conf::{Backend, Conf, ORDERS, check_nft};
 
 /// Reads a configuration as ADD does.
 ///
@@ -29,4 +29,9 @@ pub fn sound_mappings(call: &Call<'_>) -> Vec<Mapping> {
 /// Whether ADD lets these words of a user's stand in a rule for `nft`.
 pub fn accepts_for_nft(conditions: &[String]) -> bool {
     check_nft(conditions).is_ok()
+}
+
+/// The words that no such condition may hold outside a name in quotes.
+pub fn orders_of_nft() -> &'static [&'static str] {
+    &ORDERS
 }
