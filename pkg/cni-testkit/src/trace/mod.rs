@@ -71,7 +71,7 @@ pub struct Traced {
 pub struct Hit {
     /// The call, by its name, or by its number if it has none here.
     pub call: String,
-    /// Whether the program was still starting: it had read nothing yet.
+    /// Whether the program was still starting: it had not begun to read its standard input.
     pub starting: bool,
     /// Whether it is a call that the kernel interrupts while it waits, so that EINTR must be met by another try.
     pub waits: bool,
@@ -242,7 +242,7 @@ impl Tracer<'_> {
         }
         self.seen.calls += 1;
         let starting = !self.seen.has_read;
-        self.seen.has_read |= registers::is_read(number);
+        self.seen.has_read |= registers::reads_stdin(thread, number);
         if self.seen.calls != self.plan.at {
             return false;
         }

@@ -184,7 +184,8 @@ fn is_local(thread: Pid, target: &str) -> bool {
     sockets.lines().any(|line| line.split_whitespace().nth(6) == Some(inode))
 }
 
-/// Whether it reads: the first one of a plugin is for its configuration.
-pub(super) fn is_read(number: i64) -> bool {
-    [libc::SYS_read, libc::SYS_readv].contains(&number)
+/// Whether the thread reads its standard input: the first thing a plugin does for itself. The loader of a program that is not
+/// linked statically reads before that, the files of its libraries.
+pub(super) fn reads_stdin(thread: Pid, number: i64) -> bool {
+    [libc::SYS_read, libc::SYS_readv].contains(&number) && first_argument(thread) == Some(0)
 }
