@@ -46,3 +46,38 @@ fn two_hundred_adds_and_two_hundred_dels_leave_nothing() {
     assert_eq!(node.ports("br0"), Vec::<String>::new());
     assert_eq!(node.reservations("net1"), []);
 }
+
+/// A bridge's first ADDs, all at once: each finds no bridge, one makes it, and what the others find is still in the making.
+/// Many small crowds instead of a large one, since a race has one chance per bridge.
+#[test]
+fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
+    for round in 0..8 {
+        let node = Node::new();
+        let config = bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]);
+        let containers: Vec<Container> = (0..8).map(|_| node.container()).collect();
+        let configs = vec![config; containers.len()];
+        let results: Vec<Value> =
+            all_at_once(&node, "ADD", &containers, &configs).iter().map(cni_testkit::Outcome::success).collect();
+        let link = node.link("br0").expect("a bridge");
+        let macs: BTreeSet<&str> =
+            results.iter().map(|result| result["interfaces"][0]["mac"].as_str().unwrap()).collect();
+        assert_eq!(
+            macs,
+            BTreeSet::from([link["address"].as_str().unwrap()]),
+            "round {round}: all name the MAC it kept"
+        );
+        assert_eq!(node.ports("br0").len(), containers.len(), "round {round}");
+        let served = node.json(&["ip", "-j", "addr", "show", "br0"]);
+        let served = served[0]["addr_info"].as_array().unwrap().iter().filter_map(|address| address["local"].as_str());
+        let served: Vec<&str> = served.filter(|address| !address.starts_with("fe80")).collect();
+        assert_eq!(served, ["10.1.0.1", "fd00:1::1"], "round {round}");
+        for container in &containers {
+            container.exec(&["ping", "-nqc1", "-w5", "10.1.0.1"]);
+        }
+        for outcome in all_at_once(&node, "DEL", &containers, &configs) {
+            outcome.success();
+        }
+        assert_eq!(node.ports("br0"), Vec::<String>::new());
+        assert_eq!(node.reservations("net1"), []);
+    }
+}

@@ -12,7 +12,8 @@
 //! and header agree, no name has come or gone since. The order of a change:
 //!
 //! 1. [`Index::begin`] compares folder and header, and makes the header dirty.
-//! 2. The caller links and unlinks.
+//! 2. The caller links and unlinks. What it is about to link it [`put`](Index::put)s before, as far as it knows it: killed
+//!    right after the link, it has left a record of its own for the rebuild, which no other could make.
 //! 3. [`Index::mark`] sets a new past mtime on the folder and remembers it, in memory only.
 //! 4. [`Index::put`] and [`Index::remove`] change the table in place.
 //! 5. [`Index::finish`] writes the header with the new stamp, clean.
@@ -52,7 +53,7 @@ pub(crate) use asked::Asked;
 pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{canonical, classify};
-pub(crate) use record::{Holder, Record};
+pub(crate) use record::{Holder, LINKING, Record};
 pub(crate) use table::hash;
 
 const HOLDER: u8 = 2;

@@ -67,7 +67,7 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
             Err(error) => return Err(error),
         };
         let record = match known.get(&address) {
-            Some(known) if is_same(known, &metadata) => *known,
+            Some(known) if is_same(known, &metadata) => Record { ctime: ctime(&metadata), ..*known },
             _ => fresh(address, &metadata, read(folder, address), now),
         };
         records.push(record);
@@ -81,9 +81,8 @@ fn ctime(metadata: &Metadata) -> (i64, u32) {
 }
 
 fn is_same(known: &Record, metadata: &Metadata) -> bool {
-    known.ctime != (0, 0)
-        && known.inode == metadata.ino()
-        && known.ctime == ctime(metadata)
+    known.inode == metadata.ino()
+        && known.is_of_ctime(ctime(metadata))
         && known.mtime_nanos == metadata.mtime_nsec() as u32
 }
 

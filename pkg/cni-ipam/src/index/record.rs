@@ -13,6 +13,12 @@ use crate::ranges::number;
 /// The tag of a record in the table.
 pub(super) const RECORD: u8 = 1;
 
+/// Nanoseconds that no time has, in the ctime of a record written before its file had a name: getting one changes a file's
+/// ctime, to what cannot be known beforehand. Until the true record has taken its place, inode and mtime tell the file.
+pub(crate) const LINKING: u32 = u32::MAX;
+/// No more seconds than these are between such a record and the name.
+const LINKED_WITHIN: i64 = 10;
+
 /// Who holds an address, as far as a record tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
@@ -93,6 +99,15 @@ impl Record {
     pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
         let known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
         known && self.boot != host.boot() && matches!(self.holder, Holder::Content(_)) && self.ctime != (0, 0)
+    }
+
+    /// Whether a file with this ctime has not been touched since we recorded it.
+    pub(super) fn is_of_ctime(&self, ctime: (i64, u32)) -> bool {
+        match self.ctime {
+            (0, 0) => false,
+            (seconds, LINKING) => (seconds..=seconds.saturating_add(LINKED_WITHIN)).contains(&ctime.0),
+            recorded => recorded == ctime,
+        }
     }
 
     pub(super) fn is_occupied(&self) -> bool {

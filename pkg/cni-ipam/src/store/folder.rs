@@ -18,7 +18,7 @@ use nix::libc::O_TMPFILE;
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 
-use crate::index::{Holder, Record, hash, random_nanos};
+use crate::index::{Holder, LINKING, Record, hash, random_nanos};
 
 /// The open folder, its path for what needs one, and the sidecar's.
 #[derive(Debug)]
@@ -38,18 +38,45 @@ pub(crate) enum Linked {
 }
 
 impl Folder {
-    /// Makes a reservation, complete or not at all.
+    /// Makes a reservation, complete or not at all. `announce` hears of the file just before it gets its name: what it
+    /// writes down then is there even if we are killed right after.
     ///
     /// # Errors
     /// Nothing is left behind.
-    pub(crate) fn create(&self, address: IpAddr, content: &str, boot: u64) -> io::Result<Linked> {
+    pub(crate) fn create(
+        &self,
+        address: IpAddr,
+        content: &str,
+        boot: u64,
+        announce: &mut dyn FnMut(&Record),
+    ) -> io::Result<Linked> {
         let name = address.to_string();
-        let file = match self.unnamed(content).and_then(|file| self.link(&file, &name).map(|()| file)) {
+        let record = |file: &File| -> io::Result<Record> {
+            let metadata = file.metadata()?;
+            Ok(Record {
+                address,
+                inode: metadata.ino(),
+                ctime: (metadata.ctime(), metadata.ctime_nsec() as u32),
+                mtime_nanos: metadata.mtime_nsec() as u32,
+                holder: Holder::Content(hash(content.as_bytes())),
+                boot,
+            })
+        };
+        let mut announce = |file: &File| -> io::Result<()> {
+            let record = record(file)?;
+            announce(&Record { ctime: (record.ctime.0, LINKING), ..record });
+            Ok(())
+        };
+        let unnamed = self.unnamed(content).and_then(|file| {
+            announce(&file)?;
+            self.link(&file, &name).map(|()| file)
+        });
+        let file = match unnamed {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(Linked::Exists),
             // Out of space or of rights: another way to write would end the same.
             Err(error) if is_final(&error) => return Err(error),
-            Err(_) => match self.by_temporary(content, &name) {
+            Err(_) => match self.by_temporary(content, &name, &mut announce) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(Linked::Exists),
                 Err(error) if is_final(&error) => return Err(error),
@@ -59,21 +86,13 @@ impl Folder {
                 },
             },
         };
-        let metadata = match file.metadata() {
-            Ok(metadata) => metadata,
+        match record(&file) {
+            Ok(record) => Ok(Linked::Made(record)),
             Err(error) => {
                 let _ = self.unlink(&name);
-                return Err(error);
+                Err(error)
             }
-        };
-        Ok(Linked::Made(Record {
-            address,
-            inode: metadata.ino(),
-            ctime: (metadata.ctime(), metadata.ctime_nsec() as u32),
-            mtime_nanos: metadata.mtime_nsec() as u32,
-            holder: Holder::Content(hash(content.as_bytes())),
-            boot,
-        }))
+        }
     }
 
     fn unnamed(&self, content: &str) -> io::Result<File> {
@@ -94,11 +113,17 @@ impl Folder {
 
     /// For file systems without O_TMPFILE: a named file, but in the sidecar, where a rebuild sweeps up what a kill
     /// leaves.
-    fn by_temporary(&self, content: &str, name: &str) -> io::Result<File> {
+    fn by_temporary(
+        &self,
+        content: &str,
+        name: &str,
+        announce: &mut dyn FnMut(&File) -> io::Result<()>,
+    ) -> io::Result<File> {
         let temporary = self.sidecar.join(format!("new.{}", std::process::id()));
         let _ = std::fs::remove_file(&temporary);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         let linked = fill(file, content).and_then(|file| {
+            announce(&file)?;
             linkat(AT_FDCWD, &temporary, self.file.as_fd(), name, AtFlags::empty())?;
             Ok(file)
         });

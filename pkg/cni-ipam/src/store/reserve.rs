@@ -12,6 +12,7 @@ use cni::{Code, Error, Result};
 use super::folder::Linked;
 use super::{Locked, Owner, Trouble};
 use crate::allocator::{self, Occupied, Requested};
+use crate::index::table::TableError;
 use crate::index::{Content, Index, Record};
 use crate::ranges::{Range, RangeSet, RangeSets};
 
@@ -200,8 +201,9 @@ impl Locked {
             return Err(Trouble::Stale);
         }
         let mut made: Vec<Record> = Vec::with_capacity(picked.len());
+        let mut announced = Ok(());
         for (position, address) in picked {
-            match self.create(owner, *address) {
+            match self.create(owner, *address, &mut announced) {
                 Ok(Linked::Made(record)) => made.push(record),
                 outcome => {
                     let name = |address: &IpAddr| format!("{}/{address}", self.folder.path.display());
@@ -234,17 +236,30 @@ impl Locked {
                     .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
             }
         }
-        self.settle(|index| made.iter().try_for_each(|record| index.put(record)));
+        self.settle(|index| announced.and_then(|()| made.iter().try_for_each(|record| index.put(record))));
         Ok(made)
     }
 
-    /// Makes one reservation; a blank file of that name is replaced.
-    fn create(&self, owner: &Owner, address: IpAddr) -> std::io::Result<Linked> {
+    /// Makes one reservation; a blank file of that name is replaced. What became of telling the index beforehand is
+    /// `announced`: no reason not to go on, for an index in doubt is given up at the end.
+    pub(super) fn create(
+        &mut self,
+        owner: &Owner,
+        address: IpAddr,
+        announced: &mut Result<(), TableError>,
+    ) -> std::io::Result<Linked> {
         let (content, boot) = (owner.content(), self.store.options.host.boot());
-        match self.folder.create(address, &content, boot)? {
+        let index = &mut self.index;
+        let mut announce = |record: &Record| {
+            // One in memory dies with us.
+            if let Some(index) = index.as_mut().filter(|index| index.is_on_disk() && announced.is_ok()) {
+                *announced = index.put(record);
+            }
+        };
+        match self.folder.create(address, &content, boot, &mut announce)? {
             Linked::Exists if crate::index::read(&self.folder.file, address)? == Content::Blank => {
                 self.folder.unlink(&address.to_string())?;
-                self.folder.create(address, &content, boot)
+                self.folder.create(address, &content, boot, &mut announce)
             }
             outcome => Ok(outcome),
         }

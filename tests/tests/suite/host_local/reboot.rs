@@ -8,8 +8,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cni_testkit::trace::{self, Act, Plan};
 use cni_testkit::{Attachment, Container, Node, probe, require};
 use conformance::{address, attach, bridge, host_end, host_local, patched};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -109,6 +111,39 @@ fn ten_reboots_of_a_full_node_leak_nothing() {
     }
     Attachment::new(&machine.node, &any, config.clone()).gc(&[]).success();
     assert_eq!(machine.held(), []);
+}
+
+/// Whatever host-local was killed at, the next boot finds nothing of it: a file without a record would stay for ever.
+#[test]
+fn what_a_killed_add_has_reserved_is_reclaimed_too() {
+    require!(possible());
+    require!(trace::supported());
+    let machine = Machine::new();
+    let config = machine.network("10.1.0.0/24");
+    let kill = |container: &Container, at| {
+        let plan = Plan { victim: "host-local".into(), at, act: Act::Signal(Signal::SIGKILL) };
+        Attachment::new(&machine.node, container, config.clone()).invocation("ADD", None).traced(&plan)
+    };
+    // So that the index is there, and what the killed ones do is an ordinary ADD.
+    another(&machine.node, &config);
+    let (mut reserved, mut at) = (0, 1);
+    loop {
+        let victim = machine.node.container();
+        if kill(&victim, at).hit.is_none() {
+            break;
+        }
+        reserved += usize::from(machine.held().iter().any(|(_, content)| content.starts_with(&victim.id)));
+        if at % 2 == 0 {
+            another(&machine.node, &config);
+        }
+        machine.reboot();
+        let (alive, _) = another(&machine.node, &config);
+        let held: Vec<String> = machine.held().into_iter().map(|(_, content)| content).collect();
+        assert_eq!(held, [format!("{}\r\neth0", alive.id)], "killed at call {at}");
+        at += 1;
+    }
+    Attachment::new(&machine.node, &machine.node.container(), config.clone()).gc(&[]).success();
+    assert!(reserved > 10, "only {reserved} of {at} kills left a reservation behind");
 }
 
 #[test]

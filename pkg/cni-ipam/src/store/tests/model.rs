@@ -89,7 +89,7 @@ fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
         return;
     }
     let made = match content {
-        Some(content) => match locked.folder.create(address_ip, content, 7).unwrap() {
+        Some(content) => match locked.folder.create(address_ip, content, 7, &mut |_| ()).unwrap() {
             folder::Linked::Made(record) => Some(record),
             folder::Linked::Exists => return,
         },

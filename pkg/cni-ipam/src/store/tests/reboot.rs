@@ -127,3 +127,31 @@ fn very_many_are_released_at_once_and_leave_a_true_index() {
     assert_eq!(second.usage(&pool).unwrap()[0].used, 1);
     assert_eq!((net.names().len(), header(&net).earlier), (3, None));
 }
+
+#[test]
+fn a_reservation_whose_maker_was_killed_before_the_index_had_it_dies_with_its_boot() {
+    let pool = sets(&["10.0.0.0/24"]);
+    for (name, between) in [("nothing", None), ("another ADD", Some("b"))] {
+        let (net, root) = (Net::new(), tempfile::tempdir().unwrap());
+        if !is_on_disk(&net) {
+            return;
+        }
+        let (first, _) = store(&net, booted(root.path(), "one", "1000"));
+        add(&first, "a", &pool).unwrap();
+        let mut locked = first.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+        assert!(matches!(locked.begin(), Ok(true)));
+        for address in ["10.0.0.3", "10.0.0.4"] {
+            locked.create(&owner("killed"), address.parse().unwrap(), &mut Ok(())).unwrap();
+        }
+        // Dropped without a word to the index, as by SIGKILL. One of the two is then changed by somebody.
+        drop(locked);
+        net.write("10.0.0.4", "somebody\r\neth0");
+        between.map(|id| add(&first, id, &pool).unwrap());
+        let (second, _) = store(&net, booted(root.path(), "two", "0"));
+        add(&second, "c", &pool).unwrap();
+        let names = net.names().into_iter().filter(|name| name.starts_with("10."));
+        let mut held: Vec<String> = names.map(|name| fs::read_to_string(net.path(&name)).unwrap()).collect();
+        held.sort();
+        assert_eq!(held, ["c\r\neth0", "somebody\r\neth0"], "after {name}");
+    }
+}
