@@ -1,7 +1,10 @@
 # shellcheck shell=bash disable=SC2154 # root and work are scripts/test's
 # The long form of what scripts/test does a share of: every system call of every program of a list is once its last, or
-# fails once with each error, with DEL and with GC afterwards; storms of 500 attachments. CNI_SOAK=N makes N times as many
-# storms and rounds (1). Hours, above all the errors; CNI_SEED=N repeats what a run has chosen.
+# fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments.
+#
+# Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
+# of how many. So it takes two hours and a half at most, and on two idle processors leaves out nothing of the kills. CNI_SOAK=N makes N
+# times as many storms and rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
 
 soak_needs() { need iptables nft ping; }
 

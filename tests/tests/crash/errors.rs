@@ -6,7 +6,7 @@ use cni_testkit::trace::{self, Act};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
-use crate::measure::soak;
+use crate::measure::{patience, soak};
 use crate::sweep::{self, Sweep, Verb, Victim};
 use crate::world::Backend;
 
@@ -33,8 +33,9 @@ fn failing(backend: Backend, verb: Verb, floors: [u64; 5]) {
     if soak().is_some() {
         acts.push(Act::Signal(Signal::SIGTERM));
     }
+    let within = patience() / acts.len() as u32;
     let complaints: Vec<String> =
-        acts.into_iter().flat_map(|act| Sweep { backend, verb, act, share: 2 }.over(&victims)).collect();
+        acts.into_iter().flat_map(|act| Sweep { backend, verb, act, share: 2 }.over(&victims, within)).collect();
     sweep::none(&complaints);
 }
 

@@ -4,6 +4,7 @@ use cni_testkit::require;
 use cni_testkit::trace::{self, Act};
 use nix::sys::signal::Signal;
 
+use crate::measure::patience;
 use crate::sweep::{self, Sweep, Verb, Victim};
 use crate::world::Backend;
 
@@ -16,7 +17,7 @@ const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Vict
 fn killed(backend: Backend, verb: Verb, share: u64, victims: &[Victim]) {
     require!(trace::supported());
     require!(backend.probe());
-    sweep::none(&Sweep { backend, verb, act: Act::Signal(Signal::SIGKILL), share }.over(victims));
+    sweep::none(&Sweep { backend, verb, act: Act::Signal(Signal::SIGKILL), share }.over(victims, patience()));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! system call of every program in it; and a crowd of attachments comes and goes. One test per verb and backend.
 //!
 //! `scripts/test` runs a share of the points, chosen by a seed that is printed (`CNI_SEED` repeats it). `CNI_SOAK=N`
-//! runs all of them, and N storms instead of one: `scripts/test --soak`.
+//! runs all of them, as far as `CNI_SOAK_MINUTES` let each test, and N storms instead of one: `scripts/test --soak`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 

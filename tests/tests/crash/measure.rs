@@ -1,12 +1,21 @@
 //! How long the tests may take, by which seed they choose, and the figures they end with.
 
 use std::io::Write as _;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// `CNI_SOAK`: how many times over; `None` for the share of an ordinary run.
 pub(crate) fn soak() -> Option<u64> {
     let text = std::env::var("CNI_SOAK").ok().filter(|text| !text.is_empty())?;
     Some(text.parse().unwrap_or_else(|_| panic!("CNI_SOAK={text}: a number of rounds is expected")))
+}
+
+/// How long the sweeps of one test may go on in a soak run: `CNI_SOAK_MINUTES`, else half an hour.
+pub(crate) fn patience() -> Duration {
+    let text = std::env::var("CNI_SOAK_MINUTES").ok().filter(|text| !text.is_empty());
+    let minutes = text.map_or(30, |text| {
+        text.parse().unwrap_or_else(|_| panic!("CNI_SOAK_MINUTES={text}: a number of minutes is expected"))
+    });
+    Duration::from_secs(60 * minutes)
 }
 
 /// `CNI_SEED`, else for an ordinary run always the same, so that what passes today passes tomorrow; a soak run looks

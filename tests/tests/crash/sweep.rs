@@ -57,6 +57,41 @@ pub(crate) struct Sweep {
     pub(crate) share: u64,
 }
 
+/// How many times a soak run walks over a victim's points, each time over every 16th.
+const PASSES: u64 = 16;
+
+/// The 16 offsets in an order in which each lies far from those before it: the bits of the pass reversed.
+fn scattered(pass: u64) -> u64 {
+    (0..4).map(|bit| (pass >> bit & 1) << (3 - bit)).sum()
+}
+
+/// How far a victim's points have been tried.
+struct Walk {
+    victim: Victim,
+    /// What it makes unhurt.
+    calls: u64,
+    step: u64,
+    points: u64,
+    /// How many times it was walked over to its end.
+    passes: u64,
+}
+
+impl Walk {
+    fn figure(&self) -> String {
+        let Victim { plugin, program, .. } = self.victim;
+        format!("{program} in {plugin}: {} of {}", self.points, self.calls)
+    }
+
+    /// Whether fewer points were tried than there must have been.
+    fn complaint(&self) -> Option<String> {
+        let Walk { victim, calls, step, points, passes } = self;
+        // Runs differ by a few calls: how often an answer was not there yet.
+        let expected = calls.saturating_sub(*step) * 9 * passes;
+        let few = *calls < victim.floor || *passes == 0 || points * step * 10 < expected;
+        few.then(|| format!("{victim:?}: only {points} points of {calls} calls, every {step}th, {passes} times over"))
+    }
+}
+
 /// What a trial came to.
 struct Trial {
     hit: Option<Hit>,
@@ -66,62 +101,75 @@ struct Trial {
 
 impl Sweep {
     /// Tries these victims, and returns what is to be complained of.
-    pub(crate) fn over(self, victims: &[Victim]) -> Vec<String> {
+    ///
+    /// An ordinary run tries a share of the points, a soak run all of them, both ways: first every 16th of each victim,
+    /// then those between, so that what `within` cuts off is the finest.
+    pub(crate) fn over(self, victims: &[Victim], within: Duration) -> Vec<String> {
         let seed = seed();
-        let (mut complaints, mut figures, mut dice) = (Vec::new(), Vec::new(), Dice::new(seed));
-        let (mut tried, began) = (0, Instant::now());
+        let (mut complaints, mut dice, began) = (Vec::new(), Dice::new(seed), Instant::now());
         let mut world = World::new(self.backend);
+        let mut walks: Vec<Walk> = Vec::new();
         for victim in victims {
             let whole = self.attempt(&world, victim, u64::MAX, Way::Del);
             complaints.extend(whole.complaints);
-            let step = if soak().is_some() { 1 } else { (whole.calls / self.share).max(1) };
-            let ways = if soak().is_some() { &[Way::Del, Way::Gc][..] } else { &[Way::Del][..] };
-            let (mut at, mut points) = (1 + dice.below(step), 0);
-            loop {
-                let mut hit = false;
-                for way in ways {
-                    // A share goes the two ways in turn.
-                    let way = if ways.len() == 1 && points % 2 == 1 { Way::Gc } else { *way };
-                    let trial = self.attempt(&world, victim, at, way);
-                    hit = trial.hit.is_some();
-                    if !trial.complaints.is_empty() {
-                        let (Victim { plugin, program, .. }, hit) = (victim, trial.hit);
-                        let at = format!("{} of {program} in {plugin} at {at}, {hit:?}, then {way:?}", name(self.act));
-                        let all = format!("{at}:\n  {}", trial.complaints.join("\n  "));
-                        found(&all);
-                        complaints.push(all);
-                        world.node.abandon();
-                        world = World::new(self.backend);
-                    }
+            let step = if soak().is_some() { PASSES } else { (whole.calls / self.share).max(1) };
+            walks.push(Walk { victim: *victim, calls: whole.calls, step, points: 0, passes: 0 });
+        }
+        let passes = if soak().is_some() { PASSES } else { 1 };
+        let mut in_time = true;
+        for pass in 0..passes {
+            for walk in &mut walks {
+                let mut at = 1 + if passes == 1 { dice.below(walk.step) } else { scattered(pass) };
+                while in_time && self.try_point(&mut world, walk, at, &mut complaints) {
+                    walk.points += 1;
+                    at += walk.step;
+                    in_time = soak().is_none() || began.elapsed() < within;
                 }
-                if !hit {
-                    break;
-                }
-                points += 1;
-                at += step;
-            }
-            tried += points;
-            figures.push(format!("{} in {}: {points} of {}", victim.program, victim.plugin, whole.calls));
-            // Runs differ by a few calls: how often an answer was not there yet.
-            if whole.calls < victim.floor || points * step * 10 < whole.calls.saturating_sub(step) * 9 {
-                let calls = whole.calls;
-                complaints.push(format!("{victim:?}: only {points} points of {calls} calls, every {step}th"));
+                walk.passes += u64::from(in_time);
             }
         }
         world.neighbour_lives();
         world.close();
+        let tried: u64 = walks.iter().map(|walk| walk.points).sum();
+        let figures: Vec<String> = walks.iter().map(Walk::figure).collect();
         figure(&format!(
-            "{} during {}, {:?}: {tried} points in {:.0} s, seed {seed} ({})",
+            "{} during {}, {:?}: {tried} points in {:.0} s{}, seed {seed} ({})",
             name(self.act),
             self.verb.text(),
             self.backend,
             began.elapsed().as_secs_f64(),
+            if in_time { "" } else { ", then the time was up" },
             figures.join(", ")
         ));
+        complaints.extend(walks.iter().filter_map(Walk::complaint));
         if !complaints.is_empty() {
             complaints.insert(0, format!("{self:?}, CNI_SEED={seed}: {} of {tried} points:", complaints.len()));
         }
         complaints
+    }
+
+    /// One point, in a soak run both ways; whether the program came so far.
+    fn try_point(self, world: &mut World, walk: &Walk, at: u64, complaints: &mut Vec<String>) -> bool {
+        // A share goes the two ways in turn.
+        let ways = match (soak(), walk.points % 2) {
+            (Some(_), _) => &[Way::Del, Way::Gc][..],
+            (None, 0) => &[Way::Del],
+            (None, _) => &[Way::Gc],
+        };
+        let mut hit = false;
+        for way in ways {
+            let trial = self.attempt(world, &walk.victim, at, *way);
+            hit = trial.hit.is_some();
+            if !trial.complaints.is_empty() {
+                let (Victim { plugin, program, .. }, hit) = (walk.victim, trial.hit);
+                let at = format!("{} of {program} in {plugin} at {at}, {hit:?}, then {way:?}", name(self.act));
+                let all = format!("{at}:\n  {}", trial.complaints.join("\n  "));
+                found(&all);
+                complaints.push(all);
+                std::mem::replace(world, World::new(self.backend)).node.abandon();
+            }
+        }
+        hit
     }
 
     /// A trial whose failed assertions are complaints.
