@@ -128,7 +128,8 @@ fn conditions(words: &[String]) {
     }
     if accepts_for_nft(words) {
         let text = words.join(" ");
-        let offender = tokens_of_nft(&text).into_iter().find(|token| orders_of_nft().contains(&token.as_str()));
+        let tokens = [Colons::Apart, Colons::InAddresses].into_iter().flat_map(|colons| tokens_of_nft(&text, colons));
+        let offender = tokens.into_iter().find(|token| orders_of_nft().contains(&token.as_str()));
         assert_eq!(offender, None, "accepted for nft: {text:?}");
     }
 }
@@ -168,25 +169,53 @@ fn is_order_of_iptables(word: &str) -> bool {
     false
 }
 
-/// As nft's scanner has it: words of letters, digits and `_/.-` that begin with a letter, strings and hexadecimal numbers
-/// whole, all else by itself.
-fn tokens_of_nft(text: &str) -> Vec<String> {
+/// Whether hexadecimal digits with two colons or more among them are an address: the scanner knows which are one, this not,
+/// so both are tried.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Colons {
+    Apart,
+    InAddresses,
+}
+
+/// As nft's scanner has it, the longest that fits: words of letters, digits and `_/.-` that begin with a letter, strings,
+/// numbers (`7`, `0x1e`), times (`1h5ms`) and addresses whole, all else by itself.
+fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
     let mut tokens = Vec::new();
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
+        let run = |of: fn(char) -> bool| rest.find(|char| !of(char)).unwrap_or(rest.len());
+        let address = run(|char| char.is_ascii_hexdigit() || char == ':');
         let end = if first == '"' {
             let close = rest[1..].find('"').map(|at| at + 2);
             assert!(close.is_some(), "an open string in {text:?} swallows what follows it");
             close.unwrap_or(rest.len())
+        } else if colons == Colons::InAddresses && rest[..address].matches(':').count() > 1 {
+            address
         } else if first.is_ascii_alphabetic() {
-            rest.find(|char: char| !char.is_ascii_alphanumeric() && !"_/.-".contains(char)).unwrap_or(rest.len())
-        } else if let Some(digits) = rest.strip_prefix("0x") {
-            2 + digits.find(|char: char| !char.is_ascii_hexdigit()).unwrap_or(digits.len())
+            run(|char| char.is_ascii_alphanumeric() || "_/.-".contains(char))
         } else {
-            first.len_utf8()
+            number(rest).max(first.len_utf8())
         };
         tokens.push(rest[..end].to_owned());
         rest = &rest[end..];
     }
     tokens
+}
+
+/// How many bytes of it are a number or a time.
+fn number(text: &str) -> usize {
+    let digits = |from: usize, of: fn(&u8) -> bool| text.bytes().skip(from).take_while(of).count();
+    let mut end = digits(0, u8::is_ascii_digit);
+    if text.starts_with("0x") || text.starts_with("0X") {
+        let hexadecimal = digits(2, u8::is_ascii_hexdigit);
+        return if hexadecimal > 0 { 2 + hexadecimal } else { end };
+    }
+    while end > 0 {
+        let Some(unit) = ["ms", "d", "h", "m", "s"].into_iter().find(|unit| text[end..].starts_with(unit)) else {
+            break;
+        };
+        end += unit.len();
+        end += digits(end, u8::is_ascii_digit);
+    }
+    end
 }

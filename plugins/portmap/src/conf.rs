@@ -222,21 +222,21 @@ pub(crate) const ORDERS: [&str; 31] = [
 /// Refuses words that end the match or the rule. Returns the offending one.
 ///
 /// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are `1.2.3.4accept` and `0x1jump` two
-/// tokens each. So words are what is left between all that cannot be part of a name, and digits. What stands in quotes
-/// is a name; a quote that is not closed would swallow what we write behind it.
+/// tokens each. So words are what is left between all that cannot be part of a name, and digits; and as numbers end in
+/// letters too (`0xejump`, `fd00::ejump`, `5msjump`), an order is found behind those that they may end in. What stands in
+/// quotes is a name; a quote that is not closed would swallow what we write behind it.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     let is_of_a_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
+    let is_of_a_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
+    let ends_in =
+        |word: &str, order: &str| word.strip_suffix(order).is_some_and(|rest| rest.chars().all(is_of_a_number));
     for condition in conditions {
         let hostile = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);
         let open = condition.matches('"').count() % 2 == 1;
-        let mut words = condition
-            .split('"')
-            .step_by(2)
-            .flat_map(|unquoted| unquoted.split(|char| !is_of_a_name(char)))
-            .map(|word| word.trim_start_matches(['-', '/', '.', '_']));
-        let order = words.find(|word| ORDERS.contains(word));
+        let mut words = condition.split('"').step_by(2).flat_map(|unquoted| unquoted.split(|char| !is_of_a_name(char)));
+        let order = words.find_map(|word| ORDERS.iter().find(|order| ends_in(word, order)));
         if hostile || open || order.is_some() {
-            return Err(order.unwrap_or(condition).to_owned());
+            return Err(order.map_or(condition.as_str(), |order| order).to_owned());
         }
     }
     Ok(())
@@ -422,6 +422,11 @@ mod tests {
             (r#","conditionsV4":["ip saddr 1.12.accept"]"#, "\"accept\""),
             (r#","conditionsV4":["meta mark 0x1jump x"]"#, "\"jump\""),
             (r#","conditionsV4":["tcp sport 1-goto x"]"#, "\"goto\""),
+            (r#","conditionsV4":["meta mark 0xejump x"]"#, "\"jump\""),
+            (r#","conditionsV4":["meta mark 0X1Egoto x"]"#, "\"goto\""),
+            (r#","conditionsV6":["ip6 saddr fd00::ejump x"]"#, "\"jump\""),
+            (r#","conditionsV4":["ether saddr 00:11:22:33:44:eereturn"]"#, "\"return\""),
+            (r#","conditionsV4":["ct expiration 1h5msqueue"]"#, "\"queue\""),
             (r#","conditionsV4":["tcp sport vmap {1:drop}"]"#, "\"vmap\""),
             (r#","conditionsV4":["iifname \"x"]"#, "iifname"),
             (r#","conditionsV4":["-fjACCEPT"]"#, "\"-fjACCEPT\""),
