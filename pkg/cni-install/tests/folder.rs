@@ -390,3 +390,26 @@ fn a_wrong_call_is_told_with_status_two() {
     assert!(run(&["--help"]).fine().contains("rollback"));
     assert!(run(&["--version"]).fine().starts_with("cni-install 0."));
 }
+
+#[test]
+fn nothing_is_written_or_removed_through_a_link_that_lies_in_the_installers_own_folder() {
+    let place = Place::new();
+    let outside = place.temporary.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    fs::write(outside.join("bridge"), "mine").unwrap();
+    let own = place.dest().join(".cni-install");
+    fs::create_dir(&own).unwrap();
+    for name in ["staging", "1", "7"] {
+        symlink(&outside, own.join(name)).unwrap();
+    }
+    symlink(outside.join("bridge"), own.join("state.new")).unwrap();
+    place.install(&place.set("v1", &["bridge"])).fine();
+    place.install(&place.set("v2", &["bridge"])).fine();
+    place.call("rollback").fine();
+    assert_eq!(place.says("bridge").unwrap(), "v1 of bridge");
+    let names: Vec<_> = fs::read_dir(&outside).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(
+        (names, fs::read_to_string(outside.join("bridge")).unwrap()),
+        (vec!["bridge".into()], "mine".to_owned())
+    );
+}
