@@ -6,12 +6,12 @@
 use std::net::IpAddr;
 
 use cni::Cidr;
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _};
+use rtnetlink::packet_route::AddressFamily;
 use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
-use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use crate::error::{Error, Result};
-use crate::netlink::Netlink;
+use crate::netlink::{Kind, Netlink, Reply};
 
 /// An address of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Netlink {
     pub fn list_addresses(&self, index: u32) -> Result<Vec<Addr>> {
         let mut message = AddressMessage::default();
         message.header.index = index;
-        let answer = match self.dump(RouteNetlinkMessage::GetAddress(message)) {
+        let answer = match self.dump(Kind::GetAddress, &message) {
             Ok(answer) => answer,
             Err(cause) => {
                 return Err(Error::new(format_args!("failed to list the addresses of {}", self.label(index)), cause));
@@ -55,7 +55,7 @@ impl Netlink {
 
     /// Every address of the namespace.
     pub fn list_all_addresses(&self) -> Result<Vec<Addr>> {
-        let answer = self.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()));
+        let answer = self.dump(Kind::GetAddress, &AddressMessage::default());
         let answer = answer.map_err(|cause| Error::new("failed to list the addresses", cause))?;
         Ok(answer.into_iter().filter_map(decode).collect())
     }
@@ -65,8 +65,8 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if the interface has it already.
     pub fn add_address(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
-        let message = RouteNetlinkMessage::NewAddress(message(index, cidr, dad));
-        self.request(message, NLM_F_CREATE | NLM_F_EXCL)
+        let message = message(index, cidr, dad);
+        self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to add {cidr} to {}", self.label(index)), cause))
     }
@@ -79,7 +79,7 @@ impl Netlink {
         let mut message = message(index, cidr, Dad::Normal);
         // The kernel would otherwise compare what it may itself have filled in differently.
         message.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::Broadcast(_)));
-        self.request(RouteNetlinkMessage::DelAddress(message), 0)
+        self.request(Kind::DelAddress, &message, 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to delete {cidr} from {}", self.label(index)), cause))
     }
@@ -103,8 +103,8 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message
 }
 
-fn decode(message: RouteNetlinkMessage) -> Option<Addr> {
-    let RouteNetlinkMessage::NewAddress(AddressMessage { header, attributes, .. }) = message else { return None };
+fn decode(reply: Reply) -> Option<Addr> {
+    let AddressMessage { header, attributes, .. } = AddressMessage::parse(reply.body(Kind::NewAddress)?).ok()?;
     let (mut local, mut address) = (None, None);
     // The header has the low eight flags, for kernels too old for the attribute.
     let mut flags = AddressFlags::from_bits_retain(header.flags.bits().into());

@@ -7,7 +7,6 @@
 use std::time::Instant;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
-use rtnetlink::packet_route::RouteNetlinkMessage;
 use rtnetlink::packet_route::link::{
     InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoPortKind, LinkAttribute, LinkFlags, LinkInfo,
     LinkMessage,
@@ -16,7 +15,7 @@ use rtnetlink::packet_route::link::{
 use crate::error::{Cause, Error, Result};
 use crate::link::{self, Link, OperState, PortState};
 use crate::mac::Mac;
-use crate::netlink::Netlink;
+use crate::netlink::{Kind, Netlink};
 use crate::watch::Watch;
 
 /// Whether the kernel has noticed that the interface has a carrier.
@@ -83,10 +82,9 @@ impl Netlink {
 
     /// RTM_NEWLINK, exclusively; returns the new link.
     pub(crate) fn create_link(&self, message: LinkMessage, name: &str) -> Result<Link, Cause> {
-        let message = RouteNetlinkMessage::NewLink(message);
-        let answer = self.request(message, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
+        let answer = self.request(Kind::NewLink, &message, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
         // Kernels since 6.2 answer with the link they made; the others are asked.
-        match answer.into_iter().find_map(link::decode) {
+        match answer.iter().find_map(link::decode) {
             Some(link) => Ok(link),
             None => self.get_link(0, Some(name))?.ok_or(Cause::LinkNotFound),
         }
@@ -104,7 +102,7 @@ impl Netlink {
         let info = vec![LinkInfo::Kind(InfoKind::Bridge), LinkInfo::Data(data)];
         message.attributes.push(LinkAttribute::LinkInfo(info));
         // SETLINK ignores a link's own options; only NEWLINK, on a link that exists, changes them.
-        self.request(RouteNetlinkMessage::NewLink(message), 0).map(drop).map_err(|cause| {
+        self.request(Kind::NewLink, &message, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
         })
     }
@@ -116,7 +114,7 @@ impl Netlink {
         let flags = vec![InfoBridgePort::HairpinMode(flags.hairpin), InfoBridgePort::Isolated(flags.isolated)];
         let info = vec![LinkInfo::PortKind(InfoPortKind::Bridge), LinkInfo::PortData(InfoPortData::BridgePort(flags))];
         message.attributes.push(LinkAttribute::LinkInfo(info));
-        self.request(RouteNetlinkMessage::NewLink(message), 0).map(drop).map_err(|cause| {
+        self.request(Kind::NewLink, &message, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
         })
     }

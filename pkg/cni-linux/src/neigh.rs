@@ -5,14 +5,13 @@
 
 use std::net::IpAddr;
 
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
-use rtnetlink::packet_route::RouteNetlinkMessage;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE, Parseable as _};
 use rtnetlink::packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use rtnetlink::packet_route::{AddressFamily, neighbour};
 
 use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;
-use crate::netlink::Netlink;
+use crate::netlink::{Kind, Netlink, Reply};
 
 /// An entry of the neighbour table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +25,7 @@ pub struct Neighbour {
 impl Netlink {
     /// What is known of one neighbour. One question for one entry: no table is read.
     pub fn find_neighbour(&self, index: u32, ip: IpAddr) -> Result<Option<Neighbour>> {
-        let found = match self.get(RouteNetlinkMessage::GetNeighbour(message(index, ip))) {
+        let found = match self.get(Kind::GetNeighbour, &message(index, ip)) {
             Ok(answer) => answer.and_then(decode).map(Some).ok_or_else(|| Cause::text("no answer came")),
             Err(cause) if cause.errno() == Some(libc::ENOENT) => Ok(None),
             Err(cause) => Err(cause),
@@ -50,7 +49,7 @@ impl Netlink {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;
         message.attributes.push(NeighbourAttribute::LinkLayerAddress(mac.0.to_vec()));
-        match self.request(RouteNetlinkMessage::NewNeighbour(message), flags) {
+        match self.request(Kind::NewNeighbour, &message, flags) {
             Ok(_) => Ok(true),
             Err(cause) if flags & NLM_F_CREATE == 0 && cause.errno() == Some(libc::ENOENT) => Ok(false),
             Err(cause) => {
@@ -68,8 +67,8 @@ fn message(index: u32, ip: IpAddr) -> NeighbourMessage {
     message
 }
 
-fn decode(message: RouteNetlinkMessage) -> Option<Neighbour> {
-    let RouteNetlinkMessage::NewNeighbour(NeighbourMessage { header, attributes, .. }) = message else { return None };
+fn decode(reply: Reply) -> Option<Neighbour> {
+    let NeighbourMessage { header, attributes, .. } = NeighbourMessage::parse(reply.body(Kind::NewNeighbour)?).ok()?;
     let mac = attributes.iter().find_map(|attribute| match attribute {
         NeighbourAttribute::LinkLayerAddress(bytes) => Mac::from_slice(bytes),
         _ => None,

@@ -12,13 +12,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cni::steps::Step;
 use netlink_packet_core::{
-    ErrorMessage, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, NlasIterator,
+    Emitable, ErrorMessage, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkDeserializable,
+    NetlinkHeader, NetlinkMessage, NetlinkPayload, NetlinkSerializable,
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 use nix::errno::Errno;
-use rtnetlink::packet_route::RouteNetlinkMessage;
-use rtnetlink::packet_route::address::AddressAttribute;
-use rtnetlink::packet_route::link::LinkAttribute;
+use rtnetlink::packet_route::address::{AddressAttribute, AddressMessage};
+use rtnetlink::packet_route::link::{LinkAttribute, LinkMessage};
+use rtnetlink::packet_route::neighbour::NeighbourMessage;
+use rtnetlink::packet_route::route::RouteMessage;
 
 use crate::error::{Cause, Error, Result};
 use crate::netns::Netns;
@@ -79,26 +81,27 @@ impl Netlink {
 
     /// Sends a request that changes something, with `flags` beside REQUEST and ACK, and returns what came before the
     /// acknowledgement.
-    pub(crate) fn request(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>, Cause> {
-        self.exchange(message, flags | NLM_F_ACK, Ending::Acknowledgement).map(|answer| answer.messages)
+    pub(crate) fn request(&self, kind: Kind, body: &dyn Body, flags: u16) -> Result<Vec<Reply>, Cause> {
+        let request = Request { kind, body };
+        self.exchange(request, flags | NLM_F_ACK, Ending::Acknowledgement).map(|answer| answer.messages)
     }
 
-    /// Asks for one thing. `None` if the packet crate cannot read the answer.
-    pub(crate) fn get(&self, message: RouteNetlinkMessage) -> Result<Option<RouteNetlinkMessage>, Cause> {
-        self.exchange(message, 0, Ending::Message).map(|answer| answer.messages.into_iter().next())
+    /// Asks for one thing. `None` if the answer is no netlink message.
+    pub(crate) fn get(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
+        self.exchange(Request { kind, body }, 0, Ending::Message).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for a whole table, or what of it matches `message`.
-    pub(crate) fn dump(&self, message: RouteNetlinkMessage) -> Result<Vec<RouteNetlinkMessage>, Cause> {
-        until_consistent(|| self.exchange(message.clone(), NLM_F_DUMP, Ending::Done))
+    /// Asks for a whole table, or what of it matches `body`.
+    pub(crate) fn dump(&self, kind: Kind, body: &dyn Body) -> Result<Vec<Reply>, Cause> {
+        until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP, Ending::Done))
     }
 
-    fn exchange(&self, message: RouteNetlinkMessage, flags: u16, ending: Ending) -> Result<Answer, Cause> {
+    fn exchange(&self, request: Request<'_>, flags: u16, ending: Ending) -> Result<Answer, Cause> {
         let step = Step::begin();
-        let what = if step.is_heard() { name(&message, flags) } else { String::new() };
+        let what = if step.is_heard() { request.name(flags) } else { String::new() };
         // A panic of another user leaves nothing half done: what it did not read has another sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let answer = connection.exchange(message, flags, ending);
+        let answer = connection.exchange(request, flags, ending);
         if step.is_heard() {
             step.end(what, &answer.as_ref().map_err(|cause| cause.to_string()));
         }
@@ -106,46 +109,124 @@ impl Netlink {
     }
 }
 
-/// A request as the log names it. Not by its `Debug`: the text of every message there is made each binary half a
-/// megabyte larger.
-fn name(inner: &RouteNetlinkMessage, flags: u16) -> String {
-    let kind = match inner {
-        RouteNetlinkMessage::NewLink(_) => "NewLink",
-        RouteNetlinkMessage::GetLink(_) => "GetLink",
-        RouteNetlinkMessage::SetLink(_) => "SetLink",
-        RouteNetlinkMessage::DelLink(_) => "DelLink",
-        RouteNetlinkMessage::NewAddress(_) => "NewAddress",
-        RouteNetlinkMessage::GetAddress(_) => "GetAddress",
-        RouteNetlinkMessage::DelAddress(_) => "DelAddress",
-        RouteNetlinkMessage::NewRoute(_) => "NewRoute",
-        RouteNetlinkMessage::GetRoute(_) => "GetRoute",
-        RouteNetlinkMessage::DelRoute(_) => "DelRoute",
-        RouteNetlinkMessage::NewNeighbour(_) => "NewNeighbour",
-        RouteNetlinkMessage::GetNeighbour(_) => "GetNeighbour",
-        RouteNetlinkMessage::DelNeighbour(_) => "DelNeighbour",
-        _ => "request",
-    };
-    let whole = if flags & NLM_F_DUMP == NLM_F_DUMP { " (all)" } else { "" };
-    let subject = match inner {
-        RouteNetlinkMessage::NewLink(link)
-        | RouteNetlinkMessage::GetLink(link)
-        | RouteNetlinkMessage::SetLink(link)
-        | RouteNetlinkMessage::DelLink(link) => {
-            let named = link.attributes.iter().find_map(|attribute| match attribute {
-                LinkAttribute::IfName(name) => Some(format!(" {name}")),
-                _ => None,
-            });
-            named.or_else(|| (link.header.index != 0).then(|| format!(" index {}", link.header.index)))
-        }
-        RouteNetlinkMessage::NewAddress(address) | RouteNetlinkMessage::DelAddress(address) => {
-            address.attributes.iter().find_map(|attribute| match attribute {
-                AddressAttribute::Local(ip) => Some(format!(" {ip}/{}", address.header.prefix_len)),
-                _ => None,
-            })
-        }
-        _ => None,
-    };
-    format!("netlink {kind}{}{whole}", subject.unwrap_or_default())
+/// What is asked of the kernel, by the number of the message (`RTM_…`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub(crate) enum Kind {
+    NewLink = libc::RTM_NEWLINK,
+    DelLink = libc::RTM_DELLINK,
+    GetLink = libc::RTM_GETLINK,
+    SetLink = libc::RTM_SETLINK,
+    NewAddress = libc::RTM_NEWADDR,
+    DelAddress = libc::RTM_DELADDR,
+    GetAddress = libc::RTM_GETADDR,
+    NewRoute = libc::RTM_NEWROUTE,
+    DelRoute = libc::RTM_DELROUTE,
+    GetRoute = libc::RTM_GETROUTE,
+    NewNeighbour = libc::RTM_NEWNEIGH,
+    GetNeighbour = libc::RTM_GETNEIGH,
+}
+
+/// What a request says beyond its kind.
+pub(crate) trait Body: Emitable {
+    /// What it is about, for the log.
+    fn subject(&self) -> Option<String> {
+        None
+    }
+}
+
+impl Body for LinkMessage {
+    fn subject(&self) -> Option<String> {
+        let named = self.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::IfName(name) => Some(name.clone()),
+            _ => None,
+        });
+        named.or_else(|| (self.header.index != 0).then(|| format!("index {}", self.header.index)))
+    }
+}
+
+impl Body for AddressMessage {
+    fn subject(&self) -> Option<String> {
+        self.attributes.iter().find_map(|attribute| match attribute {
+            AddressAttribute::Local(ip) => Some(format!("{ip}/{}", self.header.prefix_len)),
+            _ => None,
+        })
+    }
+}
+
+impl Body for RouteMessage {}
+
+impl Body for NeighbourMessage {}
+
+/// A request. Not the packet crate's enum of all there are: whoever holds that has the code to write, read and drop each
+/// of them, traffic control too.
+#[derive(Clone, Copy)]
+struct Request<'a> {
+    kind: Kind,
+    body: &'a dyn Body,
+}
+
+impl Request<'_> {
+    /// As the log names it.
+    fn name(self, flags: u16) -> String {
+        let whole = if flags & NLM_F_DUMP == NLM_F_DUMP { " (all)" } else { "" };
+        let subject = self.body.subject().map(|subject| format!(" {subject}"));
+        format!("netlink {:?}{}{whole}", self.kind, subject.unwrap_or_default())
+    }
+}
+
+impl NetlinkSerializable for Request<'_> {
+    fn message_type(&self) -> u16 {
+        self.kind as u16
+    }
+
+    fn buffer_len(&self) -> usize {
+        self.body.buffer_len()
+    }
+
+    fn serialize(&self, buffer: &mut [u8]) {
+        self.body.emit(buffer);
+    }
+}
+
+/// A message of the kernel's, to be read by the room that asked.
+#[derive(Clone, Debug)]
+pub(crate) struct Reply {
+    kind: u16,
+    body: Vec<u8>,
+}
+
+impl Reply {
+    #[cfg(test)]
+    pub(crate) fn new(kind: Kind, body: &[u8]) -> Reply {
+        Reply { kind: kind as u16, body: body.to_vec() }
+    }
+
+    /// What it says, if it is of that kind.
+    pub(crate) fn body(&self, kind: Kind) -> Option<&[u8]> {
+        (self.kind == kind as u16).then_some(&*self.body)
+    }
+}
+
+impl NetlinkDeserializable for Reply {
+    type Error = std::convert::Infallible;
+
+    fn deserialize(header: &NetlinkHeader, body: &[u8]) -> Result<Reply, Self::Error> {
+        Ok(Reply { kind: header.message_type, body: body.to_vec() })
+    }
+}
+
+/// The attributes of a message or of another attribute: kind and value of each, up to the first that is none.
+pub(crate) fn attributes(bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    let mut rest = bytes;
+    std::iter::from_fn(move || {
+        let length = usize::from(u16::from_ne_bytes(rest.first_chunk().copied()?));
+        let kind = u16::from_ne_bytes(rest.get(2..)?.first_chunk().copied()?);
+        let value = rest.get(4..length)?;
+        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+        // Two bits say how a value is to be read: nested, of the network's byte order.
+        Some((kind & 0x3fff, value))
+    })
 }
 
 impl Connection {
@@ -161,9 +242,9 @@ impl Connection {
         Ok(Connection { socket, sequence: 0, buffer: Vec::new() })
     }
 
-    fn exchange(&mut self, message: RouteNetlinkMessage, flags: u16, ending: Ending) -> Result<Answer, Cause> {
+    fn exchange(&mut self, request: Request<'_>, flags: u16, ending: Ending) -> Result<Answer, Cause> {
         self.sequence = self.sequence.wrapping_add(1);
-        let mut message = NetlinkMessage::from(message);
+        let mut message = NetlinkMessage::new(NetlinkHeader::default(), NetlinkPayload::InnerMessage(request));
         message.header.flags = NLM_F_REQUEST | flags;
         message.header.sequence_number = self.sequence;
         message.finalize();
@@ -176,7 +257,7 @@ impl Connection {
         loop {
             self.receive()?;
             for bytes in messages(&self.buffer) {
-                let reply = match NetlinkMessage::<RouteNetlinkMessage>::deserialize(bytes) {
+                let reply = match NetlinkMessage::<Reply>::deserialize(bytes) {
                     // The remains of an exchange that was given up.
                     Ok(reply) if reply.header.sequence_number != self.sequence => continue,
                     Ok(reply) => reply,
@@ -234,12 +315,12 @@ fn messages(datagram: &[u8]) -> impl Iterator<Item = &[u8]> {
 }
 
 struct Answer {
-    messages: Vec<RouteNetlinkMessage>,
+    messages: Vec<Reply>,
     interrupted: bool,
 }
 
 /// Reads again what was interrupted, with a bound.
-fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<RouteNetlinkMessage>, Cause> {
+fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<Reply>, Cause> {
     for _ in 0..DUMP_ATTEMPTS {
         let answer = read()?;
         if !answer.interrupted {
@@ -261,21 +342,20 @@ fn kernel(errno: i32, ack: Option<Box<str>>) -> Cause {
 }
 
 /// The kernel's words out of an extended acknowledgement.
-fn explanation(attributes: &[u8]) -> Option<Box<str>> {
+fn explanation(bytes: &[u8]) -> Option<Box<str>> {
     const NLMSGERR_ATTR_MSG: u16 = 1;
-    NlasIterator::new(attributes).filter_map(|attribute| attribute.ok()).find_map(|attribute| {
-        (attribute.kind() == NLMSGERR_ATTR_MSG).then(|| {
-            let text = attribute.value().split(|byte| *byte == 0).next().unwrap_or_default();
-            String::from_utf8_lossy(text).into()
-        })
-    })
+    attributes(bytes).find(|(kind, _)| *kind == NLMSGERR_ATTR_MSG).map(|(_, value)| text(value).into())
+}
+
+/// A text of the kernel's, up to its end.
+pub(crate) fn text(value: &[u8]) -> String {
+    String::from_utf8_lossy(value.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing::{in_new_netns, new_netns};
-    use rtnetlink::packet_route::link::LinkMessage;
 
     #[test]
     fn an_explanation_is_read_out_of_its_attributes() {
@@ -310,7 +390,8 @@ mod tests {
             let netlink = Netlink::open().unwrap();
             let mut ask = LinkMessage::default();
             ask.attributes.push(LinkAttribute::IfName("lo".to_owned()));
-            let mut message = NetlinkMessage::from(RouteNetlinkMessage::GetLink(ask));
+            let request = Request { kind: Kind::GetLink, body: &ask };
+            let mut message = NetlinkMessage::new(NetlinkHeader::default(), NetlinkPayload::InnerMessage(request));
             message.header.flags = NLM_F_REQUEST;
             message.finalize();
             let mut bytes = vec![0; message.buffer_len()];
@@ -336,7 +417,7 @@ mod tests {
 
     #[test]
     fn an_interrupted_dump_is_read_again_but_not_for_ever() {
-        let link = || RouteNetlinkMessage::NewLink(Default::default());
+        let link = || Reply::new(Kind::NewLink, &[]);
         for (interruptions, reads) in [(0, Some(1)), (1, Some(2)), (DUMP_ATTEMPTS - 1, Some(DUMP_ATTEMPTS)), (99, None)]
         {
             let mut count = 0;

@@ -9,15 +9,15 @@
 use std::net::IpAddr;
 
 use cni::Cidr;
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _};
+use rtnetlink::packet_route::AddressFamily;
 use rtnetlink::packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
     RouteProtocol, RouteType,
 };
-use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use crate::error::{Cause, Error, Result};
-use crate::netlink::Netlink;
+use crate::netlink::{Kind, Netlink, Reply};
 
 /// The table that is meant when none is named.
 pub const MAIN_TABLE: u32 = 254;
@@ -143,8 +143,7 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if a [rival](Route::is_rival_of) is there, be it identical: see [`Netlink::find_rivals`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
-        let message = RouteNetlinkMessage::NewRoute(message(route));
-        self.request(message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
+        self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
         })
     }
@@ -168,8 +167,7 @@ impl Netlink {
             next_hop
         };
         message.attributes.push(RouteAttribute::MultiPath(paths.iter().map(next_hop).collect()));
-        let message = RouteNetlinkMessage::NewRoute(message);
-        self.request(message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
+        self.request(Kind::NewRoute, &message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             let gateways: Vec<String> = paths.iter().filter_map(|path| Some(path.gw?.to_string())).collect();
             let doing = format!("failed to add route {} via {}", first.dst, gateways.join(" and "));
             Error::new(doing, cause)
@@ -185,7 +183,7 @@ impl Netlink {
         // The kernel looks for a route with these too; only what tells routes apart shall count.
         message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Metrics(_)));
         message.header.protocol = RouteProtocol::Unspec;
-        self.request(RouteNetlinkMessage::DelRoute(message), 0).map(drop).map_err(|cause| {
+        self.request(Kind::DelRoute, &message, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to delete route {route} dev {}", self.label(route.oif)), cause)
         })
     }
@@ -218,12 +216,11 @@ impl Netlink {
         message.header.address_family = Family::of(address).number();
         message.header.destination_prefix_length = if address.is_ipv4() { 32 } else { 128 };
         message.attributes.push(RouteAttribute::Destination(address.into()));
-        let answer = self.get(RouteNetlinkMessage::GetRoute(message)).map_err(failed)?;
-        let attributes = answer.into_iter().filter_map(|message| match message {
-            RouteNetlinkMessage::NewRoute(route) => Some(route.attributes),
-            _ => None,
-        });
-        let oif = attributes.flatten().find_map(|attribute| match attribute {
+        let answer = self.get(Kind::GetRoute, &message).map_err(failed)?;
+        let attributes = answer
+            .and_then(|reply| RouteMessage::parse(reply.body(Kind::NewRoute)?).ok())
+            .map(|route| route.attributes);
+        let oif = attributes.into_iter().flatten().find_map(|attribute| match attribute {
             RouteAttribute::Oif(index) => Some(index),
             _ => None,
         });
@@ -234,7 +231,7 @@ impl Netlink {
         let mut message = RouteMessage::default();
         message.header.address_family = family.number();
         message.attributes.extend(table.map(RouteAttribute::Table));
-        let answer = match self.dump(RouteNetlinkMessage::GetRoute(message)) {
+        let answer = match self.dump(Kind::GetRoute, &message) {
             Ok(answer) => answer,
             // The table has never had a route.
             Err(cause) if table.is_some() && cause.errno() == Some(libc::ENOENT) => Vec::new(),
@@ -278,8 +275,9 @@ fn message(route: &Route) -> RouteMessage {
 }
 
 /// The unicast routes in an answer: none, one, or one for each gateway.
-fn decode(message: RouteNetlinkMessage) -> Vec<Route> {
-    let RouteNetlinkMessage::NewRoute(RouteMessage { header, attributes, .. }) = message else { return Vec::new() };
+fn decode(reply: Reply) -> Vec<Route> {
+    let message = reply.body(Kind::NewRoute).and_then(|body| RouteMessage::parse(body).ok());
+    let Some(RouteMessage { header, attributes, .. }) = message else { return Vec::new() };
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),
         AddressFamily::Inet6 => IpAddr::from([0; 16]),

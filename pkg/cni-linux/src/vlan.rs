@@ -6,13 +6,17 @@
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every list is empty.
 
+use rtnetlink::packet_route::AddressFamily;
 use rtnetlink::packet_route::link::{
     AfSpecBridge, BridgeFlag, BridgeVlanInfo, BridgeVlanInfoFlags, LinkAttribute, LinkExtentMask, LinkMessage,
 };
-use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use crate::error::{Error, Result};
-use crate::netlink::Netlink;
+use crate::link;
+use crate::netlink::{Kind, Netlink, attributes};
+
+/// In a bridge's `IFLA_AF_SPEC`, an entry.
+const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
 
 /// A VLAN that a port takes part in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,20 +54,15 @@ impl Netlink {
         message.header.interface_family = AddressFamily::Bridge;
         message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::BrvlanCompressed]));
         let links = self
-            .dump(RouteNetlinkMessage::GetLink(message))
+            .dump(Kind::GetLink, &message)
             .map_err(|cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause))?;
-        let specs = links.into_iter().filter_map(|link| match link {
-            RouteNetlinkMessage::NewLink(link) if link.header.index == index => Some(link.attributes),
-            _ => None,
-        });
-        let entries = specs.flatten().filter_map(|attribute| match attribute {
-            LinkAttribute::AfSpecBridge(entries) => Some(entries),
-            _ => None,
-        });
-        Ok(unfold(entries.flatten().filter_map(|entry| match entry {
-            AfSpecBridge::VlanInfo(info) => Some(info),
-            _ => None,
-        })))
+        let mut entries = Vec::new();
+        for (_, all) in links.iter().filter_map(link::parts).filter(|(header, _)| header.index == index) {
+            for (_, spec) in attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC) {
+                entries.extend(attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry));
+            }
+        }
+        Ok(unfold(entries))
     }
 
     /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.
@@ -72,16 +71,15 @@ impl Netlink {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
             VlanFlags::Access => BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged,
         };
-        let message = RouteNetlinkMessage::SetLink(message(index, vid, flags, target));
-        self.request(message, 0)
+        self.request(Kind::SetLink, &message(index, vid, flags, target), 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
     }
 
     /// Takes a port (or a bridge itself) out of a VLAN.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
-        let message = RouteNetlinkMessage::DelLink(message(index, vid, BridgeVlanInfoFlags::empty(), target));
-        self.request(message, 0)
+        let message = message(index, vid, BridgeVlanInfoFlags::empty(), target);
+        self.request(Kind::DelLink, &message, 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to remove VLAN {vid} from {}", self.label(index)), cause))
     }
@@ -98,6 +96,13 @@ fn message(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
     let info = AfSpecBridge::VlanInfo(BridgeVlanInfo { flags, vid });
     message.attributes.push(LinkAttribute::AfSpecBridge(vec![AfSpecBridge::Flags(target), info]));
     message
+}
+
+/// An entry as the kernel sends it: `struct bridge_vlan_info`.
+fn entry((_, value): (u16, &[u8])) -> Option<BridgeVlanInfo> {
+    let (flags, rest) = value.split_first_chunk()?;
+    let flags = BridgeVlanInfoFlags::from_bits_retain(u16::from_ne_bytes(*flags));
+    Some(BridgeVlanInfo { flags, vid: u16::from_ne_bytes(*rest.first_chunk()?) })
 }
 
 /// Single VLANs out of the kernel's entries, in which a run is its first and its last VLAN.

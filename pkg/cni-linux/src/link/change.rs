@@ -2,12 +2,11 @@
 //!
 //! Every verb is one request and says the interface's name when it fails (it is looked up only then).
 
-use rtnetlink::packet_route::RouteNetlinkMessage;
 use rtnetlink::packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 
 use crate::error::{Error, Result};
 use crate::mac::Mac;
-use crate::netlink::Netlink;
+use crate::netlink::{Kind, Netlink};
 
 /// Whether an interface takes every frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +25,7 @@ impl Netlink {
     pub fn delete_link(&self, index: u32) -> Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
-        match self.request(RouteNetlinkMessage::DelLink(message), 0) {
+        match self.request(Kind::DelLink, &message, 0) {
             Ok(_) => Ok(()),
             Err(cause) => Err(Error::new(format_args!("failed to delete {}", self.label(index)), cause)),
         }
@@ -131,7 +130,7 @@ impl Netlink {
     /// RTM_SETLINK; `doing` gets the interface's name.
     pub(crate) fn set_link(&self, message: LinkMessage, doing: impl FnOnce(&str) -> String) -> Result<()> {
         let index = message.header.index;
-        match self.request(RouteNetlinkMessage::SetLink(message), 0) {
+        match self.request(Kind::SetLink, &message, 0) {
             Ok(_) => Ok(()),
             Err(cause) => Err(Error::new(doing(&self.label(index)), cause)),
         }
