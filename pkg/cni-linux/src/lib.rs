@@ -55,6 +55,7 @@ pub use mark::Mark;
 pub use netlink::Netlink;
 pub use netns::Netns;
 pub use route::{Family, Route};
+pub use sys::Arena;
 pub use veth::{Veth, VethSpec};
 pub use vlan::{Target, Vlan, VlanFlags};
 pub use watch::Watch;

@@ -2,6 +2,9 @@
 
 use std::process::ExitCode;
 
+#[global_allocator]
+static MEMORY: cni_linux::Arena = cni_linux::Arena::new();
+
 fn main() -> ExitCode {
     cni_linux::process::run(&plugin_portmap::Portmap)
 }
