@@ -19,7 +19,9 @@ use crate::sysctl;
 pub fn allow(ifname: &str) -> Result<()> {
     for name in ["ipv4", "ipv6"] {
         let value = if name == "ipv4" { "arp_notify" } else { "ndisc_notify" };
-        match sysctl::ensure(&format!("net/{name}/conf/{ifname}/{value}"), "1") {
+        let key = format!("net/{name}/conf/{ifname}/{value}");
+        // It is off in an interface just made; only who may not write needs to look first.
+        match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
         }

@@ -2,6 +2,9 @@
 //!
 //! Nothing is asked of the configuration but the mappings, and those only to forget connections. What cannot be
 //! removed because a program is missing is said on stderr and is no error.
+//!
+//! The backends are closed last of all: the closing of a socket waits until the kernel has freed what was removed, an RCU
+//! grace period later, and what else there is to do is done meanwhile.
 
 use std::net::IpAddr;
 
@@ -23,7 +26,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
         call.notes.note(format_args!("portmap: prevResult is not used: {error}"));
         Vec::new()
     });
-    let purged = purge(call, &addresses);
+    let (purged, _open) = purge(call, &addresses);
     // Rules may be gone already, by a flush or an earlier DEL, and connections still be there.
     let mappings = Conf::sound_mappings(&call.conf);
     let asked = mappings.iter().flat_map(|mapping| addresses.iter().filter_map(|address| mapping.claim(*address)));
@@ -34,7 +37,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
 }
 
 /// Removes the attachment's rules and returns what they claimed.
-pub(crate) fn purge(call: &Call<'_>, addresses: &[IpAddr]) -> Result<Vec<Claim>> {
+fn purge<'m>(call: &Call<'m>, addresses: &[IpAddr]) -> (Result<Vec<Claim>>, Open<'m>) {
     let mark = mark(call);
     both(call, |nft| nft.purge(&mark, addresses), |iptables| iptables.purge(&mark, addresses))
 }
@@ -42,27 +45,30 @@ pub(crate) fn purge(call: &Call<'_>, addresses: &[IpAddr]) -> Result<Vec<Claim>>
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let valid: Vec<Mark> = valid.iter().map(|(id, ifname)| Mark::new(network, id, ifname)).collect();
-    let removed =
+    let (removed, _open) =
         both(call, |nft| nft.collect_garbage(network, &valid), |iptables| iptables.collect_garbage(network, &valid));
     forget(call, removed.iter().flatten().copied().collect());
     removed.map(drop)
 }
 
+/// What is still open, to be closed last.
+type Open<'m> = (Option<NftPortMap>, Option<IptablesPortMap<'m>>);
+
 /// Does the same in both backends and keeps going.
-fn both(
-    call: &Call<'_>,
+fn both<'m>(
+    call: &Call<'m>,
     nft: impl FnOnce(&mut NftPortMap) -> cni_linux::Result<Vec<Claim>>,
-    iptables: impl FnOnce(&mut IptablesPortMap<'_>) -> cni_linux::Result<(Vec<Claim>, Vec<String>)>,
-) -> Result<Vec<Claim>> {
-    let (mut claims, mut errors) = (Vec::new(), Vec::new());
-    match NftPortMap::open().and_then(|mut backend| nft(&mut backend)) {
+    iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> cni_linux::Result<(Vec<Claim>, Vec<String>)>,
+) -> (Result<Vec<Claim>>, Open<'m>) {
+    let (mut claims, mut errors, mut open) = (Vec::new(), Vec::new(), (None, None));
+    match NftPortMap::open().and_then(|backend| nft(open.0.insert(backend))) {
         Ok(found) => claims.extend(found),
         // Without nf_tables there is nothing of it.
         Err(error) if error.is_unsupported() => {}
         Err(error) => errors.push(Error::from(error)),
     }
     match IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Finish)
-        .and_then(|mut backend| iptables(&mut backend))
+        .and_then(|backend| iptables(open.1.insert(backend)))
     {
         Ok((found, remarks)) => {
             claims.extend(found);
@@ -72,10 +78,7 @@ fn both(
         }
         Err(error) => errors.push(Error::from(error)),
     }
-    match Error::join(errors) {
-        Some(error) => Err(error),
-        None => Ok(claims),
-    }
+    (Error::join(errors).map_or(Ok(claims), Err), open)
 }
 
 /// Connections that were mapped to the container would stay mapped to it.
