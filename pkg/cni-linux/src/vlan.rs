@@ -13,7 +13,7 @@ use rtnetlink::packet_route::link::{
 
 use crate::error::{Error, Result};
 use crate::link;
-use crate::netlink::{Kind, Netlink, attributes};
+use crate::netlink::{Kind, Netlink, Reply, attributes};
 
 /// In a bridge's `IFLA_AF_SPEC`, an entry.
 const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
@@ -56,13 +56,7 @@ impl Netlink {
         let links = self
             .dump(Kind::GetLink, &message)
             .map_err(|cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause))?;
-        let mut entries = Vec::new();
-        for (_, all) in links.iter().filter_map(link::parts).filter(|(header, _)| header.index == index) {
-            for (_, spec) in attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC) {
-                entries.extend(attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry));
-            }
-        }
-        Ok(unfold(entries))
+        Ok(unfold(links.iter().flat_map(|link| entries(link, index))))
     }
 
     /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.
@@ -98,6 +92,14 @@ fn message(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
     message
 }
 
+/// The entries of one port or bridge in a message of the kernel's.
+fn entries(reply: &Reply, index: u32) -> Vec<BridgeVlanInfo> {
+    let Some((_, all)) = link::parts(reply).filter(|(header, _)| header.index == index) else { return Vec::new() };
+    let specs = attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC);
+    let inner = specs.flat_map(|(_, spec)| attributes(spec));
+    inner.filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry).collect()
+}
+
 /// An entry as the kernel sends it: `struct bridge_vlan_info`.
 fn entry((_, value): (u16, &[u8])) -> Option<BridgeVlanInfo> {
     let (flags, rest) = value.split_first_chunk()?;
@@ -131,6 +133,21 @@ fn unfold(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
 mod tests {
     use super::*;
     use crate::testing::in_new_netns;
+
+    /// What a kernel without VLAN filtering never sends.
+    #[test]
+    fn the_entries_of_one_port_are_read_out_of_a_message() {
+        let mut body = vec![0; 16];
+        body[4..8].copy_from_slice(&7_u32.to_ne_bytes());
+        // IFLA_AF_SPEC, nested; in it flags of the bridge's, then VLAN 10, the port's own, and 20.
+        for half in [4 + 3 * 8_u16, 0x8000 | libc::IFLA_AF_SPEC, 6, 0, 1, 0, 8, 2, 6, 10, 8, 2, 0, 20] {
+            body.extend(half.to_ne_bytes());
+        }
+        let reply = Reply::new(Kind::NewLink, &body);
+        let vlan = |vid, access| Vlan { vid, pvid: access, untagged: access };
+        assert_eq!(unfold(entries(&reply, 7)), [vlan(10, true), vlan(20, false)]);
+        assert_eq!(entries(&reply, 8), []);
+    }
     use crate::{BridgeSpec, Mac, VethSpec};
     use netlink_packet_core::Emitable as _;
 
