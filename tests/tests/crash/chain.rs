@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::world::World;
 
 /// A sysctl of the whole namespace, which does not go with the interface.
-const SYSCTL: &str = "net/ipv4/ip_unprivileged_port_start";
+pub(crate) const SYSCTL: &str = "net/ipv4/ip_unprivileged_port_start";
 
 /// The plugins of the list, in the order of an ADD.
 pub(crate) const PLUGINS: [&str; 3] = ["bridge", "tuning", "portmap"];
