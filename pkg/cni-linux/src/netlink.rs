@@ -357,10 +357,15 @@ mod tests {
     use super::*;
     use crate::testing::{in_new_netns, new_netns};
 
+    /// An attribute that says it is that long.
+    fn attribute(len: u16, kind: u16, value: &[u8]) -> Vec<u8> {
+        [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat()
+    }
+
     #[test]
     fn an_explanation_is_read_out_of_its_attributes() {
-        // NLMSGERR_ATTR_OFFS (2), four bytes; then NLMSGERR_ATTR_MSG (1), "nope\0", padded.
-        let bytes = [8, 0, 2, 0, 9, 0, 0, 0, 9, 0, 1, 0, b'n', b'o', b'p', b'e', 0, 0, 0, 0];
+        // NLMSGERR_ATTR_OFFS (2), four bytes; then NLMSGERR_ATTR_MSG (1), padded.
+        let bytes = [attribute(8, 2, &[9, 0, 0, 0]), attribute(9, 1, b"nope\0\0\0\0")].concat();
         assert_eq!(explanation(&bytes).as_deref(), Some("nope"));
         assert_eq!(explanation(&bytes[..8]), None);
         assert_eq!(explanation(&[]), None);
@@ -408,9 +413,9 @@ mod tests {
         assert!(refusal(&ErrorMessage::default()).is_none());
         let mut error = ErrorMessage::default();
         error.code = std::num::NonZeroI32::new(-17);
-        // The refused request's header, then an attribute: four bytes of its own and "why\0".
-        error.header = [40, 0, 0, 0, 16, 0, 5, 6, 1, 0, 0, 0, 0, 0, 0, 0].to_vec();
-        error.header.extend([8, 0, 1, 0, b'w', b'h', b'y', 0]);
+        // The refused request's header, of which nothing is read, then an attribute.
+        error.header = vec![0; 16];
+        error.header.extend(attribute(8, 1, b"why\0"));
         let refusal = Error::new("failed", refusal(&error).unwrap());
         assert_eq!((refusal.errno(), refusal.explanation()), (Some(17), Some("why")));
     }

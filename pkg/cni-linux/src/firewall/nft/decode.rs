@@ -295,22 +295,25 @@ mod tests {
         round_trip(&[Expr::Verdict(Verdict::Goto("b".into())), Expr::Verdict(Verdict::Other(3))]);
     }
 
+    /// An attribute of type 1 that says it is that long.
+    fn tlv(len: u16, value: &[u8]) -> Vec<u8> {
+        [&len.to_ne_bytes(), &1_u16.to_ne_bytes(), value].concat()
+    }
+
     #[test]
     fn a_number_or_value_of_the_wrong_size_is_not_taken() {
-        let bytes = [7, 0, 1, 0, 1, 2, 3, 0];
-        assert_eq!(number(&bytes, 1), None);
-        assert_eq!(attributes(&[3, 0, 1, 0, 0, 0, 0, 0]).count(), 0, "shorter than its own header");
-        assert_eq!(attributes(&[200, 0, 1, 0]).count(), 0, "longer than the buffer");
+        assert_eq!(number(&tlv(7, &[1, 2, 3, 0]), 1), None);
+        assert_eq!(attributes(&tlv(3, &[0; 4])).count(), 0, "shorter than its own header");
+        assert_eq!(attributes(&tlv(200, &[])).count(), 0, "longer than the buffer");
     }
 
     #[test]
     fn the_kernels_own_words_are_found_capped_or_not() {
-        let tlv = [8, 0, 1, 0, b'w', b'h', b'y', 0];
         for (flags, request) in [(0x300, 16_u32), (0x200, 20)] {
             let mut payload = (-2_i32).to_ne_bytes().to_vec();
             payload.extend(request.to_ne_bytes());
             payload.resize(4 + usize::try_from(request).unwrap(), 0);
-            payload.extend(tlv);
+            payload.extend(tlv(8, b"why\0"));
             let message = Message { kind: 2, flags, sequence: 0, payload: &payload };
             assert_eq!(answer(&message), Some((Some(Errno::ENOENT), Some("why".into()))));
         }
