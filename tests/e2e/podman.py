@@ -1,12 +1,15 @@
 """Podman 4 with its CNI backend: networks of bridge, portmap, tuning, and firewall, which is Debian's Go plugin."""
 
+import filecmp
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 
 import image
-from node import GO, NODE4, Failed, Pod, Skip, expect, hear, sh, write
+from node import GO, NODE4, OURS, Failed, Pod, Skip, expect, hear, sh, write
 
 CONTAINERS = """
 [containers]
@@ -158,3 +161,25 @@ def scenario_kill_9_of_conmon_and_the_container(node):
     expect(node.leftovers(), [], "left by podman rm")
     node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080)
     podman("rm", "-f", "-t", "0", "first")
+
+
+def scenario_the_image_of_the_containerfile_installs_on_a_node_and_goes_back(node):
+    """As docs/kubernetes/daemonset.yaml runs it, and with the command that the image has of its own."""
+    start(node, "crun")
+    podman("build", "-q", "-f", "/opt/e2e/Containerfile", "-t", "localhost/cni-plugins", OURS)
+    shutil.copytree(GO, "/opt/node")
+    rights = "--network host --cap-drop all --security-opt no-new-privileges --read-only".split()
+    run_image = ["podman", "run", *rights, "-v", "/opt/node:/host/opt/cni/bin"]
+    command = [*run_image, "--name", "install", "localhost/cni-plugins"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pod_of_the_node:
+        said = pod_of_the_node.stdout.readline()
+        expect("are now in" in said, True, f"installed, it said {said!r}")
+        podman("exec", "install", "/plugins/cni-install", "status", "--dest", "/host/opt/cni/bin")
+        expect(filecmp.cmp(f"{OURS}/bridge", "/opt/node/bridge", shallow=False), True, "the node has our bridge")
+        podman("stop", "-t", "10", "install")
+        expect(pod_of_the_node.wait(), 0, "its status after the stop")
+    sh(*run_image, "--rm", "localhost/cni-plugins", "rollback", "--dest", "/host/opt/cni/bin")
+    names = sorted(os.listdir(GO))
+    expect(sorted(os.listdir("/opt/node")), names, "the node's programs afterwards")
+    expect(filecmp.cmpfiles(GO, "/opt/node", names, shallow=False)[0], names, "programs that are as before")
+    podman("rm", "install")
