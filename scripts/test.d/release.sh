@@ -1,21 +1,43 @@
 # shellcheck shell=bash
-# What is published, tried as users get it: scripts/release for amd64 and arm64, each built twice; the archive installed and
-# rolled back; the Debian package put in and out of a copy of this machine; arm64 under qemu's user emulation; the
-# Kubernetes manifest against the API's schemas, and its command with the manifest's own arguments and no capabilities.
-# shellcheck disable=SC2154  # root and work are scripts/test's
-# Sourced by scripts/test --release. Nothing is installed on the machine but packages that scripts/test needs.
+# What is published, tried as users get it: scripts/release for amd64 and arm64; the archive installed and rolled back; the
+# Debian package put in and out of a copy of this machine; arm64 under qemu's user emulation; the Kubernetes manifest against
+# the API's schemas, and its command with the manifest's own arguments and no capabilities. And whether the programs compile
+# where words have 32 bits or begin with their high byte.
+# With CNI_TEST_RELEASE=all, before a release: amd64 is built a second time, and all that is not the kernel's is tried on the
+# other processors too, under emulation.
+# shellcheck disable=SC2154  # root, work and skipped are scripts/test's
+# Sourced by scripts/test --release. Nothing is installed on the machine but packages, and targets of rustup's, that are needed.
 
 release_needs() {
     need git jq dpkg-deb setpriv qemu-aarch64
+    python3 -c 'import ensurepip' 2>/dev/null || { missing+=("python3's venv") packages+=(python3-venv); }
 }
 
 release_part() {
     export release_out=$work/release
-    if ! step "release: the same bytes twice, amd64 and arm64" release_build; then return 0; fi
+    local arch others=()
+    [ "${CNI_TEST_RELEASE:-}" != all ] || others=(arm ppc64le riscv64 s390x)
+    step "release: 32 bits and big-endian compile" release_check armv7-unknown-linux-gnueabihf s390x-unknown-linux-gnu
+    step "release: amd64" release_build --arch amd64 ${others[@]:+--verify} || return 0
     step "release: unpacked, installed, rolled back" release_archive
     step "release: Debian package in and out" release_package
-    step "release: arm64 under emulation" release_arm64
     step "release: Kubernetes manifest and its command" release_kubernetes
+    for arch in arm64 ${others[@]+"${others[@]}"}; do
+        step "release: $arch" release_build --arch "$arch" && step "release: $arch under emulation" release_emulated "$arch"
+    done
+    if [ ${#others[@]} -gt 0 ]; then
+        release_tests arm-linux-gnueabihf armv7-unknown-linux-gnueabihf arm
+        release_tests s390x-linux-gnu s390x-unknown-linux-gnu s390x
+    fi
+}
+
+# release_check TARGET...: what is published compiles there.
+release_check() {
+    local target plugin packages=(-p cnitool -p cni-install)
+    for plugin in plugins/*/; do packages+=(-p "plugin-$(basename "$plugin")"); done
+    for target; do
+        rustup -q target add "$target" && cargo check --quiet --locked --target "$target" "${packages[@]}" || return
+    done
 }
 
 # A release is of a commit: while this tree has changes, of a copy in which they are one.
@@ -23,11 +45,23 @@ release_build() {
     local tree=$root
     if [ -n "$(git -C "$root" status --porcelain)" ]; then
         tree=$work/release-tree
-        git clone -q "$root" "$tree" &&
-            (cd "$root" && git ls-files -mo --exclude-standard -z | xargs -0r cp --parents -t "$tree") &&
-            git -C "$tree" add -A && git -C "$tree" -c user.name=test -c user.email=test commit -qm "changes"
+        [ -d "$tree" ] || {
+            git clone -q "$root" "$tree" &&
+                (cd "$root" && git ls-files -mo --exclude-standard -z | xargs -0r cp --parents -t "$tree") &&
+                git -C "$tree" add -A && git -C "$tree" -c user.name=test -c user.email=test commit -qm "changes"
+        }
     fi || return 1
-    CARGO_TARGET_DIR=$root/target/release-build "$tree/scripts/release" --arch amd64 --arch arm64 --verify --out "$release_out"
+    # Of an unchanged tree the build that scripts/test began with is taken.
+    CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target} "$tree/scripts/release" "$@" --out "$release_out"
+}
+
+# release_tests GCC TARGET QEMU: the unit tests of what knows nothing of the kernel's network, under emulation.
+release_tests() {
+    local variable=CARGO_TARGET_${2^^}
+    variable=${variable//-/_}
+    tests "release: unit tests on $3" "$work/release-tests-$3" \
+        env "${variable}_LINKER=$1-gcc" "${variable}_RUNNER=qemu-$3 -L /usr/$1" \
+        cargo test --locked --target "$2" -p cni -p cni-ipam --lib
 }
 
 release_unpack() {
@@ -55,7 +89,10 @@ release_archive() (
 
 release_package() {
     # The copy has no network.
-    release_unpack amd64 >/dev/null && mkdir "$work/theirs" && (cd "$work/theirs" && apt-get -qq download -o APT::Sandbox::User=root containernetworking-plugins) || return
+    release_unpack amd64 >/dev/null && mkdir "$work/theirs" || return
+    local get=(apt-get -qq download -o APT::Sandbox::User=root containernetworking-plugins)
+    # An index that names a package which the mirror has no more, or none at all.
+    (cd "$work/theirs" && { "${get[@]}" || { apt-get -qq update && "${get[@]}"; }; }) || return
     # shellcheck disable=SC2016
     in_a_copy "$work" '
         sum() { sha256sum <"$1"; }
@@ -83,20 +120,26 @@ release_package() {
     '
 }
 
-release_arm64() (
+release_emulated() (
     set -e
-    cd "$(release_unpack arm64)"
+    cd "$(release_unpack "$1")"
+    qemu=qemu-$(case $1 in arm64) echo aarch64 ;; *) echo "$1" ;; esac)
     sed 's/.*  //' SHA256SUMS | while read -r plugin; do
-        CNI_COMMAND=VERSION qemu-aarch64 "./$plugin" </dev/null | jq -e '.supportedVersions | index("1.1.0")' >/dev/null
+        CNI_COMMAND=VERSION "$qemu" "./$plugin" </dev/null | jq -e '.supportedVersions | index("1.1.0")' >/dev/null
     done
-    qemu-aarch64 ./cni-install --version
-    config=$(jq -nc --arg dir "$work/arm64" '{cniVersion: "1.1.0", name: "n", type: "host-local", ipam: {type: "host-local", dataDir: $dir, ranges: [[{subnet: "10.1.0.0/29"}]]}}')
+    "$qemu" ./cni-install --version
+    store=$work/$1
+    config=$(jq -nc --arg dir "$store" '{cniVersion: "1.1.0", name: "n", type: "host-local", ipam: {type: "host-local", dataDir: $dir, ranges: [[{subnet: "10.1.0.0/29"}]]}}')
     # The namespace is the machine's, the plugin's own another.
-    export CNI_CONTAINERID=c CNI_IFNAME=eth0 CNI_NETNS=/proc/$$/ns/net CNI_PATH=.
-    CNI_COMMAND=ADD unshare -n qemu-aarch64 ./host-local <<<"$config" | jq -e '.ips[0].address == "10.1.0.2/29"' >/dev/null
-    [ -e "$work/arm64/n/10.1.0.2" ]
-    CNI_COMMAND=DEL unshare -n qemu-aarch64 ./host-local <<<"$config"
-    [ ! -e "$work/arm64/n/10.1.0.2" ]
+    export CNI_IFNAME=eth0 CNI_NETNS=/proc/$$/ns/net CNI_PATH=.
+    host_local() { CNI_COMMAND=$1 CNI_CONTAINERID=$2 unshare -n "$qemu" ./host-local <<<"$config"; }
+    host_local ADD a | jq -e '.ips[0].address == "10.1.0.2/29"' >/dev/null
+    # Out of the index that the first one wrote.
+    host_local ADD b | jq -e '.ips[0].address == "10.1.0.3/29"' >/dev/null
+    [ -e "$store/n/10.1.0.2" ]
+    host_local DEL a
+    host_local DEL b
+    [ ! -e "$store/n/10.1.0.2" ]
 )
 
 release_kubernetes() (
@@ -116,7 +159,6 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
     in_a_copy "$work" '
         mkdir -p /plugins /host/opt/cni/bin
         cp "$work"/unpacked-amd64/* /plugins/
-        mv /plugins/cni-install /cni-install
         cp /usr/lib/cni/* /host/opt/cni/bin/
         bare=(setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs)
         mapfile -t arguments <"$work/arguments"
@@ -124,14 +166,14 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         # Whoever looks, at any moment, finds a whole program.
         (for _ in {1..300}; do [ -s /host/opt/cni/bin/bridge ] && CNI_COMMAND=VERSION /host/opt/cni/bin/bridge </dev/null >/dev/null || exit 1; done) &
         kubelet=$!
-        "${bare[@]}" /cni-install "${arguments[@]}" >/tmp/said &
+        "${bare[@]}" /plugins/cni-install "${arguments[@]}" >/tmp/said &
         pod=$!
         until grep -q "are now in" /tmp/said; do kill -0 "$pod"; read -rt 0.1 <> <(:) || true; done
         "${bare[@]}" "${probe[@]}"
         cmp /plugins/bridge /host/opt/cni/bin/bridge
         kill "$pod"
         wait "$pod"
-        "${bare[@]}" /cni-install rollback --dest /host/opt/cni/bin
+        "${bare[@]}" /plugins/cni-install rollback --dest /host/opt/cni/bin
         wait "$kubelet"
         diff -r /usr/lib/cni /host/opt/cni/bin
     '
