@@ -32,7 +32,7 @@ impl Runtime<'_> {
     /// # Errors
     /// Before any plugin runs: the version, identifiers, a plugin that is not there, [`Code::CONFLICT`] for an
     /// attachment that is already remembered. Later: the plugin's own error first; every plugin then gets a DEL, in
-    /// reverse, the ones never reached too, and what goes wrong there follows it. Nothing is remembered.
+    /// reverse, the ones never reached too, and what goes wrong there stands in the details. Nothing is remembered.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
         let version = check_call(list, attachment)?;
         for plugin in list.plugins() {
@@ -57,9 +57,7 @@ impl Runtime<'_> {
         };
         // A runtime tells its caller of the failure once and forgets: nobody would come back to clean up.
         let prev_result = result.as_deref().filter(|_| version >= Version::V0_4_0);
-        let cleaning = self.del_plugins(list, attachment, prev_result, OnError::GoOn);
-        let cleaning = cleaning.err().map(|error| error.context("cleaning up after it"));
-        Err(Error::join([Some(first), cleaning].into_iter().flatten()).unwrap_or_else(|| Error::config("ADD failed")))
+        Err(also_uncleaned(first, self.failing_dels(list, attachment, prev_result, OnError::GoOn)))
     }
 
     /// `result` is always that of the last plugin that succeeded.
@@ -128,16 +126,28 @@ impl Runtime<'_> {
         prev_result: Option<&RawValue>,
         on_error: OnError,
     ) -> Result<()> {
-        let mut errors = Vec::new();
+        let failed = self.failing_dels(list, attachment, prev_result, on_error);
+        Error::join(failed.into_iter().map(|(plugin, error)| blame(plugin, "delete", error))).map_or(Ok(()), Err)
+    }
+
+    /// The plugins whose DEL failed, in the order in which they were asked, and with what.
+    fn failing_dels<'l>(
+        &self,
+        list: &'l NetworkList,
+        attachment: &Attachment,
+        prev_result: Option<&RawValue>,
+        on_error: OnError,
+    ) -> Vec<(&'l PluginConf, Error)> {
+        let mut failed = Vec::new();
         for plugin in list.plugins().iter().rev() {
             if let Err(error) = self.call(list, plugin, Verb::Del, attachment, prev_result) {
-                errors.push(blame(plugin, "delete", error));
+                failed.push((plugin, error));
                 if on_error == OnError::Stop {
                     break;
                 }
             }
         }
-        Error::join(errors).map_or(Ok(()), Err)
+        failed
     }
 
     /// Which remembered attachments of a network are not in `valid`, and the files that cannot be understood: whose
@@ -218,6 +228,21 @@ impl Runtime<'_> {
         let extras = Extras { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
         self.run(plugin.kind(), verb, attachment.into(), &derive(list, plugin, extras)?)
     }
+}
+
+/// The error of an ADD, with what its clean-up met behind it, a line for each plugin. What kept a plugin from its ADD
+/// often keeps it from its DEL, and the others too: it is told once.
+fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
+    let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
+    for (plugin, error) in failed {
+        let is_known = first.msg().ends_with(error.msg());
+        let why = if is_known { "for the same reason" } else { error.msg() };
+        lines.push(format!("cleaning up after it failed too: plugin {} (delete): {why}", plugin.description()));
+        if !is_known {
+            lines.extend(error.details().lines().map(str::to_owned));
+        }
+    }
+    first.with_details(lines.join("\n"))
 }
 
 fn key<'a>(list: &'a NetworkList, attachment: &'a Attachment) -> Key<'a> {

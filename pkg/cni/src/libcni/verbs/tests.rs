@@ -182,10 +182,13 @@ fn after_a_failed_add_every_plugin_gets_its_del_and_all_errors_are_told() {
     node.answer("a ADD", 0, r#"{"x":1}"#);
     node.fail("b ADD", 11);
     node.fail("b DEL", 7);
+    node.answer("a DEL", 1, r#"{"code":7,"msg":"b ADD went wrong","details":"told already"}"#);
     let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
     assert_eq!(error.code(), Code(11));
-    let expected = r#"plugin type="b" failed (add): b ADD went wrong; cleaning up after it: plugin type="b" failed (delete): b DEL went wrong"#;
-    assert_eq!(error.msg(), expected);
+    assert_eq!(error.msg(), r#"plugin type="b" failed (add): b ADD went wrong"#);
+    let expected = "cleaning up after it failed too: plugin type=\"b\" (delete): b DEL went wrong\n\
+                    cleaning up after it failed too: plugin type=\"a\" (delete): for the same reason";
+    assert_eq!(error.details(), expected);
     let asked = node.asked();
     let calls: Vec<String> = asked.iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect();
     assert_eq!(calls, ["a ADD", "b ADD", "c DEL", "b DEL", "a DEL"]);
