@@ -111,6 +111,16 @@ pub fn choose_iptables(node: &Node, variant: &str) {
     node.exec(&["sh", "-ec", &script]);
 }
 
+/// Takes iptables away from the node, both variants.
+#[track_caller]
+pub fn without_iptables(node: &Node) {
+    let script = format!(
+        "mkdir {0} && cp -a $(ls -d /usr/sbin/* | grep -v 'ip6*tables\\|xtables') {0}/ && mount --bind {0} /usr/sbin",
+        node.dir().join("sbin").display()
+    );
+    node.exec(&["sh", "-ec", &script]);
+}
+
 /// Adds `count` containers to the network and returns each with its attachment and result.
 #[track_caller]
 pub fn attach<'n>(node: &'n Node, config: &Value, count: usize) -> Vec<(Container, Attachment<'n>, Value)> {

@@ -49,7 +49,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             remarks
         }
         Backend::Iptables => {
-            let ensured = iptables(call, OnSigterm::Kill)?.ensure(&wanted)?;
+            let ensured = iptables(call, OnSigterm::Kill)?.ensure(&wanted);
+            let ensured = ensured.map_err(|error| without_programs(call, &wanted, error))?;
             let (former, remarks) = done(ensured)?;
             if let Some(former) = former {
                 let wanted = wanted.clone();
@@ -178,9 +179,21 @@ pub(crate) fn localnet_key(wanted: &Forwarding) -> Result<Option<String>> {
 fn unserved(error: cni_linux::Error, backend: Backend) -> Error {
     let unsupported = error.is_unsupported();
     let error = Error::from(error);
-    if !unsupported {
-        return error;
-    }
+    if unsupported { absent(error, backend) } else { error }
+}
+
+/// What iptables refused: for want of its programs, or because of what is asked.
+fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Error) -> Error {
+    let is_missing = |iptables: &Iptables<'_>| {
+        let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
+        families.any(|family| matches!(iptables.chosen(family), Ok(None)))
+    };
+    let opened = Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    let error = Error::from(error);
+    if opened.is_ok_and(|iptables| is_missing(&iptables)) { absent(error, Backend::Iptables) } else { error }
+}
+
+fn absent(error: Error, backend: Backend) -> Error {
     error
         .context(format!("\"backend\": \"{}\" cannot be had on this host", backend.name()))
         .with_code(Code::UNSUPPORTED_FIELD)

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use cni_testkit::{Attachment, Container, Node, go_bin_dir, probe, require};
-use conformance::{addresses, attach, bridge, choose_iptables, patched};
+use conformance::{addresses, attach, bridge, choose_iptables, patched, without_iptables};
 use serde_json::{Value, json};
 
 /// How rules are kept.
@@ -392,15 +392,6 @@ fn we_add_and_go_deletes() {
         let (_container, attachment, result) = attach(&node, &keeper.config(&node), 1).remove(0);
         attachment.by(go_bin_dir()).del_with(&result).success();
     }
-}
-
-/// Takes iptables away from the node, both variants.
-fn without_iptables(node: &Node) {
-    let script = format!(
-        "mkdir {0} && cp -a $(ls -d /usr/sbin/* | grep -v 'ip6*tables\\|xtables') {0}/ && mount --bind {0} /usr/sbin",
-        node.dir().join("sbin").display()
-    );
-    node.exec(&["sh", "-ec", &script]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Configurations that are refused, with Go's words, before anything is changed.
 
 use cni_testkit::require;
-use conformance::patched;
+use conformance::{patched, without_iptables};
 use serde_json::{Value, json};
 
 use super::world::{Backend, World, map};
@@ -54,6 +54,19 @@ fn what_makes_no_sense_is_code_7_and_changes_nothing() {
         call("DEL").success();
     }
     assert_eq!((world.rules(), world.ran()), (before, vec![]));
+    pod.leave();
+}
+
+#[test]
+fn a_host_without_iptables_cannot_serve_it_and_says_so_by_key() {
+    require!(Backend::IptablesNft.probe());
+    let world = World::new(Backend::IptablesNft);
+    let pod = world.dual();
+    without_iptables(&world.node);
+    let config = world.config(json!([map(8080, 80, "tcp")]));
+    // As bridge says it: the specification's code for a key that this host cannot serve.
+    let add = pod.invocation(&cni_testkit::bin_dir(), "ADD", &config, Some(&pod.result)).env("PATH", "/usr/sbin").run();
+    add.fails_with(2, "\"backend\": \"iptables\" cannot be had on this host: failed to find iptables-restore");
     pod.leave();
 }
 
