@@ -22,6 +22,7 @@ use cni::skel::{Added, Call, Plugin};
 use cni::{Code, Error, Result};
 use cni_linux::firewall::iptables::Iptables;
 use cni_linux::firewall::nft_usable;
+use cni_linux::firewall::portmap::{Mapping, Policy};
 use cni_linux::{Mark, route};
 
 use conf::{Backend, Conf};
@@ -41,6 +42,15 @@ pub fn examine(conf: &cni::config::NetConf) -> Result<()> {
 /// The keys of a configuration that this plugin does not know.
 pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
     conf::unknown_keys(json)
+}
+
+/// The host ports that a configuration takes whoever asks for it, because they stand in it; none where it says that others
+/// may have them too.
+pub fn fixed_ports(conf: &cni::config::NetConf) -> Vec<Mapping> {
+    match Conf::new(conf) {
+        Ok(Conf { policy: Policy::Judge, mappings, .. }) => mappings,
+        Ok(_) | Err(_) => Vec::new(),
+    }
 }
 
 impl Plugin for Portmap {

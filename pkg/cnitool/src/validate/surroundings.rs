@@ -1,4 +1,5 @@
-//! What a document needs of this host: its plugins, its kernel, and that other networks leave it its addresses.
+//! What a document needs of this host: its plugins, its kernel, and that other networks leave it its addresses and
+//! host ports.
 
 use std::path::Path;
 
@@ -7,6 +8,7 @@ use cni::delegate::find_plugin;
 use cni::libcni::NetworkList;
 use cni::rollback::Notes;
 use cni_ipam::Range;
+use cni_linux::firewall::portmap::Mapping;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
@@ -86,23 +88,42 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     all
 }
 
-/// Addresses that another configured network gives out too.
+/// The host ports that stand in a network's configuration itself, each with its plugin's index. Those that a runtime asks for
+/// are not known before it does.
+fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
+    let mut all = Vec::new();
+    for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "portmap") {
+        if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
+            all.extend(plugin_portmap::fixed_ports(&conf).into_iter().map(|mapping| (index, mapping)));
+        }
+    }
+    all
+}
+
+/// What another configured network gives out or takes too.
 fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
-    let own = ranges(list);
+    let (own, own_ports) = (ranges(list), host_ports(list));
     let is_list = list.plugins().len() > 1 || path.extension().is_some_and(|ending| ending == "conflist");
+    let at = |index: &usize, key: &str| if is_list { format!("plugins[{index}].{key}") } else { key.to_owned() };
     let mut problems = Vec::new();
     for other in node::networks(&folder).unwrap_or_default() {
         if other.name() == list.name() {
             continue;
         }
+        let whose = format!("of network {:?}", other.name());
         for (_, theirs) in ranges(&other) {
             for (index, ours) in &own {
                 if ours.contains(theirs.first()) || theirs.contains(ours.first()) {
-                    let at = if is_list { format!("plugins[{index}].ipam") } else { "ipam".to_owned() };
-                    let what = format!("{ours} overlaps with {theirs} of network {:?}", other.name());
-                    problems.push(Problem::new(at, what));
+                    problems.push(Problem::new(at(index, "ipam"), format!("{ours} overlaps with {theirs} {whose}")));
                 }
+            }
+        }
+        for (_, theirs) in host_ports(&other) {
+            for (index, ours) in own_ports.iter().filter(|(_, ours)| ours.overlaps(&theirs)) {
+                let what =
+                    format!("{} port {} of the host is mapped by portmap {whose} too", ours.protocol, ours.host_port);
+                problems.push(Problem::new(at(index, "runtimeConfig.portMappings"), what));
             }
         }
     }

@@ -103,3 +103,29 @@ fn a_sound_network_is_told_so_and_networks_lists_all() {
     operator.node.file("net.d/30-twin.conflist", std::fs::read(&file).unwrap());
     assert!(operator.done(&["networks"]).contains("never used: another file has this network"));
 }
+
+#[test]
+fn host_ports_that_two_networks_map_are_told_of_both() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let map = |port: u16| json!({"type": "portmap", "runtimeConfig": {"portMappings": [{"hostPort": port, "containerPort": 80}]}});
+    operator.configure(json!({}), &[map(8080)]);
+    let file = operator.node.dir().join("net.d/10-net1.conflist");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let other = |port: &str, key: &str| {
+        let other = text.replace("\"net1\"", "\"net2\"").replace("10.1.0.0/24", "10.2.0.0/24").replace("8080", port);
+        let other = other.replace("\"type\":\"portmap\"", &format!("\"type\":\"portmap\"{key}"));
+        operator.node.file("net.d/20-net2.conflist", other);
+    };
+    other("8080", "");
+    let said = operator.failed(
+        &["networks"],
+        &["plugins[1].runtimeConfig.portMappings: tcp port 8080 of the host is mapped by portmap of network \"net1\" too"],
+    );
+    assert!(said.stdout.contains("portmap of network \"net2\" too"), "both are told: {}", said.report());
+    other("8081", "");
+    operator.done(&["networks"]);
+    // It is meant so.
+    other("8080", ",\"portConflict\":\"ignore\"");
+    operator.done(&["networks"]);
+}

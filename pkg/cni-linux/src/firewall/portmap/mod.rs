@@ -87,6 +87,14 @@ pub struct Mapping {
 }
 
 impl Mapping {
+    /// Whether some packet is claimed by both, were there a container of each family behind each.
+    pub fn overlaps(&self, other: &Mapping) -> bool {
+        [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])].into_iter().any(|container| {
+            let claims = self.claim(container).zip(other.claim(container));
+            claims.is_some_and(|(one, other)| one.overlaps(&other))
+        })
+    }
+
     /// What it claims for a container of this address; `None` if its host address is of the other family.
     pub fn claim(&self, container: IpAddr) -> Option<Claim> {
         let wanted = Family::of(container);
