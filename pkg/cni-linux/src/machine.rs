@@ -89,7 +89,7 @@ impl Machine for LinuxMachine {
             let args: Vec<_> = child.args.iter().map(|arg| arg.to_string_lossy()).collect();
             let what = format!("run {} {}", child.program.display(), args.join(" "));
             match &output {
-                Ok(output) => step.end_program(what.trim_end(), Some(output.status)),
+                Ok(output) => step.end_program(what.trim_end(), child.stdin, output),
                 Err(error) => step.end(what.trim_end(), &Err::<(), _>(error)),
             }
         }

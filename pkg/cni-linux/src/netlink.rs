@@ -10,21 +10,19 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cni::steps::Step;
+use cni::steps::{Step, hex};
 use netlink_packet_core::{
     Emitable, ErrorMessage, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkDeserializable,
     NetlinkHeader, NetlinkMessage, NetlinkPayload, NetlinkSerializable,
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 use nix::errno::Errno;
-use rtnetlink::packet_route::address::{AddressAttribute, AddressMessage};
-use rtnetlink::packet_route::link::{LinkAttribute, LinkMessage};
-use rtnetlink::packet_route::neighbour::NeighbourMessage;
-use rtnetlink::packet_route::route::RouteMessage;
 
 use crate::error::{Cause, Error, Result};
 use crate::netns::Netns;
 use crate::patience;
+
+mod request;
 
 /// How often an interrupted dump is begun again.
 const DUMP_ATTEMPTS: usize = 20;
@@ -102,8 +100,10 @@ impl Netlink {
         // A panic of another user leaves nothing half done: what it did not read has another sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let answer = connection.exchange(request, flags, ending);
-        if step.is_heard() {
-            step.end(what, &answer.as_ref().map_err(|cause| cause.to_string()));
+        match ending {
+            Ending::Acknowledgement => step.end_request(what, &answer, || request.bytes()),
+            // A question that is answered with no is no failure.
+            Ending::Message | Ending::Done => step.end(what, &answer),
         }
         answer
     }
@@ -129,34 +129,9 @@ pub(crate) enum Kind {
 
 /// What a request says beyond its kind.
 pub(crate) trait Body: Emitable {
-    /// What it is about, for the log.
-    fn subject(&self) -> Option<String> {
-        None
-    }
+    /// The same in words, for the log.
+    fn words(&self) -> Vec<String>;
 }
-
-impl Body for LinkMessage {
-    fn subject(&self) -> Option<String> {
-        let named = self.attributes.iter().find_map(|attribute| match attribute {
-            LinkAttribute::IfName(name) => Some(name.clone()),
-            _ => None,
-        });
-        named.or_else(|| (self.header.index != 0).then(|| format!("index {}", self.header.index)))
-    }
-}
-
-impl Body for AddressMessage {
-    fn subject(&self) -> Option<String> {
-        self.attributes.iter().find_map(|attribute| match attribute {
-            AddressAttribute::Local(ip) => Some(format!("{ip}/{}", self.header.prefix_len)),
-            _ => None,
-        })
-    }
-}
-
-impl Body for RouteMessage {}
-
-impl Body for NeighbourMessage {}
 
 /// A request. Not the packet crate's enum of all there are: whoever holds that has the code to write, read and drop each
 /// of them, traffic control too.
@@ -169,9 +144,19 @@ struct Request<'a> {
 impl Request<'_> {
     /// As the log names it.
     fn name(self, flags: u16) -> String {
-        let whole = if flags & NLM_F_DUMP == NLM_F_DUMP { " (all)" } else { "" };
-        let subject = self.body.subject().map(|subject| format!(" {subject}"));
-        format!("netlink {:?}{}{whole}", self.kind, subject.unwrap_or_default())
+        // Of a list the words say how it is cut down, which is nobody's concern.
+        if flags & NLM_F_DUMP == NLM_F_DUMP {
+            return format!("netlink {:?} (all)", self.kind);
+        }
+        let words: String = self.body.words().iter().map(|word| format!(" {word}")).collect();
+        format!("netlink {:?}{words}", self.kind)
+    }
+
+    /// Byte for byte, without the header that is the same for all.
+    fn bytes(self) -> String {
+        let mut bytes = vec![0; self.body.buffer_len()];
+        self.body.emit(&mut bytes);
+        format!("type {}: {}", self.kind as u16, hex(&bytes))
     }
 }
 
@@ -356,6 +341,7 @@ pub(crate) fn text(value: &[u8]) -> String {
 mod tests {
     use super::*;
     use crate::testing::{in_new_netns, new_netns};
+    use rtnetlink::packet_route::link::{LinkAttribute, LinkMessage};
 
     /// An attribute that says it is that long.
     fn attribute(len: u16, kind: u16, value: &[u8]) -> Vec<u8> {

@@ -330,7 +330,7 @@ fn decode(reply: Reply) -> Vec<Route> {
     hops.into_iter().map(over).collect()
 }
 
-fn ip(address: &RouteAddress) -> Option<IpAddr> {
+pub(crate) fn ip(address: &RouteAddress) -> Option<IpAddr> {
     match address {
         RouteAddress::Inet(address) => Some((*address).into()),
         RouteAddress::Inet6(address) => Some((*address).into()),

@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::Instant;
 
 use crate::Result;
-use crate::machine::Exit;
+use crate::machine::{Exit, Output};
 use crate::skel::Environment;
 
 /// A step that has begun; `None` inside where nobody listens.
@@ -37,15 +37,47 @@ impl Step {
         }
     }
 
-    /// The same for a program, whose end is no error by itself.
-    pub fn end_program(self, what: impl fmt::Display, status: Option<Exit>) {
+    /// The same with the request itself, as it went out, where its failure is to be understood by it.
+    pub fn end_request<T, E: fmt::Display>(
+        self,
+        what: impl fmt::Display,
+        outcome: &Result<T, E>,
+        request: impl FnOnce() -> String,
+    ) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
-        match status {
-            Some(status) => log::debug!("step={} ms={ms:.3} end={}", Quoted(what), Quoted(status)),
-            None => log::debug!("step={} ms={ms:.3} error=\"it did not run to its end\"", Quoted(what)),
+        match outcome {
+            Ok(_) => log::debug!("step={} ms={ms:.3}", Quoted(what)),
+            Err(error) => {
+                log::debug!("step={} ms={ms:.3} error={} request={}", Quoted(what), Quoted(error), Quoted(request()));
+            }
         }
     }
+
+    /// The same for a program that ran to its end, which is no error by itself; one that failed with what it was given
+    /// and what it said.
+    pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
+        let Some(begun) = self.0 else { return };
+        let ms = begun.elapsed().as_secs_f64() * 1e3;
+        let (what, end) = (Quoted(what), Quoted(output.status));
+        if output.status == Exit::Status(0) {
+            return log::debug!("step={what} ms={ms:.3} end={end}");
+        }
+        let said = [&output.stdout, &output.stderr].map(|bytes| beginning(bytes));
+        let said = Quoted(said.concat().trim().to_owned());
+        log::debug!("step={what} ms={ms:.3} end={end} said={said} request={}", Quoted(beginning(stdin)));
+    }
+}
+
+/// As much of a text as a line has room for.
+fn beginning(bytes: &[u8]) -> String {
+    const MOST: usize = 8 << 10;
+    String::from_utf8_lossy(bytes.get(..MOST).unwrap_or(bytes)).into_owned()
+}
+
+/// Bytes as a request is shown: two digits each.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A call that has begun.
@@ -90,9 +122,62 @@ impl<T: fmt::Display> fmt::Display for Quoted<T> {
     }
 }
 
+/// The keys and values of a line, each [`Quoted`] as here; words without a `=` are passed over.
+pub fn fields(line: &str) -> Vec<(String, String)> {
+    let (mut fields, mut rest) = (Vec::new(), line);
+    while let Some((word, behind)) = rest.split_once([' ', '=']) {
+        let has_value = rest.as_bytes().get(word.len()) == Some(&b'=');
+        rest = behind;
+        if has_value {
+            let (value, behind) = value(rest);
+            fields.push((word.to_owned(), value));
+            rest = behind;
+        }
+    }
+    fields
+}
+
+/// The value at the beginning of a text, and what is behind it.
+fn value(text: &str) -> (String, &str) {
+    let Some(quoted) = text.strip_prefix('"') else {
+        let (bare, behind) = text.split_once(' ').unwrap_or((text, ""));
+        return (bare.to_owned(), behind);
+    };
+    let (mut value, mut chars) = (String::new(), quoted.chars());
+    while let Some(next) = chars.next() {
+        match next {
+            '"' => break,
+            '\\' => match chars.next() {
+                Some('n') => value.push('\n'),
+                Some('t') => value.push('\t'),
+                Some('r') => value.push('\r'),
+                Some('0') => value.push('\0'),
+                Some('u') => {
+                    let digits: String = chars.by_ref().skip(1).take_while(|digit| *digit != '}').collect();
+                    value.extend(u32::from_str_radix(&digits, 16).ok().and_then(char::from_u32));
+                }
+                other => value.extend(other),
+            },
+            other => value.push(other),
+        }
+    }
+    (value, chars.as_str().trim_start())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let values = ["c1", "", "two words", "a=b c=d", "\"\\\n\t\r\0", "\u{1b}[31m é \u{202e}", "'x'"];
+        let line: Vec<String> = values.iter().map(|value| format!("key={}", Quoted(value))).collect();
+        let read = fields(&format!("2026-11-21T01:02:03.456Z debug cni-bridge {}", line.join(" ")));
+        assert_eq!(read, values.map(|value| ("key".to_owned(), value.to_owned())));
+        // A line that was cut.
+        assert_eq!(fields("a=b c=\"d"), [("a", "b"), ("c", "d")].map(|(k, v)| (k.to_owned(), v.to_owned())));
+        assert_eq!(fields("a=b c=\"\\u{"), [("a", "b"), ("c", "")].map(|(k, v)| (k.to_owned(), v.to_owned())));
+    }
 
     #[test]
     fn a_value_stays_on_one_line_and_in_one_piece() {

@@ -12,6 +12,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use cni::steps::Step;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
 use nix::libc::O_TMPFILE;
@@ -44,6 +45,20 @@ impl Folder {
     /// # Errors
     /// Nothing is left behind.
     pub(crate) fn create(
+        &self,
+        address: IpAddr,
+        content: &str,
+        boot: u64,
+        announce: &mut dyn FnMut(&Record),
+    ) -> io::Result<Linked> {
+        let step = Step::begin();
+        let made = self.create_unheard(address, content, boot, announce);
+        let taken = if matches!(made, Ok(Linked::Exists)) { ", which exists" } else { "" };
+        step.end(format_args!("create {}/{address}{taken}", self.path.display()), &made);
+        made
+    }
+
+    fn create_unheard(
         &self,
         address: IpAddr,
         content: &str,
@@ -150,11 +165,14 @@ impl Folder {
 
     /// Removes a name; `false` if it was not there.
     pub(crate) fn unlink(&self, name: &str) -> io::Result<bool> {
-        match unlinkat(self.file.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
+        let step = Step::begin();
+        let removed = match unlinkat(self.file.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
             Ok(()) => Ok(true),
             Err(Errno::ENOENT) => Ok(false),
             Err(error) => Err(error.into()),
-        }
+        };
+        step.end(format_args!("remove {}/{name}", self.path.display()), &removed);
+        removed
     }
 
     /// Where the round robin of a set stands. Garbage is no place.

@@ -9,6 +9,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use cni::steps::Step;
 use cni::{Code, Error, Result};
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::linkat;
@@ -176,7 +177,10 @@ impl Backup {
             }
             fs::rename(&temporary, &self.path)
         };
-        write().map_err(|error| {
+        let step = Step::begin();
+        let written = write();
+        step.end(format_args!("write {}", self.path.display()), &written);
+        written.map_err(|error| {
             let _ = fs::remove_file(&temporary);
             self.failed("write", error)
         })
@@ -217,14 +221,17 @@ fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 /// Removes a file; returns whether it was there. A read-only file system refuses before it looks whether there is one.
 fn purge_file(path: &Path) -> io::Result<bool> {
-    match fs::remove_file(path) {
+    let step = Step::begin();
+    let removed = match fs::remove_file(path) {
         Ok(()) => Ok(true),
         Err(error) if is_absent(&error) => Ok(false),
         Err(error) => match fs::symlink_metadata(path) {
             Err(absent) if is_absent(&absent) => Ok(false),
             _ => Err(error),
         },
-    }
+    };
+    step.end(format_args!("remove {}", path.display()), &removed);
+    removed
 }
 
 /// Whether there can be no such file. A name that is too long is one that no file has, and so is one with a NUL, which

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::os::fd::AsRawFd as _;
 
-use cni::steps::Step;
+use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage};
 use netlink_packet_netfilter::nftables::{
     ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage,
@@ -112,12 +112,14 @@ impl Nft {
             Ending::Commit => "nftables transaction",
             Ending::Abort => "nftables rehearsal",
         };
-        let done = self.transact_unheard(batch, ending);
-        step.end(what, &done);
+        let mut refused = Vec::new();
+        let done = self.transact_unheard(batch, ending, &mut refused);
+        step.end_request(what, &done, || hex(&refused));
         done
     }
 
-    fn transact_unheard(&mut self, batch: Batch, ending: Ending) -> Result<()> {
+    /// `request` becomes the change that was refused, as it went out.
+    fn transact_unheard(&mut self, batch: Batch, ending: Ending, request: &mut Vec<u8>) -> Result<()> {
         const WHOLE: &str = "failed to change nftables";
         let generation = batch.generation();
         self.settled = false;
@@ -178,6 +180,10 @@ impl Nft {
         };
         let change = at.checked_sub(1).and_then(|at| changes.get(at));
         let what = change.map_or(WHOLE, |change| change.what.as_str());
+        if let Some(Change { message, .. }) = change {
+            request.resize(message.buffer_len(), 0);
+            message.serialize(request);
+        }
         Err(match (errno, change.map(|change| change.meaning)) {
             (Errno::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", errno),
             // Kernels differ in how they refuse to change a base chain's hook; on older ones it is EEXIST.

@@ -1,0 +1,154 @@
+//! What a request says, in words: of what and with what, as ip(8) would have it typed.
+//!
+//! Not by its `Debug`: the text of every message there is makes each binary half a megabyte larger. What is not put
+//! into words here is in the bytes.
+
+use rtnetlink::packet_route::address::{AddressAttribute, AddressMessage};
+use rtnetlink::packet_route::link::{
+    AfSpecBridge, InfoData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
+};
+use rtnetlink::packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
+use rtnetlink::packet_route::route::{RouteAttribute, RouteMessage};
+
+use super::Body;
+use crate::mac::Mac;
+use crate::route;
+
+fn index(index: u32) -> String {
+    format!("index {index}")
+}
+
+impl Body for LinkMessage {
+    fn words(&self) -> Vec<String> {
+        let link = self;
+        let mut words = Vec::new();
+        if link.header.index != 0 {
+            words.push(index(link.header.index));
+        }
+        for (flag, on, off) in [
+            (LinkFlags::Up, "up", "down"),
+            (LinkFlags::Promisc, "promisc on", "promisc off"),
+            (LinkFlags::Allmulti, "allmulticast on", "allmulticast off"),
+        ] {
+            if link.header.change_mask.contains(flag) {
+                words.push(if link.header.flags.contains(flag) { on } else { off }.to_owned());
+            }
+        }
+        for attribute in &link.attributes {
+            match attribute {
+                LinkAttribute::IfName(name) if link.header.index == 0 => words.insert(0, name.clone()),
+                LinkAttribute::IfName(name) => words.push(format!("name {name}")),
+                LinkAttribute::Mtu(mtu) => words.push(format!("mtu {mtu}")),
+                LinkAttribute::Address(bytes) => {
+                    words.extend(Mac::from_slice(bytes).map(|mac| format!("address {mac}")))
+                }
+                LinkAttribute::IfAlias(alias) => words.push(format!("alias {alias:?}")),
+                LinkAttribute::TxQueueLen(packets) => words.push(format!("txqueuelen {packets}")),
+                LinkAttribute::Controller(0) => words.push("nomaster".to_owned()),
+                LinkAttribute::Controller(master) => words.push(format!("master {}", index(*master))),
+                LinkAttribute::NetNsFd(_) => words.push("netns of the container".to_owned()),
+                LinkAttribute::LinkInfo(infos) => infos.iter().for_each(|info| match info {
+                    LinkInfo::Kind(kind) => words.push(format!("type {kind}")),
+                    LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))) => {
+                        words.push(format!("peer ( {} )", peer.words().join(" ")));
+                    }
+                    LinkInfo::Data(_) => words.push("with options".to_owned()),
+                    LinkInfo::PortData(_) => words.push("with options of a port".to_owned()),
+                    _ => {}
+                }),
+                LinkAttribute::AfSpecBridge(specs) => specs.iter().for_each(|spec| {
+                    if let AfSpecBridge::VlanInfo(vlan) = spec {
+                        words.push(format!("vid {}", vlan.vid));
+                    }
+                }),
+                _ => {}
+            }
+        }
+        words
+    }
+}
+
+impl Body for AddressMessage {
+    fn words(&self) -> Vec<String> {
+        let address = self;
+        let mut words = vec![format!("dev {}", index(address.header.index))];
+        for attribute in &address.attributes {
+            match attribute {
+                AddressAttribute::Local(ip) => words.insert(0, format!("{ip}/{}", address.header.prefix_len)),
+                AddressAttribute::Broadcast(ip) => words.push(format!("broadcast {ip}")),
+                _ => {}
+            }
+        }
+        words
+    }
+}
+
+impl Body for RouteMessage {
+    fn words(&self) -> Vec<String> {
+        let route = self;
+        let (mut to, mut words) = ("default".to_owned(), Vec::new());
+        for attribute in &route.attributes {
+            match attribute {
+                RouteAttribute::Destination(address) => {
+                    let ip = route::ip(address).map(|ip| ip.to_string()).unwrap_or_default();
+                    to = format!("{ip}/{}", route.header.destination_prefix_length);
+                }
+                RouteAttribute::Gateway(address) => words.extend(route::ip(address).map(|ip| format!("via {ip}"))),
+                RouteAttribute::Oif(oif) => words.push(format!("dev {}", index(*oif))),
+                RouteAttribute::Priority(metric) => words.push(format!("metric {metric}")),
+                RouteAttribute::Table(table) => words.push(format!("table {table}")),
+                RouteAttribute::Metrics(_) => words.push("with metrics".to_owned()),
+                RouteAttribute::MultiPath(paths) => words.push(format!("over {} paths", paths.len())),
+                _ => {}
+            }
+        }
+        words.insert(0, to);
+        words
+    }
+}
+
+impl Body for NeighbourMessage {
+    fn words(&self) -> Vec<String> {
+        let neighbour = self;
+        let mut words = vec![format!("dev {}", index(neighbour.header.ifindex))];
+        for attribute in &neighbour.attributes {
+            match attribute {
+                NeighbourAttribute::Destination(NeighbourAddress::Inet(ip)) => words.insert(0, ip.to_string()),
+                NeighbourAttribute::Destination(NeighbourAddress::Inet6(ip)) => words.insert(0, ip.to_string()),
+                NeighbourAttribute::LinkLayerAddress(bytes) => {
+                    words.extend(Mac::from_slice(bytes).map(|mac| format!("lladdr {mac}")));
+                }
+                _ => {}
+            }
+        }
+        words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Kind, Request};
+    use super::*;
+    use netlink_packet_core::NLM_F_DUMP;
+    use rtnetlink::packet_route::link::InfoKind;
+
+    #[test]
+    fn a_request_is_named_with_its_arguments() {
+        let mut link = LinkMessage::default();
+        link.attributes = vec![
+            LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Bridge)]),
+            LinkAttribute::IfName("br0".to_owned()),
+            LinkAttribute::Mtu(1400),
+            LinkAttribute::Address(vec![2, 0, 0, 0, 0, 7]),
+        ];
+        let new = Request { kind: Kind::NewLink, body: &link };
+        assert_eq!(new.name(0), "netlink NewLink br0 type bridge mtu 1400 address 02:00:00:00:00:07");
+        assert!(new.bytes().starts_with("type 16: 00") && new.bytes().contains("62723000"), "{}", new.bytes());
+        assert_eq!(Request { kind: Kind::GetLink, body: &link }.name(NLM_F_DUMP), "netlink GetLink (all)");
+        let mut set = LinkMessage::default();
+        (set.header.index, set.header.change_mask) = (7, LinkFlags::Up);
+        set.attributes = vec![LinkAttribute::Controller(3), LinkAttribute::IfAlias("a b".to_owned())];
+        let set = Request { kind: Kind::SetLink, body: &set };
+        assert_eq!(set.name(0), "netlink SetLink index 7 down master index 3 alias \"a b\"");
+    }
+}
