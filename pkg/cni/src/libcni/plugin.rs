@@ -50,12 +50,17 @@ impl Runtime<'_> {
             on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
-        if let Ok(Output { stderr, .. }) = &output
-            && !stderr.is_empty()
-        {
-            self.notes.note(format_args!("{kind}: {}", String::from_utf8_lossy(stderr).trim_end()));
+        let said = match &output {
+            Ok(Output { stderr, .. }) => String::from_utf8_lossy(stderr).trim_end().to_owned(),
+            Err(_) => String::new(),
+        };
+        let outcome = interpret(&program, verb, output).map_err(Error::from);
+        // Of a plugin that dies without an answer it is the error.
+        let is_the_error = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{said:?}")));
+        if !said.is_empty() && !is_the_error {
+            self.notes.note(format_args!("{kind}: {said}"));
         }
-        Ok(interpret(&program, verb, output)?)
+        outcome
     }
 
     /// All six variables are always set, empty ones too: what this process inherited must not show through.

@@ -235,7 +235,9 @@ impl Runtime<'_> {
 fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed {
-        let is_known = first.msg().ends_with(error.msg());
+        // Where a plugin did not answer the message names the verb.
+        let as_add = error.msg().replace(": DEL: ", ": ADD: ");
+        let is_known = first.msg().ends_with(&as_add);
         let why = if is_known { "for the same reason" } else { error.msg() };
         lines.push(format!("cleaning up after it failed too: plugin {} (delete): {why}", plugin.description()));
         if !is_known {

@@ -55,7 +55,9 @@ impl Machine for Script {
         let answer = self.answers.borrow().get(&format!("{} {}", asked.plugin, asked.verb())).cloned();
         let (status, stdout) = answer.unwrap_or_else(|| (0, if asked.verb() == "ADD" { "{}" } else { "" }.to_owned()));
         self.asked.borrow_mut().push(asked);
-        Ok(Output { status: Exit::Status(status), stdout: stdout.into_bytes(), stderr: Vec::new() })
+        // One that dies says why there.
+        let stderr = if status > 1 { "out of memory\n" } else { "" }.into();
+        Ok(Output { status: Exit::Status(status), stdout: stdout.into_bytes(), stderr })
     }
 }
 
@@ -194,6 +196,17 @@ fn after_a_failed_add_every_plugin_gets_its_del_and_all_errors_are_told() {
     assert_eq!(calls, ["a ADD", "b ADD", "c DEL", "b DEL", "a DEL"]);
     assert!(asked[2..].iter().all(|asked| asked.stdin["prevResult"]["x"] == 1));
     assert!(node.remembered().is_empty());
+}
+
+#[test]
+fn what_a_plugin_said_as_it_died_is_told_once() {
+    let node = Node::new();
+    node.answer("b ADD", 137, "");
+    node.answer("b DEL", 137, "");
+    let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
+    assert!(error.msg().contains("netplugin failed: \"out of memory\": "), "{error}");
+    assert_eq!(error.details(), "cleaning up after it failed too: plugin type=\"b\" (delete): for the same reason");
+    assert!(node.said.borrow().is_empty(), "{:?}", node.said);
 }
 
 #[test]
