@@ -7,11 +7,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cni::libcni::cache::Entry;
 use cni::machine::{Child, Exit, OnSigterm};
-use cni_linux::sysctl;
+use cni_linux::{Link, sysctl};
 use serde_json::Value;
 
 use super::{Ground, Seen};
+use crate::inspect::result_of;
 
 /// A program's stdout, if it is there and succeeds.
 fn ask(ground: &Ground<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
@@ -42,10 +44,37 @@ struct Dropping {
     chain: String,
 }
 
+/// What rules may know a bridge's containers by.
+struct Known {
+    bridge: String,
+    /// Their addresses and networks, as rules write them: Go's plugin `firewall` accepts each address by itself.
+    addresses: Vec<String>,
+}
+
+impl Known {
+    fn of(ground: &Ground<'_, '_>, bridge: &Link) -> Known {
+        let attached = ground.picture.attached();
+        let is_on_it = |entry: &&Entry| {
+            let mut its = attached.iter().filter(|(_, link)| link.master == Some(bridge.index));
+            its.any(|(mark, _)| mark.network == entry.network && mark.container == entry.attachment.container_id)
+        };
+        let results = ground.picture.remembered.iter().filter(is_on_it).filter_map(result_of);
+        let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
+            let (cidr, address) = (ip.address.network(), ip.address.address());
+            [format!("{address}"), format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 }), format!("{cidr}")]
+        });
+        Known { bridge: bridge.name.clone(), addresses: addresses.collect() }
+    }
+
+    fn is_spoken_of(&self, rules: &str) -> bool {
+        speaks_of(rules, &self.bridge) || self.addresses.iter().any(|address| speaks_of(rules, address))
+    }
+}
+
 /// Whether a policy drops what containers send, and nothing in its table speaks of their bridge or network.
 pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("policy");
-    let bridges: Vec<String> = ground.bridges().iter().map(|bridge| bridge.name.clone()).collect();
+    let bridges: Vec<Known> = ground.picture.bridges().into_iter().map(|bridge| Known::of(ground, bridge)).collect();
     if bridges.is_empty() {
         return seen.well("no bridge has containers");
     }
@@ -54,7 +83,7 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
         Some(chains) => {
             for Dropping { family, table, chain } in dropping(&chains) {
                 let rules = ask(ground, "nft", &["list", "table", &family, &table]).unwrap_or_default();
-                for bridge in bridges.iter().filter(|bridge| !speaks_of(&rules, bridge)) {
+                for Known { bridge, .. } in bridges.iter().filter(|known| !known.is_spoken_of(&rules)) {
                     let what = format!(
                         "chain {family} {table} {chain} drops what is forwarded, and no rule of the table speaks of {bridge}: its \
                          containers reach nothing outside"
@@ -86,7 +115,7 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
             continue;
         };
         if saved.lines().any(|line| line.starts_with(":FORWARD DROP")) {
-            for bridge in bridges.iter().filter(|bridge| !speaks_of(&saved, bridge)) {
+            for Known { bridge, .. } in bridges.iter().filter(|known| !known.is_spoken_of(&saved)) {
                 let what = format!(
                     "{program}-legacy's FORWARD drops what is forwarded, and no rule of it speaks of {bridge}: its containers \
                      reach nothing outside"

@@ -9,12 +9,15 @@ mod places;
 mod traffic;
 
 use cni::Error;
-use cni::libcni::Runtime;
+use cni::json::Json;
+use cni::libcni::cache::Entry;
+use cni::libcni::{NetworkList, Runtime};
 use cni::rollback::Notes;
+use cni_linux::Mark;
 use serde_json::json;
 
 use crate::cli::{Failure, Shared, Variables, failed};
-use crate::inspect::{Picture, orphans};
+use crate::inspect::{Picture, bridges_of, orphans};
 use crate::node;
 use crate::report::{Colour, Format, paint, write, write_json};
 use crate::{Call, Exit, Streams};
@@ -160,26 +163,25 @@ fn left_over(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
 }
 
 impl Ground<'_, '_> {
-    /// The bridges that have attachments, by name, and those attachments' networks.
-    fn bridges(&self) -> Vec<&cni_linux::Link> {
-        let masters: Vec<u32> = self.picture.marked.iter().filter_map(|(_, link)| link.master).collect();
-        self.picture.links.iter().filter(|link| link.is_bridge() && masters.contains(&link.index)).collect()
-    }
-
-    /// Whether some attachment that is there was asked for with this key switched on.
+    /// Whether some container that is there was attached with this key switched on: by the configuration of its ADD where
+    /// that is remembered, else by that of the network whose bridge it is on.
     fn is_in_use(&self, keys: &[&str]) -> bool {
-        self.picture.remembered.iter().any(|entry| {
-            let alive = self
-                .picture
-                .marked
-                .iter()
-                .any(|(mark, _)| mark.network == entry.network && entry.attachment.container_id == mark.container);
-            let config = cni::json::Json::parse(&entry.config).ok();
-            let plugins = config.as_ref().and_then(|config| config.get("plugins"));
-            let Some(cni::json::Json::Array(plugins)) = plugins else { return false };
-            let is_on = |key: &&str| plugins.iter().any(|one| one.get(key) == Some(&cni::json::Json::Bool(true)));
-            alive && keys.iter().any(is_on)
-        })
+        let is_on = |config: &[u8]| {
+            let config = Json::parse(config).ok();
+            let Some(Json::Array(plugins)) = config.as_ref().and_then(|config| config.get("plugins")) else {
+                return false;
+            };
+            plugins.iter().any(|one| keys.iter().any(|key| one.get(key) == Some(&Json::Bool(true))))
+        };
+        let (attached, bridges) = (self.picture.attached(), self.picture.bridges());
+        let alive = |entry: &&Entry| {
+            let is_its = |mark: &Mark| mark.network == entry.network && entry.attachment.container_id == mark.container;
+            attached.iter().any(|(mark, _)| is_its(mark))
+        };
+        let has_containers =
+            |list: &&NetworkList| bridges_of(list).iter().any(|name| bridges.iter().any(|bridge| bridge.name == *name));
+        self.picture.remembered.iter().filter(alive).any(|entry| is_on(&entry.config))
+            || self.picture.networks.iter().filter(has_containers).any(|list| is_on(list.raw()))
     }
 
     fn conf_files(&self) -> Result<Vec<cni::libcni::ConfFile>, Error> {

@@ -8,6 +8,7 @@ use cni_linux::{Link, Mark, Netlink, Netns, OperState, sysctl};
 
 use super::{Ground, Seen};
 use crate::inspect::orphans::quoted;
+use crate::inspect::result_of;
 
 /// Whether the host forwards, where containers rely on it. A bridge's ADD switches it on, and nothing switches it back.
 pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
@@ -25,17 +26,11 @@ pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
         }
     };
     require("net/ipv4/ip_forward".to_owned());
-    for bridge in ground.bridges() {
+    for bridge in ground.picture.bridges() {
         require(format!("net/ipv4/conf/{}/forwarding", bridge.name));
     }
-    let has_ipv6 = ground.picture.remembered.iter().any(|entry| {
-        entry.result.as_ref().is_some_and(|result| {
-            let json = cni::json::Json::parse(result.get().as_bytes()).ok();
-            let result =
-                json.and_then(|json| cni::result::AddResult::decode(&json, cni::version::Version::NEWEST).ok());
-            result.is_some_and(|result| result.ips.iter().any(|ip| !ip.address.is_ipv4()))
-        })
-    });
+    let results = ground.picture.remembered.iter().filter_map(result_of);
+    let has_ipv6 = results.flat_map(|result| result.ips).any(|ip| !ip.address.is_ipv4());
     if has_ipv6 {
         require("net/ipv6/conf/all/forwarding".to_owned());
     }
@@ -55,11 +50,13 @@ fn dotted(name: &str) -> String {
 /// Whether bridges and host ends are up.
 pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("links");
-    for bridge in ground.bridges().into_iter().filter(|bridge| !bridge.up) {
+    let bridges = ground.picture.bridges();
+    for bridge in bridges.iter().filter(|bridge| !bridge.up) {
         let what = format!("bridge {} is down: nothing passes between its containers", bridge.name);
         seen.found(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
-    for (mark, link) in &ground.picture.marked {
+    let attached = ground.picture.attached();
+    for (mark, link) in &attached {
         let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container, mark.ifname);
         if !link.up {
             seen.found(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
@@ -70,7 +67,20 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             seen.found(what, command);
         }
     }
-    Ok(seen.well(format!("{} host links, all up", ground.picture.marked.len())))
+    // Whose nobody knows, but the bridge is a network's.
+    for bridge in bridges {
+        let is_unknown = |link: &&Link| {
+            link.master == Some(bridge.index) && !attached.iter().any(|(_, one)| one.index == link.index)
+        };
+        for link in ground.picture.links.iter().filter(is_unknown).filter(|link| !link.up) {
+            let what = format!("{}, a port of {}, is down", link.name, bridge.name);
+            seen.found(what, format!("ip link set dev {} up", quoted(&link.name)));
+        }
+    }
+    Ok(seen.well(match attached.len() {
+        1 => "1 host link, up".to_owned(),
+        count => format!("{count} host links, all up"),
+    }))
 }
 
 fn netns_of(ground: &Ground<'_, '_>, mark: &Mark) -> Option<String> {
@@ -96,7 +106,7 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("mtu");
     let uplink = uplink(&ground.picture.links)?;
     let mut told: Vec<String> = Vec::new();
-    for (mark, link) in &ground.picture.marked {
+    for (mark, link) in &ground.picture.attached() {
         let Some(inside) = inside(ground, mark) else { continue };
         let whose = format!("{} {} {}", mark.network, mark.container, mark.ifname);
         if inside.mtu != link.mtu {
@@ -151,8 +161,8 @@ fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
 /// in by.
 pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("rp_filter");
-    let netlink = Netlink::open()?;
-    for bridge in ground.bridges() {
+    let (netlink, attached) = (Netlink::open()?, ground.picture.attached());
+    for bridge in ground.picture.bridges() {
         let read = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
             value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
@@ -162,10 +172,8 @@ pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             continue;
         }
         for entry in &ground.picture.remembered {
-            let Some(result) = &entry.result else { continue };
-            let Ok(json) = cni::json::Json::parse(result.get().as_bytes()) else { continue };
-            let Ok(result) = cni::result::AddResult::decode(&json, cni::version::Version::NEWEST) else { continue };
-            let is_port = ground.picture.marked.iter().any(|(mark, link)| {
+            let Some(result) = result_of(entry) else { continue };
+            let is_port = attached.iter().any(|(mark, link)| {
                 mark.network == entry.network
                     && mark.container == entry.attachment.container_id
                     && link.master == Some(bridge.index)

@@ -18,7 +18,7 @@ use crate::{Call, Exit, Streams};
 
 pub(crate) use attachment::Attached;
 pub(crate) use orphans::Orphan;
-pub(crate) use picture::Picture;
+pub(crate) use picture::{Picture, bridges_of, result_of};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]

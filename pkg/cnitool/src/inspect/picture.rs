@@ -4,12 +4,15 @@ use std::path::PathBuf;
 
 use cni::Error;
 use cni::config::NetConf;
+use cni::json::Json;
 use cni::libcni::NetworkList;
 use cni::libcni::cache::Entry;
+use cni::result::AddResult;
 use cni::rollback::Notes;
+use cni::version::Version;
 use cni_ipam::Reservation;
 use cni_linux::firewall::survey::{Held, survey};
-use cni_linux::{Link, Mark, Netlink};
+use cni_linux::{Link, LinkKind, Mark, Netlink};
 use plugin_tuning::{Saved, saved};
 
 use crate::Call;
@@ -69,6 +72,37 @@ impl Picture {
         Ok(Picture { networks, remembered: listing.entries, links, marked, rules, saved: backups, reservations })
     }
 
+    /// The host's end of each attachment that is known of: by our mark, else by what is remembered of its result, which is
+    /// how those that a Go plugin made are found. A name alone may be another's by now; the MAC is not.
+    pub(crate) fn attached(&self) -> Vec<(Mark, &Link)> {
+        let mut attached: Vec<(Mark, &Link)> = self.marked.iter().map(|(mark, link)| (mark.clone(), link)).collect();
+        for entry in &self.remembered {
+            let mark = mark_of(entry);
+            if attached.iter().any(|(known, _)| *known == mark) {
+                continue;
+            }
+            let named = result_of(entry).map(|result| result.interfaces).unwrap_or_default();
+            let is_it = |link: &&Link| {
+                let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+                let mut hosts = named.iter().filter(|interface| interface.sandbox.is_empty());
+                link.kind == LinkKind::Veth
+                    && hosts.any(|one| one.name == link.name && one.mac.eq_ignore_ascii_case(&mac))
+            };
+            attached.extend(self.links.iter().find(is_it).map(|link| (mark, link)));
+        }
+        attached
+    }
+
+    /// The bridges that containers are on: those of attachments, and those that a configured network names and that have
+    /// ports, because what put them there need not have left a memory.
+    pub(crate) fn bridges(&self) -> Vec<&Link> {
+        let masters: Vec<u32> = self.attached().iter().filter_map(|(_, link)| link.master).collect();
+        let named: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
+        let has_ports = |bridge: &Link| self.links.iter().any(|link| link.master == Some(bridge.index));
+        let is_used = |link: &&Link| masters.contains(&link.index) || (named.contains(&link.name) && has_ports(link));
+        self.links.iter().filter(|link| link.is_bridge()).filter(is_used).collect()
+    }
+
     /// Whether a network of this name is configured.
     pub(crate) fn is_configured(&self, network: &str) -> bool {
         self.networks.iter().any(|list| list.name() == network)
@@ -79,6 +113,23 @@ impl Picture {
         self.remembered.iter().any(|entry| mark_of(entry) == *mark)
             || self.marked.iter().any(|(known, _)| known == mark)
     }
+}
+
+/// The bridges that a network's plugins name; the default where they name none.
+pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
+    let plugins = list.plugins().iter().filter(|plugin| plugin.kind() == "bridge");
+    let confs = plugins.filter_map(|plugin| list.request(plugin, None).and_then(NetConf::parse).ok());
+    let name = |conf: NetConf| {
+        let named = conf.json().get("bridge").and_then(Json::as_str).unwrap_or_default().to_owned();
+        if named.is_empty() { "cni0".to_owned() } else { named }
+    };
+    confs.map(name).collect()
+}
+
+/// What an ADD answered, if it is remembered and can be read.
+pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
+    let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
+    AddResult::decode(&json, Version::NEWEST).ok()
 }
 
 /// The mark of a remembered attachment.

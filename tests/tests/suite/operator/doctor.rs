@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use cni_testkit::{probe, require};
+use cni_testkit::{go_bin_dir, probe, require};
 use serde_json::{Value, json};
 
 use super::{Operator, path};
@@ -45,7 +45,7 @@ fn a_node_that_is_well_is_told_so() {
     assert!(empty.ends_with("Nothing wrong was found.\n"), "{empty}");
     let container = operator.attach();
     let text = operator.done(&["doctor"]);
-    for words in ["networks       net1 in", "the host forwards for containers", "1 host links, all up"] {
+    for words in ["networks       net1 in", "the host forwards for containers", "1 host link, up"] {
         assert!(text.contains(words), "it should say `{words}`:\n{text}");
     }
     operator.detach(&container);
@@ -92,6 +92,45 @@ fn links_that_are_down_and_mtus_that_differ_are_found() {
     operator.node.exec(&["ip", "link", "set", "up0", "mtu", "1300"]);
     operator.node.exec(&["ip", "route", "add", "default", "dev", "up0"]);
     found_and_mended(&operator, "mtu", &["containers have an MTU of 1400, but up0, the way out, has 1300"]);
+    operator.detach(&container);
+}
+
+#[test]
+fn containers_that_go_plugins_made_are_seen_too() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::go_plugins());
+    require!(probe::nft());
+    let operator = Operator::new();
+    let file = operator.node.dir().join("net.d/10-net1.conflist");
+    // Debian's are older than 1.1.0.
+    fs::write(&file, fs::read_to_string(&file).unwrap().replace("1.1.0", "1.0.0")).unwrap();
+    let container = operator.node.container();
+    let args = ["add", "net1", path(&container), "--container-id", &container.id];
+    let add = operator.call(&args).cni_path(go_bin_dir()).run();
+    assert_eq!(add.status, Some(0), "{}", add.report());
+    assert!(operator.done(&["doctor"]).contains("1 host link, up"));
+    let link = operator.node.ports("br0").pop().unwrap();
+    operator.node.exec(&["ip", "link", "set", &link, "down"]);
+    found_and_mended(&operator, "links", &[&link, &container.id, "is down"]);
+    operator.node.exec(&["sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward"]);
+    found_and_mended(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
+    let drops = "nft add table inet guard && nft 'add chain inet guard passing { type filter hook forward priority 0; policy drop; }'";
+    let _ = operator.node.run(&["sh", "-c", "echo 0 > /proc/sys/net/bridge/bridge-nf-call-iptables"]);
+    operator.node.exec(&["sh", "-c", drops]);
+    // Somebody accepts the container by its address, as Go's plugin firewall does.
+    operator.node.exec(&["nft", "add rule inet guard passing ip saddr 10.1.0.2 accept"]);
+    assert_eq!(findings(&operator), Vec::<Value>::new());
+    operator.node.exec(&["nft", "flush chain inet guard passing"]);
+    found_and_mended(&operator, "policy", &["chain inet guard passing", "br0"]);
+    operator.node.exec(&["nft", "flush chain inet guard passing"]);
+    // Without a memory the network's bridge is known by its name.
+    operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/*"]);
+    operator.node.exec(&["ip", "link", "set", &link, "down"]);
+    let checks = |found: &[Value]| -> Vec<String> {
+        found.iter().map(|one| one["check"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(checks(&findings(&operator)), ["links", "policy", "left over"]);
+    operator.node.exec(&["nft", "delete table inet guard"]);
     operator.detach(&container);
 }
 
