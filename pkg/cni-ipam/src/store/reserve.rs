@@ -179,7 +179,7 @@ impl Locked {
         if !oldest.is_empty() {
             error = error.with_details(format!(
                 "next in turn, so most likely held longest: {}; if these containers are gone, DEL or GC frees their addresses, \
-                 and `cnitool ipam gc {}` what no runtime remembers; else the network needs a larger range",
+                 and `cnitool ipam gc {} --unknown` what no runtime remembers; else the network needs a larger range",
                 oldest.join(", "),
                 self.store.network(),
             ));
