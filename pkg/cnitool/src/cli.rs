@@ -15,7 +15,7 @@ use cni::skel::MachineRef;
 use cni::{Code, Error};
 
 use crate::report::Format;
-use crate::{Call, Exit, Streams, doctor, generate, help, inspect, ipam, network, validate};
+use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, validate};
 
 /// Where the networks are unless told otherwise.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
@@ -81,6 +81,9 @@ enum Verb {
     /// Show what the kernel really holds for attachments, and what is left over
     #[command(before_help = help::INSPECT, after_help = help::AFTER_INSPECT)]
     Inspect(inspect::Inspect),
+    /// Run a verb and tell each step of its plugins, and the request that failed
+    #[command(before_help = help::EXPLAIN, after_help = help::AFTER_EXPLAIN)]
+    Explain(explain::Explain),
     /// See and repair the address reservations of host-local
     Ipam(ipam::Ipam),
     /// Print the completions for a shell
@@ -138,6 +141,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),
+        Verb::Explain(args) => explain::run(args, shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
         Verb::Completions(args) => generate::completions(&args, streams).map(done),
         Verb::Man(args) => generate::man(&args).map(done),

@@ -8,7 +8,7 @@ pub(crate) const AFTER_OVERVIEW: &str = "\
 
 Environment:
   CNI_PATH     the plugins' folders, separated by ':'         [/opt/cni/bin]
-  NETCONFPATH  the networks' folder
+  NETCONFPATH  the networks' folder                           [/etc/cni/net.d]
   CNI_IFNAME   the interface's name in the namespace          [eth0]
   CNI_ARGS     KEY=VALUE;KEY=VALUE for the plugins
   CAP_ARGS     a JSON object: what each capability is given
@@ -44,7 +44,7 @@ Examples:
 pub(crate) const CHECK: &str = "\
 Runs CHECK of the network's plugins in order until one fails. CNI_ARGS and
 CAP_ARGS are those of the add unless they are given again. Needs a network of
-CNI version 0.4.0 or newer.";
+CNI version 0.4.0 or newer. Prints nothing if all is well.";
 
 pub(crate) const AFTER_CHECK: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
@@ -59,7 +59,7 @@ Runs DEL of the network's plugins in reverse. It stops at the first error and
 can then be repeated. The namespace need not exist any more: give the path it
 had, or --container-id. CNI_ARGS and CAP_ARGS are those of the add unless they
 are given again; a network that has left the configuration folder is detached
-by the configuration remembered at the add.";
+by the configuration remembered at the add. Prints nothing if it succeeds.";
 
 pub(crate) const AFTER_DEL: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
@@ -88,7 +88,8 @@ Examples:
 
 pub(crate) const STATUS: &str = "\
 Runs STATUS of the network's plugins in order until one is not ready. Networks
-of a CNI version below 1.1.0 cannot be asked and count as ready.";
+of a CNI version below 1.1.0 cannot be asked and count as ready. Prints nothing
+if all are.";
 
 pub(crate) const AFTER_STATUS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
@@ -199,6 +200,24 @@ Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
 Example:
   cnitool doctor";
 
+pub(crate) const EXPLAIN: &str = "\
+Runs add, check, del, gc or status as without 'explain': it does what they do.
+Of each plugin it prints the steps, in the order in which they ended, with their
+durations in milliseconds: requests to the kernel, files, programs, and what its
+delegates did. The step by which a plugin failed bears a '!' and shows the
+request itself. An error without a '!' was only an answer: whether a link is
+there is asked by asking for it. Then the result, as ever.";
+
+pub(crate) const AFTER_EXPLAIN: &str = "\
+'cnitool explain help VERB' tells a verb's arguments. Plugins that keep no log,
+as Go's, show their duration alone.
+
+Environment and exit codes: the verb's
+
+Examples:
+  cnitool explain add mynet /run/netns/blue
+  cnitool explain del mynet /run/netns/blue --json";
+
 pub(crate) const NETWORKS: &str = "\
 Every file of the networks' folder, whether it loads, and what 'cnitool validate'
 finds in it.";
@@ -214,7 +233,8 @@ pub(crate) const VALIDATE: &str = "\
 Finds everything at once: unknown keys (with what may have been meant), wrong
 types and values, as each plugin would refuse them; capabilities that no plugin
 uses; plugins that are missing; addresses that another configured network gives
-out too; and, by the plugins' own STATUS, what this host's kernel and tools lack.
+out too, and host ports that stand in both; and, by the plugins' own STATUS, what
+this host's kernel and tools lack.
 Plugins other than bridge, host-local, portmap and tuning are not looked into.";
 
 pub(crate) const AFTER_VALIDATE: &str = "\

@@ -5,6 +5,7 @@
 //! - `inspect`: attachments as they are, beside what their results said, and what is left over.
 //! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every file.
 //! - `doctor`: what on the node keeps networks from working, and what mends it.
+//! - `explain`: a verb of a network with the steps of each plugin.
 //! - `ipam`: the reservations of host-local.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
@@ -20,6 +21,7 @@
 
 mod cli;
 mod doctor;
+mod explain;
 mod generate;
 mod help;
 mod inspect;

@@ -145,7 +145,7 @@ fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
 }
 
 /// An error as plugins write it.
-fn error_json(error: &Error) -> Value {
+pub(crate) fn error_json(error: &Error) -> Value {
     let mut json = json!({"cniVersion": Version::NEWEST.as_str(), "code": error.code().0, "msg": error.msg()});
     if !error.details().is_empty() {
         json["details"] = error.details().into();
@@ -169,7 +169,10 @@ fn meaning(code: Code) -> &'static str {
         Code::LIMITED_CONNECTIVITY => "the plugin cannot serve an ADD, and containers may have limited connectivity",
         Code::INTERNAL => "internal error",
         REFUSED => "refused by cnitool",
-        Code(100..) => "not one of the specification's",
+        Code::KERNEL => "a plugin's own; of ours: the kernel or a program refused",
+        Code::CHECK_FAILED => "a plugin's own; of ours: something is not as it should be",
+        Code::CONFLICT => "a plugin's own; of ours: somebody else holds it",
+        Code(100..) => "a plugin's own",
         _ => "unknown to the specification",
     }
 }

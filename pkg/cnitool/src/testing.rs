@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::rc::Rc;
@@ -23,6 +23,7 @@ struct Values {
     namespaces: BTreeSet<String>,
     answers: BTreeMap<String, (i32, String)>,
     asked: RefCell<Vec<Asked>>,
+    logged: BTreeMap<String, String>,
 }
 
 impl Machine for Values {
@@ -51,6 +52,10 @@ impl Machine for Values {
             _ => "",
         };
         let (status, stdout) = self.answers.get(&call).cloned().unwrap_or((0, usual.to_owned()));
+        if let (Some(line), Some(path)) = (self.logged.get(&call), env.get("CNI_LOG_FILE")) {
+            let mut file = fs::OpenOptions::new().append(true).open(path).unwrap();
+            writeln!(file, "2026-11-21T02:16:03.018Z {line}").unwrap();
+        }
         self.asked.borrow_mut().push((call, env, serde_json::from_slice(child.stdin).unwrap()));
         Ok(Output { status: End::Status(status), stdout: stdout.into_bytes(), stderr: Vec::new() })
     }
@@ -119,6 +124,11 @@ impl Node {
     pub(crate) fn fail(&mut self, call: &str, code: u32) {
         let error = format!(r#"{{"code":{code},"msg":"{call} went wrong","details":"d"}}"#);
         self.values.answers.insert(call.to_owned(), (1, error));
+    }
+
+    /// `call` ("a ADD") writes this line if it is asked for a log.
+    pub(crate) fn log(&mut self, call: &str, line: &str) {
+        self.values.logged.insert(call.to_owned(), line.to_owned());
     }
 
     /// Runs the tool; its arguments are separated by blanks.

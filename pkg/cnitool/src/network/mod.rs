@@ -44,7 +44,7 @@ pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) 
         "status" => network.status(streams),
         _ => network.version(streams),
     };
-    outcome.map_err(|error| failed(format!("{} {}", command.verb, command.network), error, command.shared.format()))
+    outcome.map_err(|error| failed(command.subject(), error, command.shared.format()))
 }
 
 impl Network<'_, '_> {
@@ -64,7 +64,13 @@ impl Network<'_, '_> {
         // What is wrong with the memory, CHECK itself tells.
         let remembered = self.runtime.cache.find(self.key(&attachment)).ok().flatten();
         self.fill_in(&mut attachment, remembered.as_ref())?;
-        self.runtime.check(&list, &attachment)?;
+        let checked = self.runtime.check(&list, &attachment);
+        checked.map_err(|error| match remembered {
+            None if error.details().is_empty() => error.with_details(
+                "no add of it is remembered: it is not attached, or by a runtime that remembers elsewhere",
+            ),
+            _ => error,
+        })?;
         self.done(streams)
     }
 
@@ -96,7 +102,10 @@ impl Network<'_, '_> {
     }
 
     fn list(&self) -> Result<NetworkList, Error> {
-        self.conf_folder.find(&self.command.network, &self.runtime.notes)
+        self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
+            "" => error.with_details("'cnitool networks' lists those there are"),
+            _ => error,
+        })
     }
 
     /// A network that has left the folder can still be detached by what the ADD remembered of it.

@@ -93,6 +93,11 @@ pub(crate) struct Named {
 }
 
 impl Command {
+    /// What it is about, for errors.
+    pub(crate) fn subject(&self) -> String {
+        format!("{} {}", self.verb, self.network)
+    }
+
     fn new(verb: &'static str, network: String, shared: Shared) -> Command {
         Command {
             verb,

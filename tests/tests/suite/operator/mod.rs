@@ -2,6 +2,7 @@
 //! offers mends it.
 
 mod doctor;
+mod explain;
 mod inspect;
 mod ipam;
 mod logs;
