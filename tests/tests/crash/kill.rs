@@ -27,11 +27,11 @@ fn during_add_with_nftables() {
         Verb::Add,
         6,
         &[
-            victim("bridge", "bridge", 247),
+            victim("bridge", "bridge", 150),
             victim("bridge", "bridge+fork", 5),
             victim("bridge", "host-local", 78),
-            victim("tuning", "tuning", 97),
-            victim("portmap", "portmap", 156),
+            victim("tuning", "tuning", 72),
+            victim("portmap", "portmap", 140),
         ],
     );
 }
@@ -43,12 +43,12 @@ fn during_add_with_iptables() {
         Verb::Add,
         6,
         &[
-            victim("bridge", "bridge", 312),
+            victim("bridge", "bridge", 265),
             victim("bridge", "bridge+fork", 17),
             victim("bridge", "host-local", 78),
             victim("bridge", "xtables-nft-multi", 130),
-            victim("tuning", "tuning", 97),
-            victim("portmap", "portmap", 390),
+            victim("tuning", "tuning", 72),
+            victim("portmap", "portmap", 360),
             victim("portmap", "portmap+fork", 11),
             victim("portmap", "xtables-nft-multi", 227),
         ],
@@ -62,10 +62,10 @@ fn during_del_with_nftables() {
         Verb::Del,
         6,
         &[
-            victim("bridge", "bridge", 149),
+            victim("bridge", "bridge", 115),
             victim("bridge", "bridge+fork", 5),
             victim("bridge", "host-local", 65),
-            victim("tuning", "tuning", 97),
+            victim("tuning", "tuning", 65),
             victim("portmap", "portmap", 78),
         ],
     );
@@ -78,10 +78,10 @@ fn during_del_with_iptables() {
         Verb::Del,
         6,
         &[
-            victim("bridge", "bridge", 195),
+            victim("bridge", "bridge", 170),
             victim("bridge", "bridge+fork", 5),
             victim("bridge", "host-local", 65),
-            victim("tuning", "tuning", 97),
+            victim("tuning", "tuning", 65),
             victim("portmap", "portmap", 130),
         ],
     );
