@@ -23,19 +23,23 @@ disabled_plugins = [
     restrict_oom_score_adj = true
     # A profile would be loaded into the machine's kernel.
     disable_apparmor = true
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+    BinaryName = "{runtime}"
 """
 
 
 class Containerd:
-    """A running daemon."""
+    """A running daemon, and what it runs pods with."""
 
-    def __init__(self, config=CONFIG):
+    def __init__(self, runtime="runc"):
         try:
             sh("containerd", "--version")
-            sh("runc", "--version")
+            sh(runtime, "--version")
         except (FileNotFoundError, Failed) as error:
             raise Skip(f"containerd does not run here: {error}") from error
-        write("/etc/containerd/config.toml", config)
+        write("/etc/containerd/config.toml", CONFIG.replace("{runtime}", runtime))
         self.start()
         self.import_image("default")
         self.import_image("k8s.io")

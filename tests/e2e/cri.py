@@ -15,10 +15,10 @@ BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 PORTS = [("tcp", 80, 8080, ""), ("udp", 53, 8080, ""), ("tcp", 80, 8081, NODE4)]
 
 
-def start(node, *plugins, **more):
+def start(node, *plugins, runtime="runc", **more):
     """A node with containerd and that network; pods get ports, sysctls and a way out."""
     node.configure("pods", *(plugins or (networks.bridge(), networks.portmap(), networks.tuning())), **more)
-    return Containerd()
+    return Containerd(runtime)
 
 
 def finish(runtime, *identifiers):
@@ -52,6 +52,30 @@ def scenario_dual_stack(node):
     expect(len(pod.addresses), 2, "addresses of the pod")
     pod.serve_udp(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
+    finish(runtime, identifier)
+
+
+def scenario_nf_tables_without_iptables(node):
+    plugins = networks.bridge(six=True, ipMasqBackend="nftables"), networks.portmap(backend="nftables")
+    runtime = start(node, *plugins, networks.tuning())
+    identifier = runtime.run_pod("one", *PORTS)
+    pod = runtime.pod(identifier)
+    pod.serve_udp(53)
+    node.prove(pod, 8080, BOTH, families=(4, 6))
+    rules = [line for line in node.leftovers() if line.startswith("nft: ")]
+    expect(len(rules) > 0, True, "rules of the pod while it runs")
+    expect(sh("iptables-save"), "", "rules of iptables")
+    runtime.stop_pod(identifier)
+    expect(node.leftovers(), [], "left by StopPodSandbox")
+    finish(runtime, identifier)
+
+
+def scenario_a_pod_of_crun(node):
+    runtime = start(node, runtime="crun")
+    identifier = runtime.run_pod("one", *PORTS[:1])
+    # runc calls its own record of a container state.json.
+    expect(os.listdir(f"/run/containerd/runc/k8s.io/{identifier}").count("status"), 1, "crun's record of the pod")
+    node.prove(runtime.pod(identifier), 8080)
     finish(runtime, identifier)
 
 

@@ -364,6 +364,10 @@ class Node:
                 rule = re.sub(r" \[.*| *$", "", line)
                 if rule[0] in ":-" and not any(shape.fullmatch(rule) for shape in SHARED_RULES):
                     left.append(f"{program}: {rule}")
+        for rule in [each["rule"] for each in json.loads(sh("nft", "-j", "list", "ruleset"))["nftables"] if "rule" in each]:
+            # In the plugins' own tables what has no comment is shared, and so is the way there.
+            if rule["table"].startswith("cni_") and rule["chain"] != "postrouting" and "comment" in rule:
+                left.append(f"nft: {rule['table']} {rule['chain']} {rule['comment']}")
         for line in sh("conntrack", "-L", "-o", "extended").splitlines():
             (asked, answering) = re.findall(r"dst=(\S+).*? src=(\S+)", line)[0]
             if PODS.match(answering) and asked != answering:

@@ -1,7 +1,7 @@
 """All verbs as containerd 2 and CRI-O send them, over the networks that projects document: conflists/*.conflist.
 
-Left out is what no package of Debian brings: flannel, which hands k3s' bridge its configuration (here it is handed out
-already), Firecracker's tc-redirect-tap, and what masquerades for k3s and kind. ptp, firewall and bandwidth are Go's.
+ptp, firewall and bandwidth are Go's. What no package of Debian brings has a stand-in that says what it leaves out: flannel
+and tc-redirect-tap (standins/). What masquerades for k3s and kind is left out.
 """
 
 import concurrent.futures
@@ -10,8 +10,10 @@ import threading
 
 import networks
 from libcni import Libcni, Refused
-from node import BIN, GO, OURS, Failed, Pod, Server, expect, read, sh
+from node import BIN, GO, OURS, Failed, Pod, Server, expect, read, sh, write
 
+# What flannel's daemon says of the node.
+SUBNET = "FLANNEL_NETWORK=10.42.0.0/16\nFLANNEL_SUBNET=10.42.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n"
 GO_PLUGINS = ["ptp", "firewall", "bandwidth"]
 
 
@@ -47,6 +49,8 @@ def check(network, pod):
 def every_verb(node, conf, *leave_out):
     """Two pods: all verbs for both, then a GC that names but one of them."""
     node.use(GO, *GO_PLUGINS)
+    node.use("/opt/e2e/standins")
+    write("/run/flannel/subnet.env", SUBNET)
     network = Libcni(conf)
     network.status()
     pods = [attach(network, name, mapping(8080 + number)) for number, name in enumerate(["valid", "stale"])]
@@ -93,8 +97,12 @@ def scenario_nomad(node):
     every_verb(node, conflist("nomad"))
 
 
-def scenario_firecracker(node):
+def scenario_firecracker_containerd(node):
     every_verb(node, conflist("firecracker"), "ports")
+
+
+def scenario_firecracker_go_sdk(node):
+    every_verb(node, conflist("firecracker-sdk"), "ports", "egress")
 
 
 def three_plugins(**bridge):
