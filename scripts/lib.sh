@@ -175,6 +175,33 @@ install_missing() {
         die "missing: ${components[*]}. Get it by: rustup component add ${components[*]}"
 }
 
+# unpack DIR PACKAGE...: Debian packages, and all they need beyond what is installed here, fetched and unpacked as DIR/root,
+# not installed. A second call finds them there.
+unpack() {
+    local debs=$1/debs tree=$1/root dir=$1 wanted deb folder
+    shift
+    wanted=$(apt_for_unpack "$@" --print-uris) || { apt-get -qq update && wanted=$(apt_for_unpack "$@" --print-uris); } || return
+    [ -d "$tree/usr" ] && [ "$wanted" = "$(cat "$dir/packages" 2>/dev/null)" ] && return
+    rm -rf "$dir"
+    mkdir -p "$debs/partial" "$tree/usr" "$tree/etc"
+    # An index that names packages which the mirror has no more is older than the mirror.
+    apt_for_unpack "$@" --download-only -o Dir::Cache::archives="$debs" ||
+        { apt-get -qq update && wanted=$(apt_for_unpack "$@" --print-uris) && apt_for_unpack "$@" --download-only -o Dir::Cache::archives="$debs"; } || return
+    for deb in "$debs"/*.deb; do
+        # None, where all of them are installed.
+        [ ! -e "$deb" ] || dpkg-deb -x "$deb" "$tree" || return
+    done
+    # /usr alone is laid over the machine's.
+    for folder in bin sbin lib lib64; do
+        [ -d "$tree/$folder" ] || continue
+        mkdir -p "$tree/usr/$folder" && cp -a "$tree/$folder/." "$tree/usr/$folder/" && rm -rf "${tree:?}/$folder" || return
+    done
+    rm -rf "$debs"
+    printf '%s\n' "$wanted" >"$dir/packages"
+}
+
+apt_for_unpack() { apt-get -qq -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
+
 # in_a_copy FOLDER SCRIPT [ARGUMENT...]: bash on a copy of this machine that is thrown away: an overlay of its files, a network
 # and mount namespace of its own. FOLDER, $work in the script, is the same inside and outside.
 in_a_copy() {
