@@ -2,7 +2,8 @@
 //!
 //! The newcomer's mistakes: a bridge has two sets of VLANs for "itself": as the master of a port ([`Target::Master`]
 //! on the port's index) and as a station ([`Target::Itself`] on the bridge's index); and the kernel writes runs of
-//! equal VLANs as two entries, first and last, which must be unfolded.
+//! equal VLANs as two entries, first and last, which must be unfolded. And its table of them is read by position and not
+//! marked when it changed meanwhile: for each port that goes, another one may be left out, though it stays (6.1, 6.18).
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every list is empty.
 
@@ -11,12 +12,15 @@ use rtnetlink::packet_route::link::{
     AfSpecBridge, BridgeFlag, BridgeVlanInfo, BridgeVlanInfoFlags, LinkAttribute, LinkExtentMask, LinkMessage,
 };
 
-use crate::error::{Error, Result};
+use crate::error::{Cause, Error, Result};
 use crate::link;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
 /// In a bridge's `IFLA_AF_SPEC`, an entry.
 const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
+
+/// How often the table is read for a port that is not in it.
+const LOOKS: usize = 20;
 
 /// A VLAN that a port takes part in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,14 +53,21 @@ pub enum Target {
 
 impl Netlink {
     /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no smaller question.
+    ///
+    /// # Errors
+    /// Also if it is neither: no port without VLANs is told from one that the kernel left out.
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
+        let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let mut message = LinkMessage::default();
         message.header.interface_family = AddressFamily::Bridge;
         message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::BrvlanCompressed]));
-        let links = self
-            .dump(Kind::GetLink, &message)
-            .map_err(|cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause))?;
-        Ok(unfold(links.iter().flat_map(|link| entries(link, index))))
+        for _ in 0..LOOKS {
+            let links = self.dump(Kind::GetLink, &message).map_err(failed)?;
+            if let Some(found) = links.iter().find_map(|link| entries(link, index)) {
+                return Ok(unfold(found));
+            }
+        }
+        Err(failed(Cause::LinkNotFound))
     }
 
     /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.
@@ -92,12 +103,12 @@ fn message(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
     message
 }
 
-/// The entries of one port or bridge in a message of the kernel's.
-fn entries(reply: &Reply, index: u32) -> Vec<BridgeVlanInfo> {
-    let Some((_, all)) = link::parts(reply).filter(|(header, _)| header.index == index) else { return Vec::new() };
+/// The entries of one port or bridge in a message of the kernel's; `None` if it is about another one.
+fn entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
+    let (_, all) = link::parts(reply).filter(|(header, _)| header.index == index)?;
     let specs = attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC);
     let inner = specs.flat_map(|(_, spec)| attributes(spec));
-    inner.filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry).collect()
+    Some(inner.filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry).collect())
 }
 
 /// An entry as the kernel sends it: `struct bridge_vlan_info`.
@@ -162,6 +173,16 @@ mod tests {
         assert_eq!(unfold([]), []);
         // An end without a beginning is at least itself.
         assert_eq!(unfold([entry(7, 16)]), [plain(7)]);
+    }
+
+    #[test]
+    fn what_is_on_no_bridge_has_no_list_of_vlans() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
+            let error = netlink.vlans(netlink.link("lo").unwrap().index).unwrap_err();
+            assert!(error.to_string().starts_with("failed to list the VLANs of lo"), "{error}");
+        });
     }
 
     #[test]
