@@ -76,7 +76,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
 
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
-    let bridge = device::ensure(&host, conf)?;
+    let bridge = device::ensure(&host, conf, call.machine)?;
     take(&host, &bridge, &link, &mark)?;
     let (undo, index) = (Rc::clone(&host), link.index);
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {

@@ -3,8 +3,11 @@
 //! It is shared, so nothing of it is ever rolled back or deleted. A bridge that we make has its MAC from the first
 //! moment on: one that takes its ports' MACs changes with them, and loses its own with the last of them.
 
+use std::time::Duration;
+
+use cni::skel::MachineRef;
 use cni::{Code, Error, Result};
-use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, sysctl};
+use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, Watch, sysctl};
 
 use crate::conf::Conf;
 use crate::record;
@@ -13,12 +16,15 @@ use crate::record;
 /// at the ports; the kernel does not say whether an address was set or came with a port.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
+/// How long another ADD may take from making its port to marking it, which are two requests.
+const MARK_DEADLINE: Duration = Duration::from_secs(1);
+
 /// Finds or makes the bridge.
 ///
 /// # Errors
 /// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the kernel has no VLAN
 /// filtering.
-pub(crate) fn ensure(host: &Netlink, conf: &Conf) -> Result<Link> {
+pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Result<Link> {
     let wrapped = |error: cni_linux::Error| {
         let unsupported = conf.vlans.is_some() && error.is_unsupported();
         let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
@@ -54,7 +60,7 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf) -> Result<Link> {
     // What is wanted but missing, in as few requests as that takes: on a bridge in use there are none.
     let link = pin(host, link)?;
     if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
-        switch_vlan_filtering_on(host, &link, conf)?;
+        switch_vlan_filtering_on(host, &link, conf, machine)?;
     }
     if !link.up {
         host.set_up(link.index).map_err(wrapped)?;
@@ -125,8 +131,16 @@ fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
     marked || (port.is_veth() && record.contains(&port.name))
 }
 
-fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf) -> Result<()> {
-    check_foreign_ports(host, link)?;
+fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf, machine: MachineRef<'_>) -> Result<()> {
+    let watch = Watch::open()?;
+    let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine.0, || {
+        let ports = host.list_ports(link.index)?;
+        Ok(ports.iter().all(|port| !port.is_veth() || port.alias.is_some()).then_some(()))
+    });
+    match marked {
+        Err(error) if !error.is_deadline() => return Err(error.into()),
+        _ => check_foreign_ports(host, link)?,
+    }
     host.set_vlan_filtering(link.index).map_err(|error| {
         let unsupported = error.is_unsupported();
         let error = Error::from(error);

@@ -175,6 +175,24 @@ fn filtering_is_not_switched_on_under_foreign_ports() {
     attachment.del().success();
 }
 
+#[test]
+fn a_port_that_another_add_is_about_to_mark_is_not_taken_for_a_foreign_one() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    // As it is between the two requests of an ADD.
+    node.exec(&["ip", "link", "add", "port", "type", "veth", "peer", "name", "far"]);
+    node.exec(&["ip", "link", "set", "port", "master", "br0"]);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": 100})));
+    let mut add = attachment.invocation("ADD", None).start();
+    add.release();
+    node.exec(&["ip", "link", "set", "port", "alias", "cni:net2/other/eth0"]);
+    let result = add.finish().success();
+    attachment.del_with(&result).success();
+    node.exec(&["ip", "link", "del", "port"]);
+}
+
 fn reaches(container: &Container, address: &str) -> bool {
     container.run(&["ping", "-c1", "-W5", address]).ok
 }
