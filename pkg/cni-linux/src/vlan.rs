@@ -3,7 +3,7 @@
 //! The newcomer's mistakes: a bridge has two sets of VLANs for "itself": as the master of a port ([`Target::Master`]
 //! on the port's index) and as a station ([`Target::Itself`] on the bridge's index); and the kernel writes runs of
 //! equal VLANs as two entries, first and last, which must be unfolded. And its table of them is read by position and not
-//! marked when it changed meanwhile: for each port that goes, another one may be left out, though it stays (6.1, 6.18).
+//! marked when it changed meanwhile: for each port that goes, another one may be left out, though it stays (6.18).
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every list is empty.
 
@@ -55,7 +55,7 @@ impl Netlink {
     /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no smaller question.
     ///
     /// # Errors
-    /// Also if it is neither: no port without VLANs is told from one that the kernel left out.
+    /// Also if it is neither, so that a port which the kernel left out is never taken for one without VLANs.
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let mut message = LinkMessage::default();

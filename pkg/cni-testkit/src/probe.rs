@@ -6,12 +6,16 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
+use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+
 use crate::Node;
 
 /// What a probe finds.
 pub type Probed = Result<(), String>;
 
 static VLANS: OnceLock<Probed> = OnceLock::new();
+static VLAN_LINKS: OnceLock<Probed> = OnceLock::new();
+static DUMMY: OnceLock<Probed> = OnceLock::new();
 static NFT_BRIDGE: OnceLock<Probed> = OnceLock::new();
 static IPTABLES: OnceLock<Probed> = OnceLock::new();
 static NFT: OnceLock<Probed> = OnceLock::new();
@@ -20,6 +24,25 @@ static NFT: OnceLock<Probed> = OnceLock::new();
 pub fn vlan_filtering() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "bridge", "vlan_filtering", "1"];
     once(&VLANS, "the kernel's bridges have no VLAN filtering", &[&argv])
+}
+
+/// Interfaces that tag, as a container on a trunk makes them for itself.
+pub fn vlan_links() -> Probed {
+    let base = ["ip", "link", "add", "base0", "type", "veth", "peer", "name", "base1"];
+    let argv = ["ip", "link", "add", "link", "base0", "name", "probe0", "type", "vlan", "id", "7"];
+    once(&VLAN_LINKS, "the kernel has no VLAN interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
+}
+
+/// Dummy interfaces: neither veth nor bridge, as uplinks and loopback addresses of nodes often are.
+pub fn dummy() -> Probed {
+    let argv = ["ip", "link", "add", "probe0", "type", "dummy"];
+    once(&DUMMY, "the kernel has no dummy interfaces", &[&argv, &["ip", "link", "del", "probe0"]])
+}
+
+/// SCTP sockets.
+pub fn sctp() -> Probed {
+    let made = socket(AddressFamily::Inet6, SockType::Stream, SockFlag::SOCK_CLOEXEC, SockProtocol::Sctp);
+    made.map(drop).map_err(|errno| format!("the kernel has no SCTP: {}", errno.desc()))
 }
 
 /// nf_tables in the bridge family, as `macspoofchk` needs it, and the tool to see it with.

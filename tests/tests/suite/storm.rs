@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use cni_testkit::{Container, Node, Started};
-use conformance::{addresses, bridge};
+use cni_testkit::{Container, Node, Started, probe, require};
+use conformance::{addresses, bridge, patched};
 use serde_json::{Value, json};
 
 /// Runs `verb` for all at one barrier: every process is started and waits for its configuration to end.
@@ -79,5 +79,40 @@ fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
         }
         assert_eq!(node.ports("br0"), Vec::<String>::new());
         assert_eq!(node.reservations("net1"), []);
+    }
+}
+
+#[test]
+fn the_first_adds_of_two_vlans_at_once_make_one_gateway_for_each() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let network = |vlan: u64| {
+        let subnets = [format!("10.{vlan}.0.0/24"), format!("fd00:{vlan}::/64")];
+        let subnets: Vec<&str> = subnets.iter().map(String::as_str).collect();
+        patched(bridge(&node, &subnets), json!({"name": format!("net{vlan}"), "vlan": vlan}))
+    };
+    let containers: Vec<Container> = (0..6).map(|_| node.container()).collect();
+    let configs: Vec<Value> = (0..6).map(|number| network(100 + number % 2)).collect();
+    let results: Vec<Value> =
+        all_at_once(&node, "ADD", &containers, &configs).iter().map(cni_testkit::Outcome::success).collect();
+    for (number, container) in containers.iter().enumerate() {
+        let vlan = 100 + number % 2;
+        container.exec(&["ping", "-c1", "-w5", &format!("10.{vlan}.0.1")]);
+        container.exec(&["ping", "-c1", "-w5", &format!("fd00:{vlan}::1")]);
+    }
+    let configs: Vec<Value> = configs
+        .iter()
+        .zip(&results)
+        .map(|(config, result)| patched(config.clone(), json!({"prevResult": result})))
+        .collect();
+    for verb in ["CHECK", "DEL"] {
+        for outcome in all_at_once(&node, verb, &containers, &configs) {
+            outcome.success();
+        }
+    }
+    let gateways = node.ports("br0");
+    assert_eq!(gateways.len(), 2, "{gateways:?}");
+    for name in ["br0.100", "br0.101"].map(str::to_owned).iter().chain(&gateways) {
+        node.expect_left(name);
     }
 }
