@@ -40,7 +40,7 @@ pub use attachment::Attachment;
 pub use invocation::{Invocation, Started};
 pub use node::{Container, Node, Ran};
 pub use outcome::{Failure, Outcome};
-pub use patience::{crowd, patience};
+pub use patience::{crowd, patience, rounds};
 pub use skip::{skipped, unprovoked};
 
 use std::path::PathBuf;

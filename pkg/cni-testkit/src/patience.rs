@@ -2,7 +2,7 @@
 //!
 //! Under emulation programs start 20 times slower than on the machine that a test was written on. `CNI_TEST_SLOW` says by
 //! how much the tests' deadlines are longer. What the plugins themselves wait for stays as it is, and so a crowd that
-//! comes one after the other through a lock must be smaller there.
+//! comes one after the other through a lock must be smaller there, and of what is tried over and over a share is enough.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -31,4 +31,12 @@ pub fn patience(time: Duration) -> Duration {
 pub fn crowd(count: usize) -> usize {
     let factor = usize::try_from(factor()).unwrap_or(usize::MAX);
     (count / factor).max(count.min(6))
+}
+
+/// How often to do here what a machine that is not slow does `count` times: once at least.
+///
+/// # Panics
+/// If `CNI_TEST_SLOW` is no number.
+pub fn rounds(count: u64) -> u64 {
+    (count / u64::from(factor())).max(1)
 }

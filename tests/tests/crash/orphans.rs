@@ -90,7 +90,7 @@ fn round(world: &World, dice: &mut Dice) -> Vec<String> {
 #[track_caller]
 fn rounds(backend: Backend) {
     require!(backend.probe());
-    let (seed, count) = (seed(), soak().map_or(25, |times| 400 * times));
+    let (seed, count) = (seed(), soak().map_or_else(|| cni_testkit::rounds(25), |times| 400 * times));
     let mut dice = Dice::new(seed);
     let world = World::new(backend);
     let mut complaints = Vec::new();

@@ -9,7 +9,7 @@ use std::sync::{Mutex, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Container, Outcome, bin_dir, go_bin_dir, probe, require};
+use cni_testkit::{Container, Outcome, bin_dir, crowd, go_bin_dir, probe, require};
 use conformance::addresses;
 use serde_json::Value;
 
@@ -219,6 +219,7 @@ impl<'w> Storm<'w> {
 #[track_caller]
 fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
     require!(backend.probe());
+    let share = Size { crowd: crowd(share.crowd), abreast: crowd(share.abreast) };
     let size = if soak().is_some() { whole } else { share };
     for round in 0..soak().unwrap_or(1) {
         let world = World::new(backend);

@@ -53,7 +53,7 @@ pub(crate) struct Sweep {
     pub(crate) backend: Backend,
     pub(crate) verb: Verb,
     pub(crate) act: Act,
-    /// How many points of each victim an ordinary run tries.
+    /// How many points of each victim an ordinary run tries, on a machine that is not slow.
     pub(crate) share: u64,
 }
 
@@ -112,7 +112,7 @@ impl Sweep {
         for victim in victims {
             let whole = self.attempt(&world, victim, u64::MAX, Way::Del);
             complaints.extend(whole.complaints);
-            let step = if soak().is_some() { PASSES } else { (whole.calls / self.share).max(1) };
+            let step = if soak().is_some() { PASSES } else { (whole.calls / cni_testkit::rounds(self.share)).max(1) };
             walks.push(Walk { victim: *victim, calls: whole.calls, step, points: 0, passes: 0 });
         }
         let passes = if soak().is_some() { PASSES } else { 1 };

@@ -325,7 +325,7 @@ fn many_first_adds_at_once_lose_no_rule_and_double_none() {
     require_both!();
     each(|keeper, node| {
         let config = keeper.config(node);
-        let all: Vec<(Container, Attachment<'_>)> = (0..20)
+        let all: Vec<(Container, Attachment<'_>)> = (0..cni_testkit::crowd(20))
             .map(|_| node.container())
             .map(|container| {
                 let attachment = Attachment::new(node, &container, config.clone());

@@ -139,13 +139,13 @@ fn an_add_that_nobody_hears_of_leaves_nothing() {
 #[test]
 fn fifty_first_adds_at_once_are_all_there_and_nothing_is_double() {
     each(&BACKENDS, |world| {
-        const CROWD: u16 = 50;
+        let count = u16::try_from(cni_testkit::crowd(50)).unwrap();
         // Results made by hand: it is about portmap's rules, not about bridge.
         world.node.exec(&["ip", "link", "add", "br9", "type", "bridge"]);
         world.node.exec(&["ip", "address", "add", "10.9.0.1/16", "dev", "br9"]);
         world.node.exec(&["ip", "link", "set", "br9", "up"]);
         let container = world.node.container();
-        let crowd: Vec<(Attachment<'_>, Value, u16)> = (1..=CROWD)
+        let crowd: Vec<(Attachment<'_>, Value, u16)> = (1..=count)
             .map(|number| {
                 let config = world.config(json!([map(9000 + number, 80, "tcp")]));
                 let mut attachment = Attachment::new(&world.node, &container, config);
