@@ -7,6 +7,7 @@ mod life;
 mod packets;
 mod refusals;
 mod rivals;
+mod sctp;
 mod shapes;
 mod undo;
 mod world;

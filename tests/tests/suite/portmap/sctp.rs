@@ -1,0 +1,89 @@
+//! SCTP: real associations through a mapping, where the kernel has the protocol.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::thread;
+use std::time::Duration;
+
+use cni_testkit::{patience, probe, require};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockProtocol, SockType, SockaddrStorage, bind, connect, listen, setsockopt,
+    socket, sockopt,
+};
+use nix::sys::time::TimeVal;
+use serde_json::json;
+
+use super::world::{BACKENDS, Pod, ask_tcp, at, each, map};
+
+fn sctp(family: AddressFamily) -> OwnedFd {
+    socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, SockProtocol::Sctp).unwrap()
+}
+
+/// Tells everybody who associates with this address of the pod's the name.
+///
+/// Both sides use one address alone: those with several tell each other of them, and what is sent again goes by
+/// another one, past every translation.
+fn serve(pod: &Pod<'_>, family: usize, port: u16, name: &'static str) {
+    let address = SocketAddr::new(pod.address(family), port);
+    let listener = pod.container.enter(|| {
+        let socket = sctp(if family == 0 { AddressFamily::Inet } else { AddressFamily::Inet6 });
+        bind(socket.as_raw_fd(), &SockaddrStorage::from(address)).unwrap();
+        listen(&socket, Backlog::new(8).unwrap()).unwrap();
+        // Of what the standard library does with such a socket nothing is TCP's own.
+        TcpListener::from(socket)
+    });
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let _ = stream.write_all(name.as_bytes());
+        }
+    });
+}
+
+/// What the server at `to` says; `None` if nobody answers in time.
+fn ask(to: &str, time: Duration) -> Option<String> {
+    let to: SocketAddr = to.parse().unwrap();
+    let probe = UdpSocket::bind(if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }).unwrap();
+    probe.connect(to).ok()?;
+    let from = SocketAddr::new(probe.local_addr().unwrap().ip(), 0);
+    let socket = sctp(if to.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 });
+    bind(socket.as_raw_fd(), &SockaddrStorage::from(from)).unwrap();
+    // An association is given up after this time.
+    let limit = TimeVal::new(time.as_secs().try_into().unwrap(), time.subsec_micros().into());
+    setsockopt(&socket, sockopt::SendTimeout, &limit).unwrap();
+    connect(socket.as_raw_fd(), &SockaddrStorage::from(to)).ok()?;
+    let mut stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(time)).unwrap();
+    let mut said = [0; 64];
+    let length = stream.read(&mut said).ok()?;
+    Some(String::from_utf8_lossy(&said[..length]).into_owned())
+}
+
+#[test]
+fn a_mapping_of_sctp_leads_to_the_container_from_everywhere_and_ends_with_it() {
+    require!(probe::sctp());
+    each(&BACKENDS, |world| {
+        let pod = world.mapped(json!([map(8080, 80, "sctp"), map(8080, 81, "tcp")]));
+        let other = world.dual();
+        for family in [0, 1] {
+            serve(&pod, family, 80, "by SCTP");
+        }
+        pod.serve_tcp(81, "by TCP");
+        let long = patience(Duration::from_secs(1));
+        let rules = || format!("{:?}\n{}", world.backend, world.rules());
+        let heard = Some("by SCTP".to_owned());
+        for family in [0, 1] {
+            let to = at(family, 8080);
+            assert_eq!(world.client.enter(|| ask(&to, long)), heard, "outside, {to} {}", rules());
+            assert_eq!(world.node.enter(|| ask(&to, long)), heard, "the node, {to} {}", rules());
+            assert_eq!(other.container.enter(|| ask(&to, long)), heard, "another pod, {to} {}", rules());
+            // The same number, another protocol: another mapping.
+            assert!(world.client.enter(|| ask_tcp(&to)).is_some_and(|answer| answer.starts_with("by TCP")));
+        }
+        assert_eq!(world.node.enter(|| ask("127.0.0.1:8080", long)), heard, "{}", rules());
+        assert_eq!(world.client.enter(|| ask(&at(0, 8081), Duration::from_secs(1))), None, "a port of nobody's");
+        pod.leave();
+        assert_eq!(world.client.enter(|| ask(&at(0, 8080), Duration::from_secs(1))), None, "{}", rules());
+        other.leave();
+    });
+}
