@@ -212,19 +212,33 @@ impl Netlink {
     /// The kernel's, ENETUNREACH above all, if there is no way.
     pub fn outgoing_interface(&self, address: IpAddr) -> Result<u32> {
         let failed = |cause: Cause| Error::new(format_args!("failed to find the route to {address}"), cause);
-        let mut message = RouteMessage::default();
-        message.header.address_family = Family::of(address).number();
-        message.header.destination_prefix_length = if address.is_ipv4() { 32 } else { 128 };
-        message.attributes.push(RouteAttribute::Destination(address.into()));
-        let answer = self.get(Kind::GetRoute, &message).map_err(failed)?;
-        let attributes = answer
-            .and_then(|reply| RouteMessage::parse(reply.body(Kind::NewRoute)?).ok())
-            .map(|route| route.attributes);
-        let oif = attributes.into_iter().flatten().find_map(|attribute| match attribute {
+        let route = self.look_up(address).map_err(failed)?;
+        let oif = route.into_iter().flat_map(|route| route.attributes).find_map(|attribute| match attribute {
             RouteAttribute::Oif(index) => Some(index),
             _ => None,
         });
         oif.ok_or_else(|| failed(Cause::text("the kernel named no interface")))
+    }
+
+    /// Whether packets to `address` are taken in by this namespace.
+    ///
+    /// For an IPv6 address this comes a moment after it was added: a worker of the kernel's joins its group for neighbour
+    /// discovery, then routes it, and until then packets to it are lost.
+    pub fn is_own(&self, address: IpAddr) -> Result<bool> {
+        match self.look_up(address) {
+            Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
+            Err(cause) if matches!(cause.errno(), Some(libc::ENETUNREACH | libc::EHOSTUNREACH)) => Ok(false),
+            Err(cause) => Err(Error::new(format_args!("failed to find the route to {address}"), cause)),
+        }
+    }
+
+    fn look_up(&self, address: IpAddr) -> Result<Option<RouteMessage>, Cause> {
+        let mut message = RouteMessage::default();
+        message.header.address_family = Family::of(address).number();
+        message.header.destination_prefix_length = if address.is_ipv4() { 32 } else { 128 };
+        message.attributes.push(RouteAttribute::Destination(address.into()));
+        let answer = self.get(Kind::GetRoute, &message)?;
+        Ok(answer.and_then(|reply| RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()))
     }
 
     fn dump_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
@@ -341,8 +355,9 @@ pub(crate) fn ip(address: &RouteAddress) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{in_new_netns, output};
-    use crate::{BridgeSpec, Dad};
+    use crate::testing::{in_new_netns, machine, output};
+    use crate::{BridgeSpec, Dad, Watch};
+    use std::time::{Duration, Instant};
 
     /// A connection to a fresh namespace with a bridge that has addresses of both families, and its index.
     fn with_bridge(body: impl FnOnce(&Netlink, u32) + Send) {
@@ -464,6 +479,23 @@ mod tests {
             let text = netlink.add_route(&far).unwrap_err().to_string();
             let expected = "failed to add route 10.7.0.0/24 via 192.0.2.1 metric 5 table 99 dev br0: ";
             assert!(text.starts_with(expected), "{text}");
+        });
+    }
+
+    #[test]
+    fn an_address_is_own_once_it_takes_packets_in() {
+        with_bridge(|netlink, oif| {
+            let own = |ip: &str| netlink.is_own(ip.parse().unwrap()).unwrap();
+            // No route at all, a route to others, and a default route that leads away.
+            assert!(!own("fd00:9::1") && !own("10.1.0.200"));
+            output("ip route add default via 10.1.0.1");
+            assert!(!own("192.0.2.1"));
+            let watch = Watch::open().unwrap();
+            netlink.add_address(oif, "fd00:9::1/64".parse().unwrap(), Dad::Skip).unwrap();
+            let deadline = Instant::now() + Duration::from_secs(30);
+            let check = || Ok(netlink.is_own("fd00:9::1".parse().unwrap())?.then_some(()));
+            watch.wait("the address", deadline, &machine(), check).unwrap();
+            assert!(own("fd00:9::1") && !own("fd00:9::2"));
         });
     }
 }

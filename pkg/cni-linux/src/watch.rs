@@ -1,6 +1,6 @@
 //! Waiting until the kernel says that something has changed, with a deadline.
 //!
-//! A [`Watch`] hears of changes to links and addresses; what they are it does not read: after each it asks `check`
+//! A [`Watch`] hears of changes to links, addresses and IPv6 routes; what they are it does not read: after each it asks `check`
 //! again, which looks at the state itself. So nothing is missed when events come too fast or were lost.
 //!
 //! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event that is over.
@@ -18,10 +18,11 @@ use crate::error::{Cause, Error, Result};
 use crate::machine::{ending, wait_ready};
 use crate::netns::Netns;
 
-/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR.
-const GROUPS: u32 = 0x1 | 0x10 | 0x100;
+/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is told of before its route is
+/// there, so the route is what must be heard of.
+const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
-/// An ear for changes to links and addresses of one namespace.
+/// An ear for changes to links, addresses and IPv6 routes of one namespace.
 #[derive(Debug)]
 pub struct Watch {
     events: OwnedFd,

@@ -105,9 +105,11 @@ pub(crate) fn bring_up(
     layer3: &mut Layer3,
 ) -> Result<()> {
     let Ends { host, container, netns } = *ends;
-    if conf.gateway != crate::conf::Gateway::None {
-        layer3::serve_gateways(host, call, (gateway.index, &gateway.name), conf, layer3)?;
-    }
+    let gateways = if conf.gateway == crate::conf::Gateway::None {
+        Vec::new()
+    } else {
+        layer3::serve_gateways(host, call, (gateway.index, &gateway.name), conf, layer3)?
+    };
     layer3::prepare_namespace(netns, &call.ifname, conf, layer3)?;
     // Listening starts before there is anything to hear.
     let watch = Watch::open()?;
@@ -116,7 +118,12 @@ pub(crate) fn bring_up(
     wait_for_frames(call, ends, &watch, &[port.index, gateway.index], container_index)?;
     if let Some(inner) = &inner {
         layer3::wait_for_dad(container, inner, container_index, call.machine)?;
+    } else {
+        // With duplicate address detection the gateway's takes seconds more, and is nobody's first packet's business.
+        layer3::wait_for_own(host, gateways, call, Watch::open)?;
     }
+    let own = layer3.ips.iter().map(|ip| ip.address.address());
+    layer3::wait_for_own(container, own, call, || Watch::open_in(netns))?;
     // An address that another container had a moment ago: its neighbours, and the host, still know the old MAC.
     container.announce(container_index, port.peer_mac)?;
     for ip in &layer3.ips {

@@ -16,6 +16,9 @@ use crate::conf::{Conf, Gateway, first_address};
 /// How long duplicate address detection may take.
 const DAD_DEADLINE: Duration = Duration::from_secs(5);
 
+/// A worker of the kernel's needs microseconds; for that long it may be kept from its work.
+const OWN_DEADLINE: Duration = Duration::from_secs(1);
+
 /// The scope from which on a destination is on the link itself, so that a gateway makes no sense.
 const SCOPE_LINK: u8 = 253;
 
@@ -240,7 +243,33 @@ pub(crate) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
     }
 }
 
-/// Puts the gateways' addresses onto the bridge (or the VLAN's own interface) and lets the host forward.
+/// Waits until each of these addresses takes packets in. `listen` is called if one does not yet. One that keeps not to is
+/// noted, no more: its route may be in another table than the one that is asked, as in a VRF.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn wait_for_own(
+    netlink: &Netlink,
+    addresses: impl IntoIterator<Item = IpAddr>,
+    call: &Call<'_>,
+    listen: impl Fn() -> cni_linux::Result<Watch>,
+) -> Result<()> {
+    // An IPv4 address takes them in from the start.
+    for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
+        if !netlink.is_own(address)? {
+            let what = format!("{address} to take packets in");
+            let check = || Ok(netlink.is_own(address)?.then_some(()));
+            match listen()?.wait(&what, call.machine.now() + OWN_DEADLINE, call.machine.0, check) {
+                Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
+                waited => waited?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Puts the gateways' addresses onto the bridge (or the VLAN's own interface) and lets the host forward. Returns those
+/// that were not there yet.
 ///
 /// # Errors
 /// 102 with Go's text if another address is in the way and `forceAddress` is not set.
@@ -250,7 +279,7 @@ pub(crate) fn serve_gateways(
     link: (u32, &str),
     conf: &Conf,
     layer3: &Layer3,
-) -> Result<()> {
+) -> Result<Vec<IpAddr>> {
     let mut gateways: Vec<Cidr> = Vec::new();
     for ip in &layer3.ips {
         if let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix()))
@@ -259,6 +288,7 @@ pub(crate) fn serve_gateways(
             gateways.push(gateway);
         }
     }
+    let mut added = Vec::new();
     let there = host.list_addresses(link.0)?;
     for gateway in &gateways {
         if there.iter().any(|address| address.cidr == *gateway) {
@@ -285,7 +315,8 @@ pub(crate) fn serve_gateways(
         }
         match host.add_address(link.0, *gateway, dad(conf)) {
             Err(error) if !error.is_exists() => return Err(error.into()),
-            _ => {}
+            Err(_) => {}
+            Ok(_) => added.push(gateway.address()),
         }
     }
     for family in
@@ -293,7 +324,7 @@ pub(crate) fn serve_gateways(
     {
         sysctl::ensure(forwarding(family), "1")?;
     }
-    Ok(())
+    Ok(added)
 }
 
 /// The sysctl that lets the host forward a family.
