@@ -166,18 +166,23 @@ pub(crate) fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result
         return Ok(bridge.clone());
     };
     let name = vlan_gateway_name(&bridge.name, vlan);
+    let port_name = cni_linux::Mark::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
-        // Down: whoever made it was cut off. Up is what the making ends with.
+        // Down: whoever made it was cut off, or is at it this moment. Up is what the making ends with.
         if !link.up
             && let Some(port) = link.peer_index.map(|port| host.find_link_by_index(port)).transpose()?.flatten()
-            && port.alias.as_deref() == Some(VLAN_GATEWAY)
         {
-            ready_vlan_gateway(host, port.index, link.index, vlan)?;
+            let unmarked = port.alias.is_none() && port.name == port_name;
+            if unmarked {
+                host.set_alias(port.index, VLAN_GATEWAY)?;
+            }
+            if unmarked || port.alias.as_deref() == Some(VLAN_GATEWAY) {
+                ready_vlan_gateway(host, port.index, link.index, vlan)?;
+            }
         }
         return Ok(link);
     }
     let (mac, peer_mac) = (device::made_up_mac()?, device::made_up_mac()?);
-    let port_name = cni_linux::Mark::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     let spec = VethSpec {
         mtu: conf.mtu,
         alias: Some(VLAN_GATEWAY),

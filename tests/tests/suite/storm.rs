@@ -7,7 +7,12 @@ use conformance::{addresses, bridge, patched};
 use serde_json::{Value, json};
 
 /// Runs `verb` for all at one barrier: every process is started and waits for its configuration to end.
-fn all_at_once(node: &Node, verb: &str, containers: &[Container], configs: &[Value]) -> Vec<cni_testkit::Outcome> {
+pub(crate) fn all_at_once(
+    node: &Node,
+    verb: &str,
+    containers: &[Container],
+    configs: &[Value],
+) -> Vec<cni_testkit::Outcome> {
     let start = |(container, config)| node.plugin("bridge").command(verb).container(container).config(config).start();
     let mut started: Vec<Started> = containers.iter().zip(configs).map(start).collect();
     started.iter_mut().for_each(Started::release);

@@ -4,6 +4,8 @@ use cni_testkit::{Attachment, Container, Node, probe, require, unprovoked};
 use conformance::{attach, bridge, host_end, layer2, patched};
 use serde_json::{Value, json};
 
+use crate::storm::all_at_once;
+
 /// The VLANs of a port as (ID, flags).
 fn vlans(node: &Node, port: &str) -> Vec<(u64, Vec<String>)> {
     let all = node.json(&["bridge", "-j", "vlan", "show", "dev", port]);
@@ -156,6 +158,47 @@ fn a_vlan_s_gateway_is_an_interface_of_its_own() {
     for (_, attachment, result) in all {
         attachment.check(&result).success();
         attachment.del_with(&result).success();
+    }
+}
+
+/// From here on the gateway of br0's VLAN 100 may be left, as the bridge is.
+fn expect_gateway(node: &Node) {
+    node.ports("br0").iter().chain([&"br0.100".to_owned()]).for_each(|name| node.expect_left(name));
+}
+
+#[test]
+fn a_gateway_whose_maker_was_killed_before_it_could_mark_it_is_finished_by_the_next_add() {
+    require!(probe::vlan_filtering());
+    let node = Node::new();
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
+    let (_first, attachment, _) = attach(&node, &config, 1).remove(0);
+    attachment.del().success();
+    expect_gateway(&node);
+    let port = node.ports("br0").remove(0);
+    node.exec(&["ip", "link", "set", "br0.100", "down"]);
+    node.exec(&["ip", "link", "set", &port, "alias", ""]);
+    node.exec(&["bridge", "vlan", "del", "dev", &port, "vid", "100"]);
+    node.exec(&["bridge", "vlan", "add", "dev", &port, "vid", "1", "pvid", "untagged"]);
+    let (container, attachment, _) = attach(&node, &config, 1).remove(0);
+    assert!(reaches(&container, "10.1.0.1"));
+    assert_eq!(node.link(&port).unwrap()["ifalias"], "cni-bridge: VLAN gateway");
+    attachment.del().success();
+}
+
+#[test]
+fn the_first_adds_of_a_vlan_all_at_once_make_its_gateway_together() {
+    require!(probe::vlan_filtering());
+    for _ in 0..3 {
+        let node = Node::new();
+        let containers: Vec<Container> = (0..5).map(|_| node.container()).collect();
+        let configs = vec![patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100})); containers.len()];
+        all_at_once(&node, "ADD", &containers, &configs).iter().for_each(|outcome| drop(outcome.success()));
+        for container in &containers {
+            assert!(reaches(container, "10.1.0.1"));
+        }
+        all_at_once(&node, "DEL", &containers, &configs).iter().for_each(|outcome| drop(outcome.success()));
+        assert_eq!(node.ports("br0").len(), 1, "the gateway's port alone");
+        expect_gateway(&node);
     }
 }
 
