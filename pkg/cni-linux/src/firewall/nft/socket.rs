@@ -16,7 +16,8 @@ use netlink_packet_netfilter::none::ControlMessage;
 use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage, NetfilterProtoFamily};
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
 use nix::errno::Errno;
-use nix::sys::socket::{MsgFlags, recv};
+use nix::sys::socket::sockopt::SndBufForce;
+use nix::sys::socket::{MsgFlags, recv, setsockopt};
 
 use super::batch::{Batch, Change, Meaning};
 use super::decode::{self, NLMSG_DONE, NLMSG_ERROR};
@@ -394,9 +395,16 @@ impl Nft {
     fn send(&mut self, what: &str, bytes: &[u8]) -> Result<()> {
         // What an earlier, abandoned request left is nobody's any more.
         while let Ok(Some(_)) = self.receive(what) {}
+        let mut grown = false;
         loop {
             match self.socket.send(bytes, 0) {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                // Some 2,000 rules to delete are more than a socket takes at once by default. Root may have any size;
+                // who may not keeps the first error.
+                Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !grown => {
+                    grown = true;
+                    let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
+                }
                 sent => return sent.map(drop).map_err(|error| Error::new(what, error)),
             }
         }

@@ -96,6 +96,22 @@ fn bytecode() -> Vec<String> {
 }
 
 #[test]
+fn thousands_of_rules_come_and_go_in_one_transaction_each() {
+    on_a_host(|| {
+        let mut client = Nft::open().unwrap();
+        let mut batch = with_base("c", Kind::Filter, Hook::Output, 0);
+        (0..5000).for_each(|_| batch.append_rule(T, "c", &verdict(Verdict::Accept)));
+        client.commit(batch).unwrap();
+        let rules = client.rules(T, "c").unwrap();
+        assert_eq!(rules.len(), 5000);
+        let mut batch = Batch::new();
+        rules.iter().for_each(|rule| batch.delete_rule(T, "c", rule.handle));
+        Nft::open().unwrap().commit(batch).unwrap();
+        assert_eq!(client.rules(T, "c").unwrap(), []);
+    });
+}
+
+#[test]
 fn what_the_kernel_dumps_is_what_was_written() {
     on_a_host(|| {
         let t = Table { family: Family::Ip, name: "t" };
