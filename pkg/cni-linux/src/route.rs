@@ -227,7 +227,15 @@ impl Netlink {
     pub fn is_own(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
-            Err(cause) if matches!(cause.errno(), Some(libc::ENETUNREACH | libc::EHOSTUNREACH)) => Ok(false),
+            // No route, or one that is unreachable, prohibited, a black hole: until its own is there, another may cover it.
+            Err(cause)
+                if matches!(
+                    cause.errno(),
+                    Some(libc::ENETUNREACH | libc::EHOSTUNREACH | libc::EACCES | libc::EINVAL)
+                ) =>
+            {
+                Ok(false)
+            }
             Err(cause) => Err(Error::new(format_args!("failed to find the route to {address}"), cause)),
         }
     }
@@ -490,6 +498,11 @@ mod tests {
             assert!(!own("fd00:9::1") && !own("10.1.0.200"));
             output("ip route add default via 10.1.0.1");
             assert!(!own("192.0.2.1"));
+            for kind in ["unreachable", "prohibit", "blackhole"] {
+                output(&format!("ip -6 route add {kind} fd00:9::/48"));
+                assert!(!own("fd00:9::1"), "{kind}");
+                output("ip -6 route del fd00:9::/48");
+            }
             let watch = Watch::open().unwrap();
             netlink.add_address(oif, "fd00:9::1/64".parse().unwrap(), Dad::Skip).unwrap();
             let deadline = Instant::now() + Duration::from_secs(30);
