@@ -33,6 +33,7 @@ packages_of() {
         qemu-aarch64) echo qemu-user ;;
         chroot) echo coreutils ;;
         modprobe) echo kmod ;;
+        mkfs.ext4) echo e2fsprogs ;;
         qemu-system-x86_64) echo qemu-system-x86 ;;
         setpriv) echo util-linux ;;
         dpkg-deb) echo dpkg ;;

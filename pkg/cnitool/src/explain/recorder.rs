@@ -12,6 +12,9 @@ use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::skel::MachineRef;
 use cni::{Code, Error};
 
+/// Names that are tried for the log: a clock may tell two callers the same.
+const TRIES: u32 = 16;
+
 /// The plugins' log: a file of our user's alone that nobody else has a name for, gone with this.
 pub(super) struct Log {
     path: PathBuf,
@@ -23,12 +26,18 @@ impl Log {
     /// Code 5.
     pub(super) fn new() -> Result<Log, Error> {
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().subsec_nanos();
-        let path = std::env::temp_dir().join(format!("cnitool-{}-{nanos}.log", std::process::id()));
-        // A file or a link that somebody laid there is not used.
-        let file = OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path);
-        let file =
-            file.map_err(|error| Error::caused(Code::IO, format_args!("failed to make {}", path.display()), error))?;
-        Ok(Log { path, file })
+        let mut tries = 0;
+        loop {
+            let path = std::env::temp_dir().join(format!("cnitool-{}-{nanos}-{tries}.log", std::process::id()));
+            // A file or a link that somebody laid there is not used.
+            match OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path) {
+                Ok(file) => return Ok(Log { path, file }),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tries < TRIES => tries += 1,
+                Err(error) => {
+                    return Err(Error::caused(Code::IO, format_args!("failed to make {}", path.display()), error));
+                }
+            }
+        }
     }
 
     /// An environment in which the plugins write it.
