@@ -67,15 +67,16 @@ fn remove_links(call: &Call<'_>, mark: &Mark, prev: Option<&AddResult>) -> Resul
         }
     };
     let Some(netns) = netns else { return by_mark(&host, mark) };
-    let inside = || -> Result<()> {
+    let inside = || -> Result<bool> {
         let container = host.open_in(&netns)?;
-        match container.find_link(&call.ifname)? {
-            Some(inner) => remove_inner(call, mark, &host, &container, &inner, prev),
-            None => Ok(()),
-        }
+        let Some(inner) = container.find_link(&call.ifname)? else { return Ok(false) };
+        remove_inner(call, mark, &host, &container, &inner, prev).map(|()| true)
     };
-    // And the host's end of an earlier ADD whose DEL was lost.
-    match Error::join([inside().err(), by_name(&host, mark).err()].into_iter().flatten()) {
+    let inside = inside();
+    // And the host's end of an earlier ADD whose DEL was lost. Where there is no CNI_IFNAME either, somebody may have
+    // renamed both ends.
+    let outside = if matches!(inside, Ok(false)) { by_mark(&host, mark) } else { by_name(&host, mark).map(drop) };
+    match Error::join([inside.err(), outside.err()].into_iter().flatten()) {
         Some(error) => Err(error),
         None => Ok(()),
     }
@@ -176,14 +177,16 @@ fn by_name(host: &Netlink, mark: &Mark) -> Result<bool> {
     Ok(found)
 }
 
-/// Without a namespace: the host's end by its names. If there is none, a port that another plugin made may still be
-/// on the bridge; it can have any name, so all links are looked at.
+/// Without a namespace: the host's end by its names. If there is none, somebody may have renamed it, or a port that
+/// another plugin made may still be on the bridge; either can have any name, so all links are looked at.
 fn by_mark(host: &Netlink, mark: &Mark) -> Result<()> {
     if by_name(host, mark)? {
         return Ok(());
     }
     for link in host.list_links()? {
-        if link.alias.as_deref().and_then(PortMark::parse).is_some_and(|port_mark| port_mark.is(mark)) {
+        if link.is_veth() && mark.is_on(link.alias.as_deref()) {
+            host.purge_link(link.index)?;
+        } else if link.alias.as_deref().and_then(PortMark::parse).is_some_and(|port_mark| port_mark.is(mark)) {
             give_back(host, &link)?;
         }
     }

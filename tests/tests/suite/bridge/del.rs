@@ -1,6 +1,6 @@
 //! DEL: twice, without a namespace, half done. It always cleans and always succeeds.
 
-use cni_testkit::{Attachment, Node};
+use cni_testkit::{Attachment, Container, Node, Outcome};
 use conformance::{attach, bridge, host_end, layer2, patched};
 use serde_json::{Value, json};
 
@@ -91,6 +91,50 @@ fn del_with_a_path_that_is_gone_takes_the_link_too() {
 #[test]
 fn del_with_a_path_that_is_a_plain_file_takes_the_link_too() {
     cleans_from_the_host_side(Some("/etc/hostname"), true);
+}
+
+/// The host's end bears another name than it was given, and in the container nobody finds CNI_IFNAME.
+#[track_caller]
+fn cleans_what_was_renamed(clean: impl FnOnce(&Container, Attachment<'_>, &Value) -> Outcome) {
+    let node = Node::new();
+    let config = bridge(&node, &["10.1.0.0/24"]);
+    let [(container, attachment, result), (_c, neighbour, neighbours)] =
+        <[_; 2]>::try_from(attach(&node, &config, 2)).unwrap();
+    let name = host_end(&result, "br0");
+    node.exec(&["ip", "link", "set", name, "down"]);
+    node.exec(&["ip", "link", "set", name, "name", "renamed0"]);
+    node.exec(&["ip", "link", "set", "renamed0", "up"]);
+    let outcome = clean(&container, attachment, &result);
+    outcome.success();
+    assert!(node.link("renamed0").is_none(), "it still answers at an address that is free: {}", outcome.report());
+    assert!(container.link("eth0").is_none() && container.link("inner0").is_none());
+    assert_eq!(node.ports("br0"), [host_end(&neighbours, "br0")]);
+    assert_eq!(node.reservations("net1").len(), 1);
+    neighbour.check(&neighbours).success();
+    neighbour.del_with(&neighbours).success();
+}
+
+#[test]
+fn del_without_a_namespace_finds_a_host_end_that_was_renamed() {
+    cleans_what_was_renamed(|_, attachment, result| attachment.netns("").del_with(result));
+    cleans_what_was_renamed(|_, attachment, _| attachment.netns("").del());
+}
+
+#[test]
+fn del_finds_it_if_the_containers_end_was_renamed_too() {
+    cleans_what_was_renamed(|container, attachment, result| {
+        container.exec(&["ip", "link", "set", "eth0", "down"]);
+        container.exec(&["ip", "link", "set", "eth0", "name", "inner0"]);
+        attachment.del_with(result)
+    });
+}
+
+#[test]
+fn gc_finds_a_host_end_that_was_renamed() {
+    cleans_what_was_renamed(|_, attachment, _| {
+        let config = patched(attachment.config.clone(), json!({"cniVersion": "1.1.0"}));
+        attachment.config(config).gc(&[("container-1", "eth0")])
+    });
 }
 
 #[test]
