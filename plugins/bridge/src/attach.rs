@@ -55,7 +55,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
     };
     if let Some(kind) = &conf.ipam {
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
-        let mut layer3 = Layer3::new(&ipam, conf, 2)?;
+        let mut layer3 = Layer3::new(&ipam, conf, 2, &[])?;
         masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
         let gateway = gateway_link(&host, &bridge, conf)?;
         bring_up(

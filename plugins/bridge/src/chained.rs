@@ -100,7 +100,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
             ))
         })?;
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
-        let mut layer3 = Layer3::new(&ipam, conf, interface)?;
+        let mut layer3 = Layer3::new(&ipam, conf, interface, &result.ips)?;
         masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
         // The interface stays whatever happens, so our addresses must go from it before IPAM gets them back.
         let (undo, addresses) = (container.clone(), layer3.addresses());

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use cni::delegate::Delegate;
-use cni::result::{AddResult, Interface};
+use cni::result::{AddResult, Interface, IpConfig};
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
@@ -44,14 +44,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf) -> Result<()> {
     let layer3 = Layer3 { ips: ips.cloned().collect(), routes: prev.routes.clone() };
     check_addresses(&container, &inner, &layer3)?;
     check_routes(&container, &inner, &layer3)?;
-    if conf.gateway != Gateway::None && conf.ipam.is_some() {
-        check_gateway(&host, conf, &bridge, &layer3)?;
-    }
-    if conf.masquerade != Masquerading::Off {
-        let missing = masquerade::open(call).check(&mark(call), &layer3.addresses())?;
-        if !missing.is_empty() {
-            return Err(failed(missing.join("; ")));
-        }
+    if conf.ipam.is_some() {
+        check_service(call, &host, conf, &bridge, &own_addresses(&outer, &prev, &layer3))?;
     }
     if conf.container_down {
         return Ok(());
@@ -196,7 +190,31 @@ fn check_routes(container: &Netlink, inner: &Link, layer3: &Layer3) -> Result<()
     Ok(())
 }
 
-fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, layer3: &Layer3) -> Result<()> {
+/// Those of the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin made there are also
+/// that one's, which have no gateway here and are not masqueraded by us.
+fn own_addresses(outer: &Link, prev: &AddResult, layer3: &Layer3) -> Vec<IpConfig> {
+    match outer.alias.as_deref().and_then(PortMark::parse) {
+        Some(PortMark { addresses: (first, count), .. }) => prev.ips.iter().skip(first).take(count).cloned().collect(),
+        None => layer3.ips.clone(),
+    }
+}
+
+/// What the host does for the addresses: it is their gateway, and masquerades them.
+fn check_service(call: &Call<'_>, host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -> Result<()> {
+    if conf.gateway != Gateway::None {
+        check_gateway(host, conf, bridge, own)?;
+    }
+    if conf.masquerade != Masquerading::Off {
+        let addresses: Vec<Cidr> = own.iter().map(|ip| ip.address).collect();
+        let missing = masquerade::open(call).check(&mark(call), &addresses)?;
+        if !missing.is_empty() {
+            return Err(failed(missing.join("; ")));
+        }
+    }
+    Ok(())
+}
+
+fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -> Result<()> {
     let link = match conf.gateway_vlan() {
         None => bridge.clone(),
         Some(vlan) => {
@@ -205,7 +223,7 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, layer3: &Layer3) ->
         }
     };
     let there = host.list_addresses(link.index)?;
-    for ip in &layer3.ips {
+    for ip in own {
         let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix())) else { continue };
         if !there.iter().any(|address| address.cidr == gateway) {
             return Err(failed(format!("{} does not have the gateway's address {gateway}", link.name)));

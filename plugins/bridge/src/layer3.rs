@@ -32,11 +32,12 @@ pub(crate) struct Layer3 {
 }
 
 impl Layer3 {
-    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's index.
+    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's index. `before`: the
+    /// addresses that the container has from earlier plugins.
     ///
     /// # Errors
     /// 7 for an answer without addresses and for routes that could not work, before anything is configured.
-    pub(crate) fn new(ipam: &AddResult, conf: &Conf, interface: usize) -> Result<Layer3> {
+    pub(crate) fn new(ipam: &AddResult, conf: &Conf, interface: usize, before: &[IpConfig]) -> Result<Layer3> {
         if ipam.ips.is_empty() {
             return Err(Error::config("IPAM plugin returned missing IP config"));
         }
@@ -50,7 +51,8 @@ impl Layer3 {
         if conf.gateway == Gateway::DefaultRoute {
             layer3.add_default_routes();
         }
-        layer3.check_routes()?;
+        let before = before.iter().filter(|ip| ip.interface.is_none_or(|index| index == interface));
+        layer3.check_routes(before)?;
         Ok(layer3)
     }
 
@@ -90,8 +92,8 @@ impl Layer3 {
         }
     }
 
-    fn check_routes(&self) -> Result<()> {
-        let mut on_link: Vec<Cidr> = self.ips.iter().map(|ip| ip.address.network()).collect();
+    fn check_routes<'a>(&'a self, before: impl Iterator<Item = &'a IpConfig>) -> Result<()> {
+        let mut on_link: Vec<Cidr> = self.ips.iter().chain(before).map(|ip| ip.address.network()).collect();
         for route in &self.routes {
             let ResultRoute { dst, .. } = route;
             if !dst.is_network() {
@@ -354,7 +356,7 @@ mod tests {
 
     fn layer3(ipam: &str, keys: &str) -> Result<Layer3> {
         let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
-        Layer3::new(&ipam, &conf(keys), 2)
+        Layer3::new(&ipam, &conf(keys), 2, &[])
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! bridge behind another plugin: it makes that plugin's host end a port, and owns nothing else of it.
 
-use cni_testkit::{Attachment, Container, Node};
+use cni_testkit::{Attachment, Container, Node, probe, require};
 use conformance::{bridge, layer2, patched};
 use serde_json::{Value, json};
 
@@ -92,6 +92,57 @@ fn ipam_is_asked_only_if_it_is_named() {
     attachment.del_with(&result).success();
     assert!(node.link("host0").is_some());
     assert_eq!(node.reservations("net1"), []);
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+/// The earlier plugin gave the interface an address: that one's gateway and masquerading are not bridge's.
+#[track_caller]
+fn judged_by_its_own_addresses(keys: Value, broken: &[&str]) {
+    let node = Node::new();
+    let container = node.container();
+    let mut prev = made_before(&node, &container);
+    prev["ips"] = json!([{"address": "10.50.0.5/24", "gateway": "10.50.0.1", "interface": 1}]);
+    container.exec(&["ip", "address", "add", "10.50.0.5/24", "dev", "eth0"]);
+    let attachment = Attachment::new(&node, &container, patched(bridge(&node, &["10.1.0.0/24"]), keys));
+    let result = attachment.add_after(&prev).success();
+    attachment.check(&result).success();
+    if !broken.is_empty() {
+        node.exec(broken);
+        assert_eq!(attachment.check(&result).failure().code, Some(101));
+    }
+    attachment.del_with(&result).success();
+    assert_eq!(container.addresses("eth0"), ["10.50.0.5/24"]);
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
+fn check_judges_the_gateway_of_its_own_addresses_alone() {
+    judged_by_its_own_addresses(json!({}), &["ip", "address", "del", "10.1.0.1/24", "dev", "br0"]);
+    judged_by_its_own_addresses(json!({"ipam": null}), &[]);
+}
+
+#[test]
+fn check_judges_the_masquerading_of_its_own_addresses_alone() {
+    require!(probe::nft());
+    let nftables = json!({"isGateway": null, "ipMasq": true, "ipMasqBackend": "nftables"});
+    judged_by_its_own_addresses(nftables.clone(), &["nft", "delete", "table", "inet", "cni_plugins_masquerade"]);
+    judged_by_its_own_addresses(patched(nftables, json!({"ipam": null})), &[]);
+}
+
+#[test]
+fn a_route_may_lead_through_the_earlier_plugins_network() {
+    let node = Node::new();
+    let container = node.container();
+    let mut prev = made_before(&node, &container);
+    prev["ips"] = json!([{"address": "10.50.0.5/24", "interface": 1}]);
+    container.exec(&["ip", "address", "add", "10.50.0.5/24", "dev", "eth0"]);
+    let routes = json!({"ipam": {"routes": [{"dst": "192.0.2.0/24", "gw": "10.50.0.9"}]}});
+    let attachment = Attachment::new(&node, &container, patched(bridge(&node, &["10.1.0.0/24"]), routes));
+    let result = attachment.add_after(&prev).success();
+    let there = container.json(&["ip", "-j", "route", "show", "192.0.2.0/24"]);
+    assert_eq!(there[0]["gateway"], "10.50.0.9", "{there}");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
     node.exec(&["ip", "link", "del", "host0"]);
 }
 
