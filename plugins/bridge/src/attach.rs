@@ -47,7 +47,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
 
     let mut result = AddResult {
         interfaces: vec![
-            interface(&bridge.name, bridge.mac),
+            interface(&bridge.name, None),
             interface(&port.name, Some(port.mac)),
             Interface { sandbox: sandbox(call), ..interface(&call.ifname, Some(port.peer_mac)) },
         ],
@@ -77,6 +77,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
         let ends = Ends { host: &host, container: &container, netns: &netns };
         wait_for_frames(call, &ends, &watch, &[port.index], port.peer_index)?;
     }
+    result.interfaces[0] = interface(&bridge.name, device::final_mac(&host, &bridge)?);
     if let Some(dns) = &conf.dns {
         result.dns = dns.clone();
     }

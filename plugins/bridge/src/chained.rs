@@ -131,7 +131,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     }
     // At the end, so that no index into the earlier plugins' list changes its meaning.
     if !result.interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
-        result.interfaces.push(attach::interface(&bridge.name, bridge.mac));
+        result.interfaces.push(attach::interface(&bridge.name, device::final_mac(&host, &bridge)?));
     }
     if let Some(dns) = &conf.dns {
         result.dns = dns.clone();

@@ -116,10 +116,20 @@ fn pin(host: &Netlink, link: Link) -> Result<Link> {
         _ => made_up_mac()?,
     };
     host.set_mac(link.index, mac)?;
-    if link.alias.is_none() {
-        host.set_alias(link.index, PINNED)?;
+    if link.alias.is_some() {
+        return Ok(Link { mac: Some(mac), ..link });
     }
-    Ok(Link { mac: Some(mac), ..link })
+    host.set_alias(link.index, PINNED)?;
+    Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
+}
+
+/// The bridge's MAC for the result, once all ports are there: one that is not pinned may have become a port's. Go's CHECK
+/// compares it.
+pub(crate) fn final_mac(host: &Netlink, bridge: &Link) -> Result<Option<Mac>> {
+    if bridge.alias.as_deref() == Some(PINNED) {
+        return Ok(bridge.mac);
+    }
+    Ok(host.find_link_by_index(bridge.index)?.and_then(|bridge| bridge.mac))
 }
 
 /// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin made.

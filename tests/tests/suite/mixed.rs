@@ -51,6 +51,16 @@ fn we_add_and_go_checks_and_deletes() {
 }
 
 #[test]
+fn go_checks_what_we_added_to_a_bridge_of_the_owners() {
+    require!(probe::go_plugins());
+    let on_existing = |node: &Node| {
+        node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
+        full(node)
+    };
+    handed_over(on_existing, false, check_and_del);
+}
+
+#[test]
 fn go_adds_and_we_delete_without_prev_result() {
     require!(probe::go_plugins());
     handed_over(full, true, |_, _, attachment, _| drop(attachment.del().success()));

@@ -49,6 +49,19 @@ fn the_host_end_becomes_a_port_and_the_result_gains_the_bridge() {
 }
 
 #[test]
+fn the_result_tells_the_mac_that_an_existing_bridge_has_afterwards() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
+    let attachment = Attachment::new(&node, &container, layer2());
+    let result = attachment.add_after(&prev).success();
+    assert_eq!(result["interfaces"][2]["mac"], node.link("br0").unwrap()["address"], "{result:#}");
+    attachment.del_with(&result).success();
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
 fn the_second_del_of_a_chained_use_deletes_no_interface_either() {
     let node = Node::new();
     let container = node.container();

@@ -104,6 +104,16 @@ fn an_existing_bridge_is_used_as_it_is() {
     attachment.del_with(&result).success();
 }
 
+/// Its owner set none, so it may take that of its first port.
+#[test]
+fn the_result_tells_the_mac_that_an_existing_bridge_has_after_its_first_port() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    assert_eq!(result["interfaces"][0]["mac"], mac(&node), "{result:#}");
+    attachment.del_with(&result).success();
+}
+
 #[test]
 fn what_is_no_bridge_is_refused_and_left_alone() {
     let node = Node::new();
