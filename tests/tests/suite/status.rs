@@ -51,6 +51,34 @@ fn one_exhausted_set_of_two_is_enough() {
     status(&node, &config).success();
 }
 
+/// As a Go plugin leaves them that was killed between making a file and writing it, or a crash that lost what was written.
+#[test]
+fn blank_files_are_free_addresses() {
+    let node = Node::new();
+    let config = newest(host_local(&node, &["10.1.0.0/29"]));
+    let folder = node.data_dir().join("net1");
+    std::fs::create_dir_all(&folder).unwrap();
+    for host in 2..=5 {
+        std::fs::write(folder.join(format!("10.1.0.{host}")), format!("c{host}\r\neth0")).unwrap();
+    }
+    // Without an index, and then with one that the killed plugin has made untrue.
+    for blank in ["", "\0\0\0\0\r\n"] {
+        let file = folder.join("10.1.0.6");
+        std::fs::write(&file, blank).unwrap();
+        status(&node, &config).success();
+        std::fs::write(&file, "c6\r\neth0").unwrap();
+        status(&node, &config).fails_with(50, "");
+        std::fs::write(&file, blank).unwrap();
+        let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
+        status(&node, &config).fails_with(50, "");
+        attachment.del().success();
+        status(&node, &config).success();
+    }
+    for host in 2..=5 {
+        std::fs::remove_file(folder.join(format!("10.1.0.{host}"))).unwrap();
+    }
+}
+
 #[test]
 fn without_ranges_there_is_nothing_to_exhaust() {
     let node = Node::new();

@@ -110,7 +110,7 @@ impl Record {
         }
     }
 
-    pub(super) fn is_occupied(&self) -> bool {
+    pub(crate) fn is_occupied(&self) -> bool {
         self.holder != Holder::Nobody
     }
 }

@@ -1,10 +1,12 @@
 //! STATUS: how many addresses are used, without the lock and without waiting.
 //!
 //! It writes nothing and rebuilds nothing. With an index that is true and stays so while it is read, the answer
-//! costs a few reads; else the names in the folder are counted, and no file is opened. What a newcomer gets wrong:
-//! blank files count as used in the second case, so the two may differ by those.
+//! costs a few reads; else the names in the folder are counted. What a newcomer gets wrong: a name may be that of a blank
+//! file, whose address is free. The files are looked at only where the names alone would mean "full": a node called
+//! full for those would never get the ADD that makes a new index.
 
 use std::fmt;
+use std::fs::File;
 use std::net::IpAddr;
 use std::path::Path;
 
@@ -14,7 +16,7 @@ use nix::unistd::{AccessFlags, access};
 
 use super::Store;
 use crate::index::header::Stamp;
-use crate::index::{self, Index};
+use crate::index::{self, Index, Record};
 use crate::ranges::{RangeSet, RangeSets};
 
 /// How full a range set is.
@@ -60,16 +62,22 @@ impl Store {
             let counts = sets.sets().iter().map(|set| used(index, set));
             counts.collect::<Result<Option<Vec<u128>>, _>>()
         });
-        let counts = match peeked {
-            Some(counts) => counts,
+        let usage = |counts: Vec<u128>| -> Vec<Usage> {
+            let usage = |(set, used): (&RangeSet, u128)| Usage { set: set.to_string(), used, total: set.capacity() };
+            sets.sets().iter().zip(counts).map(usage).collect()
+        };
+        let counted = |taken: Vec<IpAddr>| {
+            let count = |set| taken.iter().filter(|address| in_set(set, address)).count() as u128;
+            usage(sets.sets().iter().map(count).collect())
+        };
+        let mut usage = match peeked {
+            Some(counts) => usage(counts),
             None => {
-                let names = self.names()?;
-                let count = |set| names.iter().filter(|name| in_set(set, name)).count() as u128;
-                sets.sets().iter().map(count).collect()
+                let named = counted(self.names()?);
+                let occupied = if named.iter().any(Usage::is_exhausted) { self.occupied() } else { None };
+                occupied.map_or(named, counted)
             }
         };
-        let usage = |(set, used): (&RangeSet, u128)| Usage { set: set.to_string(), used, total: set.capacity() };
-        let mut usage: Vec<Usage> = sets.sets().iter().zip(counts).map(usage).collect();
         // After a reboot the next ADD makes room; a node called full until then would never get that ADD.
         if usage.iter().any(Usage::is_exhausted) {
             let dead = self.reclaimable();
@@ -88,6 +96,15 @@ impl Store {
     /// Code 5 if the folder is there but cannot be read.
     pub fn count(&self) -> Result<usize> {
         self.names().map(|names| names.len())
+    }
+
+    /// The addresses whose files are no blanks. Only files that the index, true or not, does not know are read. `None` if
+    /// the folder cannot be read.
+    fn occupied(&self) -> Option<Vec<IpAddr>> {
+        let folder = File::open(self.path()).ok()?;
+        let (known, _) = index::old_records(&self.index_path(), &self.options.host);
+        let records = index::scan(self.path(), &folder, &known).ok()?;
+        Some(records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect())
     }
 
     fn names(&self) -> Result<Vec<IpAddr>> {
