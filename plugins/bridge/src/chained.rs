@@ -6,6 +6,7 @@
 use std::rc::Rc;
 
 use cni::delegate::Delegate;
+use cni::json::Json;
 use cni::result::AddResult;
 use cni::skel::{Added, Call};
 use cni::{Cidr, Code, Error, Result};
@@ -54,10 +55,30 @@ impl PortMark {
     }
 }
 
-/// Whether an earlier plugin made CNI_IFNAME in the container. One that made something else, as the loopback that
+/// `prevResult`, if an earlier plugin made CNI_IFNAME in the container. One that made something else, as the loopback that
 /// Nomad's list begins with, leaves it to us to make it, and its result is none of ours.
-pub(crate) fn is_meant(call: &Call<'_>, prev: &AddResult) -> bool {
-    prev.interfaces.iter().any(|interface| interface.name == call.ifname && !interface.sandbox.is_empty())
+///
+/// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that cannot be read matters only
+/// where it names that interface.
+pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
+    let Some(json) = call.conf.json().get("prevResult") else { return Ok(None) };
+    let is_ours = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
+    match AddResult::decode(json, call.conf.version()) {
+        Ok(prev) => {
+            let meant = prev.interfaces.iter().any(|interface| is_ours(&interface.name, &interface.sandbox));
+            Ok(Some(prev).filter(|_| meant))
+        }
+        Err(error) => {
+            let text = |interface: &Json, key| interface.get(key).and_then(Json::as_str).unwrap_or_default().to_owned();
+            if let Some(Json::Array(interfaces)) = json.get("interfaces")
+                && interfaces.iter().any(|interface| is_ours(&text(interface, "name"), &text(interface, "sandbox")))
+            {
+                return Err(Error::caused(Code::DECODE, "could not parse prevResult", error));
+            }
+            call.notes.note(format_args!("prevResult is not used: {error}"));
+            Ok(None)
+        }
+    }
 }
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {

@@ -57,9 +57,9 @@ impl Plugin for Bridge {
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(call)?;
-        match call.conf.prev_result()? {
-            Some(prev) if chained::is_meant(call, &prev) => chained::add(call, &conf, prev),
-            _ => attach::add(call, &conf),
+        match chained::earlier(call)? {
+            Some(prev) => chained::add(call, &conf, prev),
+            None => attach::add(call, &conf),
         }
     }
 

@@ -1,6 +1,6 @@
 //! bridge behind another plugin: it makes that plugin's host end a port, and owns nothing else of it.
 
-use cni_testkit::{Attachment, Container, Node, probe, require};
+use cni_testkit::{Attachment, Container, Node, Outcome, probe, require};
 use conformance::{bridge, layer2, patched};
 use serde_json::{Value, json};
 
@@ -189,6 +189,54 @@ fn after_a_plugin_that_made_another_interface_the_add_is_like_any_other() {
     attachment.del_with(&result).success();
     assert_eq!(node.reservations("net1"), []);
     assert!(container.link("eth0").is_none());
+}
+
+/// ADD behind a result that need not follow any schema.
+#[track_caller]
+fn add_behind(attachment: &Attachment<'_>, prev: Value) -> Outcome {
+    let config = patched(attachment.config.clone(), json!({ "prevResult": prev }));
+    attachment.invocation("ADD", None).bad_config(&config).run()
+}
+
+#[test]
+fn a_result_of_another_version_or_with_a_harmless_oddity_does_not_matter() {
+    let node = Node::new();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let sandbox = container.netns();
+    for prev in [
+        json!({"cniVersion": "0.4.0", "ips": [{"version": "4", "address": "10.9.0.1/24"}]}),
+        json!({"cniVersion": "1.0.0", "interfaces": [{"name": "lo", "mtu": -1, "sandbox": sandbox}]}),
+        json!({"cniVersion": "1.0.0", "ips": [{"address": "10.9.0.1/24", "interface": -1}]}),
+        json!({"cniVersion": "7.0.0", "interfaces": [{"name": "eth0"}]}),
+    ] {
+        let outcome = add_behind(&attachment, prev.clone());
+        let result = outcome.success();
+        assert_eq!(conformance::addresses(&result), container.addresses("eth0"), "{prev}");
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
+fn the_earlier_plugins_interface_is_found_in_a_result_of_another_version() {
+    let node = Node::new();
+    let container = node.container();
+    let mut prev = made_before(&node, &container);
+    prev["cniVersion"] = json!("0.4.0");
+    prev["ips"] = json!([{"version": "4", "address": "10.50.0.5/24", "interface": 1}]);
+    container.exec(&["ip", "address", "add", "10.50.0.5/24", "dev", "eth0"]);
+    let attachment = Attachment::new(&node, &container, layer2());
+    let result = add_behind(&attachment, prev.clone()).success();
+    assert_eq!(node.ports("br0"), ["host0"]);
+    assert_eq!(conformance::addresses(&result), ["10.50.0.5/24"]);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    // Whether this interface is the one to work on depends on what cannot be read.
+    prev["ips"][0]["address"] = json!("nonsense");
+    add_behind(&attachment, prev).fails_with(6, "could not parse prevResult");
+    assert_eq!(node.ports("br0"), Vec::<String>::new());
+    node.exec(&["ip", "link", "del", "host0"]);
 }
 
 #[test]
