@@ -3,14 +3,15 @@
 # fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments.
 #
 # Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
-# of how many. So it takes two hours and a half at most, and on two idle processors leaves out nothing of the kills. CNI_SOAK=N makes N
-# times as many storms and rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
+# of how many. CNI_SOAK=N makes N times as many storms and rounds under held locks (1). CNI_SEED=N repeats what a run has
+# chosen.
 
 soak_needs() { need iptables nft ping; }
 
 soak_part() {
     local log=$work/soak
+    # More tests than processors: most of the time they wait until the kernel has taken a link or a rule away.
     tests "crashes, errors and storms, all of them" "$log" \
-        env CNI_SOAK="${CNI_SOAK:-1}" CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash
+        env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash
     figures "$log.err"
 }
