@@ -126,6 +126,24 @@ fn check_is_green_after_add_and_red_after_any_sabotage() {
 }
 
 #[test]
+fn a_foreign_rule_with_a_match_of_its_own_does_not_stand_for_the_shared_one() {
+    each(&IPTABLES, |world| {
+        let first = world.mapped(one());
+        first.serve_tcp(80, "first");
+        // What the plugins do not write is not read; apart from it, this rule is the shared one.
+        let shared = "-m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT";
+        shell(world, &format!("iptables -w -t nat -I PREROUTING -m physdev --physdev-in nowhere {shared}"));
+        let second = world.dual();
+        second.add(&world.config(json!([map(8081, 80, "tcp")]))).success();
+        assert!(world.client.enter(|| ask_tcp(&at(0, 8080))).is_some(), "{:?}\n{}", world.backend, world.rules());
+        shell(world, &format!("iptables -w -t nat -D PREROUTING {shared}"));
+        first.check(&world.config(one())).fails_naming(101, &["PREROUTING"]);
+        first.leave();
+        second.leave();
+    });
+}
+
+#[test]
 fn an_add_that_nobody_hears_of_leaves_nothing() {
     each(&BACKENDS, |world| {
         let pod = world.dual();

@@ -45,9 +45,9 @@ impl Rule {
         self.value("--comment")
     }
 
-    /// Whether these are its words, whatever is unknown of it.
+    /// Whether it does what these words say, and nothing else.
     pub fn is<W: AsRef<str>>(&self, words: &[W]) -> bool {
-        self.words.iter().map(String::as_str).eq(words.iter().map(AsRef::as_ref))
+        self.whole && self.words.iter().map(String::as_str).eq(words.iter().map(AsRef::as_ref))
     }
 }
 
@@ -119,6 +119,12 @@ mod tests {
         assert_eq!((rule.value("-d"), rule.value("-s")), (None, Some("10.0.0.0/8")));
         assert_eq!((rule.comment(), rule.target()), (Some("c"), Some("CNI-X")));
         assert!(!rule.is(&["-s", "10.0.0.0/8"]));
+    }
+
+    #[test]
+    fn what_was_not_read_to_its_end_is_no_rule_of_these_words() {
+        let rule = rule("-s 10.0.0.0/8 -j CNI-X");
+        assert!(rule.is(rule.words()) && !Rule { whole: false, ..rule.clone() }.is(rule.words()));
     }
 
     #[test]
