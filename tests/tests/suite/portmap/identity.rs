@@ -94,15 +94,70 @@ fn what_go_made_is_checked_and_removed() {
     require!(probe::go_plugins());
     each(&IPTABLES, |world| {
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
-        for prev in [true, false] {
+        for prev in ["all", "of IPv4 alone", "none"] {
             let pod = world.dual();
             pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
             pod.check(&config).success();
-            let prev = Some(&pod.result).filter(|_| prev);
-            pod.call_by(&bin_dir(), "DEL", &without_ports(&config), prev).success();
+            let v4 = patched(pod.result.clone(), json!({"ips": [pod.result["ips"][0]]}));
+            let prev = [("all", &pod.result), ("of IPv4 alone", &v4)].into_iter().find(|(name, _)| *name == prev);
+            pod.call_by(&bin_dir(), "DEL", &without_ports(&config), prev.map(|(_, prev)| prev)).success();
             assert!(!world.rules().contains("CNI-DN-"), "{:?}\n{}", world.backend, world.rules());
             pod.leave();
         }
+    });
+}
+
+#[test]
+fn go_s_rules_for_two_interfaces_go_one_after_the_other() {
+    require!(probe::go_plugins());
+    each(&IPTABLES, |world| {
+        // Go asks `ip6tables-legacy -C`, which finds rules that are not there.
+        let families = if world.backend == Backend::IptablesLegacy { 1 } else { 2 };
+        let network = world.network("net1", &["10.1.0.0/24", "fd00:1::/64"][..families]);
+        for (ports, gone) in [([8080, 8081], 0), ([8080, 8081], 1), ([8080, 8080], 0)] {
+            let first = world.pod(&network);
+            let second = first.also(&patched(network.clone(), json!({"isDefaultGateway": false})), "eth1");
+            let pods = [first, second];
+            let configs = ports.map(|port| world.config(json!([map(port, 80, "tcp")])));
+            for (pod, config) in pods.iter().zip(&configs) {
+                pod.call_by(&go(), "ADD", config, Some(&pod.result)).success();
+            }
+            pods[0].check(&configs[0]).success();
+            if ports[0] == ports[1] {
+                let address = pods[0].address(0).to_string();
+                pods[1].check(&configs[1]).fails_naming(101, &["8080", &address, "first"]);
+            }
+            let del = |which: usize| {
+                let (pod, config) = (&pods[which], without_ports(&configs[which]));
+                pod.call_by(&bin_dir(), "DEL", &config, Some(&pod.result)).success();
+            };
+            del(gone);
+            pods[gone].check(&configs[gone]).failure();
+            pods[1 - gone].check(&configs[1 - gone]).success();
+            del(1 - gone);
+            assert!(!world.rules().contains("CNI-DN-"), "{ports:?} {:?}\n{}", world.backend, world.rules());
+            pods.iter().for_each(Pod::leave);
+        }
+    });
+}
+
+#[test]
+fn what_go_has_left_of_an_earlier_address_is_told_by_add_and_by_check() {
+    require!(probe::go_plugins());
+    each(&IPTABLES, |world| {
+        let pod = world.pod(&world.network("net1", &["10.1.0.0/24"]));
+        let config = world.config(json!([map(8080, 80, "tcp")]));
+        let earlier = patched(pod.result.clone(), json!({"ips": [{"address": "10.1.0.99/24", "interface": 2}]}));
+        pod.call_by(&go(), "ADD", &config, Some(&earlier)).success();
+        let added = pod.add(&config);
+        added.success();
+        assert!(added.stderr.contains("10.1.0.99"), "{}", added.report());
+        pod.check(&config).fails_naming(101, &["8080", "10.1.0.99", "first"]);
+        pod.del(&config).success();
+        assert!(!world.rules().contains(&pod.address(0).to_string()), "{:?}\n{}", world.backend, world.rules());
+        pod.call_by(&bin_dir(), "DEL", &config, Some(&earlier)).success();
+        assert!(!world.rules().contains("CNI-DN-"), "{:?}\n{}", world.backend, world.rules());
+        pod.leave();
     });
 }
 

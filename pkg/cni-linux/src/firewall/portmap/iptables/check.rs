@@ -2,7 +2,7 @@
 
 use super::super::{Claim, Forwarding};
 use super::shape::{self, DNAT, Jump, Section};
-use super::{IptablesPortMap, Nat, belongs, shared_rules};
+use super::{IptablesPortMap, Nat, is_own, shared_rules};
 use crate::error::Result;
 use crate::firewall::iptables::Rule;
 use crate::route::Family;
@@ -44,13 +44,12 @@ fn differences_of(nat: &mut Nat<'_>, wanted: &Forwarding, container: Cidr, claim
         }
     }
     let jumps = nat.leading_to(DNAT, &chain)?;
-    let sections = shape::sections(nat.rules(&chain)?);
-    let own = |section: &&Section| match section.alias() {
-        Some(_) => belongs(section, &None, &wanted.mark),
-        None => section.claims().all(|claim| wanted.is_container(claim.container.ip())),
-    };
-    let own: Vec<&Section> = sections.iter().filter(own).collect();
-    let rules: Vec<&Rule> = own.iter().flat_map(|section| section.rules()).collect();
+    let there = nat.rules(&chain)?;
+    let sections = shape::sections(there);
+    let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
+    let others: Vec<&Section> = others.into_iter().filter(|section| section.marker.is_none()).collect();
+    // With Go's rules for another address too: what marks connections to a port it makes once for all of them.
+    let rules: Vec<&Rule> = own.iter().chain(&others).flat_map(|section| section.rules()).collect();
     for claim in claims {
         for words in shape::forward(wanted, container, claim) {
             if !rules.iter().any(|rule| rule.is(&words)) {
@@ -59,6 +58,10 @@ fn differences_of(nat: &mut Nat<'_>, wanted: &Forwarding, container: Cidr, claim
         }
         if !jumps.iter().filter_map(Jump::of).any(|jump| jump.serves(claim)) {
             differences.push(format!("chain {DNAT} has no rule that leads {claim} to {chain}"));
+        }
+        let is_anothers = |first: &Claim| others.iter().any(|section| section.claims().any(|there| there == *first));
+        if let Some(first) = shape::first(there, claim).filter(is_anothers) {
+            differences.push(format!("chain {chain} leads {claim} to {} first", first.container));
         }
     }
     for claim in own.iter().flat_map(|section| section.claims()).filter(|claim| !claims.contains(claim)) {

@@ -5,7 +5,7 @@
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
-use super::{IptablesPortMap, is_needed, plan_removal};
+use super::{IptablesPortMap, delete_section, is_needed, plan_removal};
 use crate::error::Result;
 use crate::firewall::iptables::{Edit, Nat, Rule, Variant};
 use crate::route::Family;
@@ -90,14 +90,14 @@ impl Had {
         let sections = shape::sections(nat.rules(&chain)?);
         let (own, others): (Vec<&Section>, Vec<&Section>) =
             sections.iter().partition(|section| is_own(section, wanted));
+        let still: Vec<_> = others.iter().flat_map(|section| section.claims()).collect();
         if !nat.has(&chain)? {
             edit.create_chain(&chain);
         }
         if !own.iter().flat_map(|section| section.rules()).eq(&self.rules) {
-            own.iter().flat_map(|section| section.rules()).for_each(|rule| edit.delete(&chain, rule));
+            own.iter().for_each(|section| delete_section(edit, &chain, section, &still));
             self.rules.iter().for_each(|rule| edit.put_back(&chain, rule));
         }
-        let still: Vec<_> = others.iter().flat_map(|section| section.claims()).collect();
         let jumps = nat.leading_to(DNAT, &chain)?;
         for jump in jumps.iter().filter(|jump| !self.jumps.contains(jump) && !is_needed(jump, &still)) {
             edit.delete(DNAT, jump);

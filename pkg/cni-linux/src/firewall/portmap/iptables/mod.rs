@@ -108,17 +108,17 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// Removes whatever there is of the attachment, in both families and variants, whoever made it. `addresses` are the
-    /// container's as far as they are known; they decide on rules that name the container alone. Returns what the
-    /// attachment had, and what could not be removed because a program is missing. No process where nothing is found by
-    /// netlink and there is no legacy table.
+    /// container's as far as they are known; they decide on rules that name the container alone, which without an address
+    /// of their family all go. Returns what the attachment had, and what could not be removed because a program is missing.
+    /// No process where nothing is found by netlink and there is no legacy table.
     pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<(Vec<Claim>, Vec<String>)> {
         let (chain, old) = (shape::chain(mark), shape::snat_chain(mark));
         self.everywhere(&[&chain, &old], |nat, edit| {
+            let family = nat.family();
+            let known: Vec<&IpAddr> = addresses.iter().filter(|address| Family::of(**address) == family).collect();
             let claims = plan_removal(nat, edit, &chain, |section, named| {
-                belongs(section, named, mark).then_some(()).is_some_and(|()| match section.alias() {
-                    Some(_) => true,
-                    None => addresses.is_empty() || section.claims().all(|c| addresses.contains(&c.container.ip())),
-                })
+                let is_known = || known.is_empty() || section.address().is_none_or(|address| known.contains(&&address));
+                belongs(section, named, mark) && (section.alias().is_some() || is_known())
             })?;
             if let Some(there) = nat.chain(&old)?.cloned() {
                 for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&old)) {
@@ -235,14 +235,27 @@ fn plan_removal(
         edit.delete_chain(chain, &there);
         return Ok(claims);
     }
-    for rule in gone.iter().flat_map(|section| section.rules()) {
-        edit.delete(chain, rule);
-    }
     let still: Vec<Claim> = left.iter().flat_map(|section| section.claims()).collect();
+    // What does not say whose it is goes with the last of the others.
+    for section in gone.iter().filter(|section| !section.is_silent()) {
+        delete_section(edit, chain, section, &still);
+    }
     for jump in jumps.iter().filter(|jump| !is_needed(jump, &still)) {
         edit.delete(DNAT, jump);
     }
     Ok(claims)
+}
+
+/// Removes a section, but for what marks connections to a port that is still mapped: Go makes that once for all
+/// addresses, and iptables-legacy, which knows no handles, would remove the first rule that looks like it.
+fn delete_section(edit: &mut Edit, chain: &str, section: &Section, still: &[Claim]) {
+    let is_mapped = |rule: &Rule| {
+        let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
+        still.iter().any(|c| protocol == Some(c.protocol.name()) && port == Some(&c.host_port.to_string()))
+    };
+    for rule in section.rules().filter(|rule| rule.target() == Some("DNAT") || !is_mapped(rule)) {
+        edit.delete(chain, rule);
+    }
 }
 
 fn is_needed(jump: &Rule, claims: &[Claim]) -> bool {
@@ -333,21 +346,27 @@ fn own(
     let sections = shape::sections(there.as_ref().map_or(&[], |there| there.rules.as_slice()));
     let (own, others): (Vec<&Section>, Vec<&Section>) =
         sections.iter().filter(|section| section.rules().next().is_some()).partition(|section| is_own(section, wanted));
+    let still: Vec<Claim> = others.iter().flat_map(|section| section.claims()).collect();
     let in_place = own.iter().flat_map(|section| section.rules()).count() == new.len()
         && own.iter().flat_map(|section| section.rules()).zip(&new).all(|(rule, words)| rule.is(words));
     if !in_place {
         if others.is_empty() {
             edit.replace_chain(&chain);
         } else {
-            for rule in own.iter().flat_map(|section| section.rules()) {
-                edit.delete(&chain, rule);
-            }
+            own.iter().for_each(|section| delete_section(edit, &chain, section, &still));
         }
         for words in new {
             edit.append(&chain, words);
         }
     }
-    let still: Vec<Claim> = others.iter().flat_map(|section| section.claims()).collect();
+    let unmarked = others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
+    let ahead = unmarked.filter(|there| wanted.policy == Policy::Judge && claims.iter().any(|c| c.overlaps(there)));
+    plan.remarks.extend(ahead.map(|there| {
+        let to = there.container;
+        format!(
+            "{there} is mapped to {to} by older rules of this container's, which may go first as long as they are there"
+        )
+    }));
     let conditions = wanted.conditions(Family::of(container.address()));
     let jumps: Vec<&Rule> = ways.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     let mut kept: Vec<usize> = Vec::new();

@@ -225,7 +225,7 @@ pub(super) struct Group {
     pub(super) rules: Vec<Rule>,
 }
 
-/// The rules of one attachment in a container's chain, or those that belong to none.
+/// The rules of one attachment in a container's chain, or those without a marker that lead to one address.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Section {
     /// Its marker.
@@ -245,6 +245,11 @@ impl Section {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }
 
+    /// Whether nothing in it says whose it is.
+    pub(super) fn is_silent(&self) -> bool {
+        self.marker.is_none() && self.address().is_none()
+    }
+
     /// Every rule, the marker first.
     pub(super) fn rules(&self) -> impl Iterator<Item = &Rule> {
         self.marker.iter().chain(self.groups.iter().flat_map(|group| &group.rules))
@@ -254,15 +259,22 @@ impl Section {
         self.groups.iter().filter_map(|group| group.claim)
     }
 
-    fn address(&self) -> Option<IpAddr> {
+    /// Where it leads to.
+    pub(super) fn address(&self) -> Option<IpAddr> {
         self.claims().next().map(|claim| claim.container.ip())
     }
 }
 
-/// A container's chain as sections: first what belongs to none, then one for each marker. What follows a marker but
-/// leads to another address than the first mapping after it was appended by Go.
+/// The one of these rules that a packet for the claim meets first.
+pub(super) fn first(rules: &[Rule], claim: &Claim) -> Option<Claim> {
+    rules.iter().filter_map(read).find(|there| there.overlaps(claim))
+}
+
+/// A container's chain as sections: first what bears no marker, one for each address and one for each group that tells
+/// none; then one for each marker. What follows a marker but leads to another address than the first mapping after it was
+/// appended by Go. An empty chain is one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
-    let mut unmarked = Section::default();
+    let mut unmarked: Vec<Group> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();
     let mut pending: Vec<Rule> = Vec::new();
     for rule in rules {
@@ -273,24 +285,36 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
                 continue;
             }
         }
-        let section = marked.last_mut().unwrap_or(&mut unmarked);
         let claim = read(rule).filter(|_| !is_marker);
-        let same_place = match (section.address(), claim) {
+        let same_place = |section: &&mut Section| match (section.address(), claim) {
             (Some(one), Some(claim)) => one == claim.container.ip(),
             _ => true,
         };
-        let section = if same_place { section } else { &mut unmarked };
+        let groups = marked.last_mut().filter(same_place).map_or(&mut unmarked, |section| &mut section.groups);
         if !pending.is_empty() {
-            section.groups.push(Group { claim, rules: std::mem::take(&mut pending) });
+            groups.push(Group { claim, rules: std::mem::take(&mut pending) });
         }
         if is_marker {
             marked.push(Section { marker: Some(rule.clone()), groups: Vec::new() });
         }
     }
     if !pending.is_empty() {
-        marked.last_mut().unwrap_or(&mut unmarked).groups.push(Group { claim: None, rules: pending });
+        let groups = marked.last_mut().map_or(&mut unmarked, |section| &mut section.groups);
+        groups.push(Group { claim: None, rules: pending });
     }
-    [vec![unmarked], marked].concat()
+    let mut sections: Vec<Section> = Vec::new();
+    for group in unmarked {
+        let address = group.claim.map(|claim| claim.container.ip());
+        match sections.iter_mut().find(|section| address.is_some() && section.address() == address) {
+            Some(section) => section.groups.push(group),
+            None => sections.push(Section { marker: None, groups: vec![group] }),
+        }
+    }
+    sections.append(&mut marked);
+    if sections.is_empty() {
+        sections.push(Section::default());
+    }
+    sections
 }
 
 #[cfg(test)]

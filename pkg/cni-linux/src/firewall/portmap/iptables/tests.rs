@@ -60,6 +60,17 @@ fn a_chain_is_read_as_the_sections_of_its_attachments() {
 }
 
 #[test]
+fn what_bears_no_mark_is_a_section_for_each_address() {
+    let (a, b, again) = (mapping(8080, "10.0.0.2:80"), mapping(8081, "10.0.0.3:80"), mapping(8082, "10.0.0.2:81"));
+    let chain = rules(&[&a[0], &a[1], &b[0], &b[1], "-p tcp -j DNAT", &again[0], &again[1], "-j LOG"]);
+    let found = sections(&chain);
+    let expected = [(None, vec![8080, 8082]), (None, vec![8081]), (None, vec![]), (None, vec![])];
+    assert_eq!(summary(&found), expected);
+    assert_eq!(found.iter().map(Section::is_silent).collect::<Vec<_>>(), [false, false, true, true]);
+    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
+}
+
+#[test]
 fn what_is_unknown_in_a_chain_is_kept_with_what_stands_before_it() {
     let chain = rules(&["-j RETURN", "-m comment --comment cni:net/c/eth0", "-p tcp -j DNAT", "-j LOG"]);
     let found = sections(&chain);
