@@ -86,6 +86,8 @@ impl Layer3 {
     /// The next hop that a route will have.
     fn next_hop(&self, route: &ResultRoute) -> Option<IpAddr> {
         match route.gw {
+            // What an on-link route looks like in releases that know no `scope`.
+            Some(IpAddr::V4(gw)) if gw.is_unspecified() => None,
             Some(gw) => Some(gw),
             None if route.scope.is_some_and(|scope| scope >= SCOPE_LINK) => None,
             None => self.family_gateway(route.dst.is_ipv4()),
@@ -409,6 +411,17 @@ mod tests {
         .unwrap();
         let hops: Vec<_> = made.kernel_routes(1).map(|route| route.gw.is_some()).collect();
         assert_eq!(hops, [false, true, true]);
+    }
+
+    #[test]
+    fn the_unspecified_ipv4_address_is_no_gateway() {
+        let made = layer3(
+            r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"}],"routes":[{"dst":"10.9.0.0/16","gw":"0.0.0.0"}]}"#,
+            "",
+        )
+        .unwrap();
+        assert_eq!(made.kernel_routes(1).map(|route| route.gw).collect::<Vec<_>>(), [None]);
+        assert!(layer3(r#"{"ips":[{"address":"fd00::5/64"}],"routes":[{"dst":"fd01::/64","gw":"::"}]}"#, "").is_err());
     }
 
     #[test]

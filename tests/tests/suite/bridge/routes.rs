@@ -91,6 +91,20 @@ fn a_route_with_scope_link_needs_no_gateway() {
     attachment.del_with(&result).success();
 }
 
+/// An on-link route as one writes it for releases that know no `scope`.
+#[test]
+fn a_gateway_of_zeros_is_none() {
+    let node = Node::new();
+    let config = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "192.0.2.0/24", "gw": "0.0.0.0"}]));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    let found = route(&container, "main", "192.0.2.0/24");
+    assert_eq!((&found["dev"], &found["gateway"]), (&json!("eth0"), &Value::Null), "{found}");
+    attachment.check(&result).success();
+    container.exec(&["ip", "route", "del", "192.0.2.0/24"]);
+    attachment.check(&result).failure();
+    attachment.del_with(&result).success();
+}
+
 #[test]
 fn a_repeated_route_is_no_error() {
     let node = Node::new();
