@@ -52,6 +52,9 @@ pub(crate) enum Cause {
     /// SIGTERM, SIGINT or SIGHUP came first.
     #[error("interrupted by a signal")]
     Terminated,
+    /// Somebody else, named here, has it and lives.
+    #[error("{0}")]
+    Held(String),
     /// Anything that has no errno.
     #[error("{0}")]
     Text(String),
@@ -89,7 +92,7 @@ impl Cause {
         match self {
             Cause::Kernel { source, .. } | Cause::Taken { source, .. } => Some(source),
             Cause::NoNetns { source, .. } => source.as_ref(),
-            Cause::LinkNotFound | Cause::Deadline(_) | Cause::Terminated | Cause::Text(_) => None,
+            Cause::LinkNotFound | Cause::Deadline(_) | Cause::Terminated | Cause::Held(_) | Cause::Text(_) => None,
         }
     }
 
@@ -168,7 +171,7 @@ impl Error {
 }
 
 impl From<Error> for cni::Error {
-    /// Code 4 where CNI_NETNS is no namespace, 11 where time ran out or SIGTERM came, else 100. What means more (an
+    /// Code 4 where CNI_NETNS is no namespace, 11 where time ran out or SIGTERM came, 102 where somebody else has it, else 100. What means more (an
     /// unsupported VLAN setting, say) is known to the caller alone, who uses [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause } = error;
@@ -179,6 +182,7 @@ impl From<Error> for cni::Error {
                 return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text);
             }
             Cause::Deadline(_) | Cause::Terminated => cni::Code::TRY_AGAIN,
+            Cause::Held(_) => cni::Code::CONFLICT,
             _ => cni::Code::KERNEL,
         };
         cni::Error::caused(code, doing, cause)

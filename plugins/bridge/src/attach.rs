@@ -40,7 +40,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
     let bridge = device::ensure(&host, conf, call.machine)?;
     let port = port::create(&host, &netns, &bridge, &mark, conf, &mut rollback)?;
     let ends = PortEnds { index: port.index, name: &port.name, peer_mac: port.peer_mac };
-    port::protect(&host, call, &ends, &mark, conf, &mut rollback).map_err(|error| match error.errno() {
+    port::protect(&host, &ends, &mark, conf, &mut rollback).map_err(|error| match error.errno() {
         Some(errno) if errno == EOPNOTSUPP && conf.vlans.is_some() => device::no_vlan_filtering(error, conf),
         _ => error,
     })?;

@@ -105,7 +105,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         None => Ok(()),
     });
     let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
-    port::protect(&host, call, &ends, &mark, conf, &mut rollback)?;
+    port::protect(&host, &ends, &mark, conf, &mut rollback)?;
 
     let mut result = prev;
     if let Some(kind) = &conf.ipam {

@@ -32,13 +32,18 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
     errors.extend(remove_links(call, &mark, prev.as_ref()).err());
     // After the link, although its wait then comes on top: up to its end the container must not get frames past them.
-    let spoof = SpoofCheck::open().and_then(|mut spoof| spoof.purge(&mark.container, &mark.ifname));
+    let spoof = SpoofCheck::open().and_then(|mut spoof| spoof.purge(&mark));
     // Only now: an address that is free again must not answer any more.
     if !call.conf.ipam_type().is_empty() {
         let released = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.del());
         errors.extend(released.err());
     }
-    errors.extend(spoof.err().filter(|error| !error.is_unsupported()).map(Error::from));
+    match spoof {
+        Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were left: they are those of {owner}")),
+        Ok(None) => {}
+        Err(error) if error.is_unsupported() => {}
+        Err(error) => errors.push(error.into()),
+    }
     match Error::join(errors) {
         Some(error) => Err(error),
         None => Ok(()),

@@ -5,7 +5,6 @@
 use std::rc::Rc;
 
 use cni::rollback::Rollback;
-use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::veth::HOST_NAME_ATTEMPTS;
@@ -82,7 +81,6 @@ pub(crate) fn name_taken(ifname: &str, host_name: &str) -> Error {
 /// 2 where the kernel lacks what the configuration asks for.
 pub(crate) fn protect<'a>(
     host: &Netlink,
-    call: &Call<'_>,
     port: &PortEnds<'_>,
     mark: &Mark,
     conf: &Conf,
@@ -93,8 +91,8 @@ pub(crate) fn protect<'a>(
         set_vlans(host, port.index, vlans)?;
     }
     if conf.spoof_check {
-        let (container, ifname) = (call.container_id.clone(), call.ifname.clone());
-        rollback.push("remove the spoof rules", move || SpoofCheck::open()?.purge(&container, &ifname));
+        let own = mark.clone();
+        rollback.push("remove the spoof rules", move || SpoofCheck::open()?.purge(&own).map(drop));
         SpoofCheck::open().and_then(|mut spoof| spoof.ensure(mark, port.name, port.peer_mac)).map_err(|error| {
             let unsupported = error.is_unsupported();
             let error = Error::from(error);

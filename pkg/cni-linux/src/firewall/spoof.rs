@@ -10,7 +10,9 @@
 //!     drop comment "macspoofchk-ID"                                              }
 //! ```
 //! Go finds the first rule by its comment and the chains by their names; so do we, also rules that Go doubled or left.
-//! The network, which is not in the key, stands in a tag beside the first comment.
+//! The network, which is not in the key, stands in a tag beside the first comment. Two attachments can have one key (the
+//! same ID and interface in another network, or `a` + `eth0-x` and `a-eth0` + `x`): the tag says whose the rules are, and
+//! who is not named there neither replaces nor removes them while their interface lives.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags together; `nft` itself
 //! takes comments of up to 128 bytes, so IDs over 116 bytes are beyond Go's ADD. Up to 231 bytes ours have the plain
@@ -19,6 +21,7 @@
 //! such an attachment, and ours finds it again.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use sha2::{Digest as _, Sha512};
 
@@ -29,6 +32,7 @@ use super::retry;
 use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;
 use crate::mark::Mark;
+use crate::netlink::Netlink;
 
 pub(super) const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
 pub(super) const PREROUTING: &str = "PREROUTING";
@@ -89,6 +93,22 @@ impl Id {
             || matches!(rule.exprs.last(), Some(Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to))) if *to == self.chain())
     }
 
+    /// The other attachment of this key that the rules of PREROUTING name; Go's rules name nobody.
+    fn rival(&self, rules: &[Listed], mark: &Mark) -> Option<Owner> {
+        let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
+        owned
+            .map(|rule| Owner {
+                id_ifname: self.0.clone(),
+                host_veth: iifname_of(&rule.exprs),
+                network: Network::of(rule),
+            })
+            .find(|owner| match &owner.network {
+                Network::Marked(other) => *other != mark.alias(),
+                Network::Hashed(other) => *other != network_hash(&mark.network),
+                Network::Unknown => false,
+            })
+    }
+
     fn jump(&self, host_veth: &str) -> Result<Vec<Expr>> {
         let mut exprs = iifname(host_veth).ok_or_else(|| {
             Error::new(format!("failed to match interface {host_veth}"), Cause::text("the name is too long"))
@@ -134,6 +154,16 @@ impl Network {
     }
 }
 
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Network::Marked(mark) => f.write_str(mark),
+            Network::Hashed(_) => f.write_str("another network"),
+            Network::Unknown => f.write_str("a Go plugin"),
+        }
+    }
+}
+
 /// An attachment that has spoof rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
@@ -142,6 +172,13 @@ pub struct Owner {
     /// The interface whose frames are judged; `None` where chains are left but nothing leads to them.
     pub host_veth: Option<String>,
     network: Network,
+}
+
+/// Who that is, for a message.
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on {}", self.network, self.host_veth.as_deref().unwrap_or("no interface"))
+    }
 }
 
 impl Owner {
@@ -210,7 +247,8 @@ impl SpoofCheck {
     /// Puts the attachment's rules in force, in one transaction; what it had before is replaced in the same one, so
     /// that no frame passes unjudged. Some 0.3 ms where the attachment has no rules yet, however many others have.
     ///
-    /// On failure everything is as it was. [`Error::is_unsupported`] on a kernel without nf_tables for bridges.
+    /// On failure everything is as it was. [`Error::is_unsupported`] on a kernel without nf_tables for bridges; code 102
+    /// where another attachment, whose interface lives, has these rules.
     pub fn ensure(&mut self, mark: &Mark, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&mark.container, &mark.ifname);
         let jump = jump_rule(&id, mark, host_veth)?;
@@ -218,12 +256,19 @@ impl SpoofCheck {
             // A jump cannot be without the chain it leads to: no chains, nothing old, and no list to read.
             let mut old = self.chains(&id)?;
             if !old.is_empty() {
-                old = self.everything(&id)?;
+                let rules = self.nft.rules(TABLE, PREROUTING)?;
+                if let Some(rival) = id.rival(&rules, mark)
+                    && is_alive(&rival, host_veth)?
+                {
+                    let text = format!("they are those of {rival}");
+                    return Err(Error::new(format_args!("failed to make spoof rules {}", id.0), Cause::Held(text)));
+                }
+                old = self.everything(&id, &rules)?;
             }
             match self.replace(&id, &jump, mac, &old) {
                 // Kernels before 5.0 count a jump until its removal has been committed: remove first, then make.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
-                    self.purge_id(&id)?;
+                    self.purge_id(&id, None)?;
                     self.replace(&id, &jump, mac, &[])
                 }
                 done => done,
@@ -253,24 +298,29 @@ impl SpoofCheck {
         self.nft.commit(batch)
     }
 
-    /// Removes whatever there is of the attachment, in one transaction, whoever made it, however much is left of it.
-    /// Nothing there, or a kernel without nf_tables: that is fine. Table and PREROUTING stay.
+    /// Removes whatever there is of the attachment, in one transaction, Go's too, however much is left of it. Nothing
+    /// there, or a kernel without nf_tables: that is fine. Table and PREROUTING stay. Rules that another attachment made
+    /// stay as they are, and it is returned: without them its container could send as anybody.
     ///
     /// The kernel frees the removed rules after an RCU grace period, for which the closing of the socket waits (6.18:
     /// 10 ms, one closing after the other). Purging before the link is deleted and dropping `self` after it would hide
     /// that behind the link's own grace period, but let the container's last frames pass unjudged.
-    pub fn purge(&mut self, container_id: &str, ifname: &str) -> Result<()> {
-        self.purge_id(&Id::new(container_id, ifname))
+    pub fn purge(&mut self, mark: &Mark) -> Result<Option<Owner>> {
+        self.purge_id(&Id::new(&mark.container, &mark.ifname), Some(mark))
     }
 
     /// The same for something [`list`](SpoofCheck::list)ed.
     pub fn purge_owner(&mut self, owner: &Owner) -> Result<()> {
-        self.purge_id(&Id(owner.id_ifname.clone()))
+        self.purge_id(&Id(owner.id_ifname.clone()), None).map(drop)
     }
 
-    fn purge_id(&mut self, id: &Id) -> Result<()> {
+    fn purge_id(&mut self, id: &Id, mark: Option<&Mark>) -> Result<Option<Owner>> {
         let purged = retry(|| {
-            let objects = self.everything(id)?;
+            let rules = self.nft.rules(TABLE, PREROUTING)?;
+            if let Some(rival) = mark.and_then(|mark| id.rival(&rules, mark)) {
+                return Ok(Some(rival));
+            }
+            let objects = self.everything(id, &rules)?;
             let mut whole = Batch::new();
             for object in &objects {
                 object.remove(&mut whole);
@@ -280,9 +330,10 @@ impl SpoofCheck {
                 Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects),
                 done => done,
             }
+            .map(|()| None)
         });
         match purged {
-            Err(error) if error.is_unsupported() => Ok(()),
+            Err(error) if error.is_unsupported() => Ok(None),
             done => done,
         }
     }
@@ -358,9 +409,8 @@ impl SpoofCheck {
         Ok(self.nft.find_chain(TABLE, PREROUTING)?.is_some_and(|chain| chain.base == Some(BASE)))
     }
 
-    /// What there is of the attachment, in an order in which the kernel lets it be removed.
-    fn everything(&mut self, id: &Id) -> Result<Vec<Object>> {
-        let rules = self.nft.rules(TABLE, PREROUTING)?;
+    /// What there is of the attachment, PREROUTING's `rules` known, in an order in which the kernel lets it be removed.
+    fn everything(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump(listed.handle)).collect();
         objects.append(&mut self.chains(id)?);
@@ -374,6 +424,14 @@ impl SpoofCheck {
             objects.extend(chain.map(|chain| Object::Chain(name, chain.handle)));
         }
         Ok(objects)
+    }
+}
+
+/// Whether an interface is still judged by those rules that is not `host_veth`, whose rules are to be made.
+fn is_alive(rival: &Owner, host_veth: &str) -> Result<bool> {
+    match rival.host_veth.as_deref() {
+        Some(other) => Ok(other != host_veth && Netlink::open()?.find_link(other)?.is_some()),
+        None => Ok(false),
     }
 }
 

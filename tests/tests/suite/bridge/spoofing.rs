@@ -1,6 +1,6 @@
 //! `macspoofchk`: a container sends with its own MAC or not at all.
 
-use cni_testkit::{Container, Node, probe, require, unprovoked};
+use cni_testkit::{Attachment, Container, Node, probe, require, unprovoked};
 use conformance::{attach, bridge, host_end, patched};
 use serde_json::{Value, json};
 
@@ -83,6 +83,55 @@ fn del_of_one_leaves_the_rules_of_the_other() {
 }
 
 #[test]
+fn a_del_of_another_network_leaves_the_rules_of_a_living_container() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    let web = patched(bridge(&node, &["10.2.0.0/24"]), json!({"name": "web", "bridge": "br1"}));
+    let other = attachment.clone().config(web);
+    let before = ruleset(&node);
+    // Late, and as a runtime sends it after an ADD that was refused because the interface is there.
+    other.del().success();
+    assert_eq!(ruleset(&node), before);
+    other.add().failure();
+    let outcome = other.del();
+    outcome.success();
+    assert_eq!(ruleset(&node), before);
+    let named = outcome.stderr.contains("spoof rules were left: they are those of cni:net1/");
+    assert!(named, "{}", outcome.report());
+    assert!(pings(&container));
+    attachment.del_with(&result).success();
+    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+}
+
+#[test]
+fn of_two_attachments_with_the_same_chains_the_second_is_refused_while_the_first_lives() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let container = node.container();
+    let mut first = Attachment::new(&node, &container, config(&node)).ifname("eth0-x");
+    first.id = "a".to_owned();
+    let mut second = first.clone().ifname("x");
+    second.id = "a-eth0".to_owned();
+    let result = first.add().success();
+    let before = ruleset(&node);
+    let failure = second.add().failure();
+    assert_eq!(failure.code, Some(102), "{failure:?}");
+    assert!(failure.msg.contains("cni:net1/a/eth0-x on veth"), "{failure:?}");
+    assert!(container.link("x").is_none());
+    second.del().success();
+    assert_eq!(ruleset(&node), before);
+    // Nobody sends through these rules any more.
+    container.exec(&["ip", "link", "del", "eth0-x"]);
+    let other = second.add().success();
+    assert!(ruleset(&node).contains(host_end(&other, "br0")), "{}", ruleset(&node));
+    first.del_with(&result).success();
+    second.check(&other).success();
+    second.del_with(&other).success();
+    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+}
+
+#[test]
 fn check_is_red_when_a_rule_is_missing() {
     require!(probe::nft_bridge());
     let node = Node::new();
@@ -98,7 +147,7 @@ fn a_long_container_id_is_no_obstacle() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let container = node.container();
-    let mut attachment = cni_testkit::Attachment::new(&node, &container, config(&node));
+    let mut attachment = Attachment::new(&node, &container, config(&node));
     attachment.id = "x".repeat(100);
     let result = attachment.add().success();
     attachment.check(&result).success();
@@ -113,7 +162,7 @@ fn a_kernel_without_nf_tables_in_bridges_says_so_before_anything_is_made() {
     }
     let node = Node::new();
     let container = node.container();
-    let failure = cni_testkit::Attachment::new(&node, &container, config(&node)).add().failure();
+    let failure = Attachment::new(&node, &container, config(&node)).add().failure();
     assert_eq!(failure.code, Some(2), "{failure:?}");
     assert!(node.link("br0").is_none());
 }

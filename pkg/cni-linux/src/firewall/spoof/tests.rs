@@ -27,7 +27,7 @@ fn ensure(container: &str) {
 }
 
 fn purge(container: &str) {
-    SpoofCheck::open().unwrap().purge(container, "eth0").unwrap();
+    assert_eq!(SpoofCheck::open().unwrap().purge(&mark(container)).unwrap(), None);
 }
 
 fn differences(container: &str) -> Vec<String> {
@@ -120,7 +120,7 @@ fn every_verb_is_one_transaction_or_none() {
             spoof.nft.generation().unwrap().0.wrapping_sub(before)
         };
         let ensure = |spoof: &mut SpoofCheck| spoof.ensure(&mark("c1"), "veth0", MAC).unwrap();
-        let purge = |spoof: &mut SpoofCheck| spoof.purge("c1", "eth0").unwrap();
+        let purge = |spoof: &mut SpoofCheck| drop(spoof.purge(&mark("c1")).unwrap());
         assert_eq!(transactions(&purge), 0, "nothing to remove, no table");
         assert_eq!(transactions(&|spoof| spoof.probe().unwrap()), 0);
         assert_eq!(transactions(&ensure), 1, "on a clean host");
@@ -201,7 +201,7 @@ fn a_strangers_rule_that_leads_into_our_chain_is_named_and_does_not_keep_the_res
     on_a_host(|| {
         ensure("c1");
         nft("add chain bridge nat theirs\nadd rule bridge nat theirs jump cni-br-iface-c1-eth0-mac");
-        let error = SpoofCheck::open().unwrap().purge("c1", "eth0").unwrap_err();
+        let error = SpoofCheck::open().unwrap().purge(&mark("c1")).unwrap_err();
         let text = error.to_string();
         assert!(text.starts_with("failed to delete nft chain bridge nat cni-br-iface-c1-eth0-mac: "), "{text}");
         assert_eq!(error.errno(), Some(libc::EBUSY));
@@ -283,7 +283,7 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
             assert!(owners[0].is(&container, "eth0") && !owners[0].is(&format!("{container}c"), "eth0"));
             assert_eq!(owners[0].belongs_to(&"n".repeat(200)), Some(true));
             assert_eq!(owners[0].belongs_to(&"n".repeat(199)), Some(false));
-            if id_len % 2 == 0 { spoof.purge(&container, "eth0") } else { spoof.purge_owner(&owners[0]) }.unwrap();
+            if id_len % 2 == 0 { spoof.purge(&long_network).map(drop) } else { spoof.purge_owner(&owners[0]) }.unwrap();
             assert_eq!(ruleset(), SHARED);
         }
     });
@@ -361,7 +361,7 @@ fn worker() {
     // One socket throughout: the kernel makes its closing wait, and there is nothing to be seen in dying there.
     let mut spoof = SpoofCheck::open().unwrap();
     loop {
-        spoof.purge(&container, "eth0").unwrap();
+        spoof.purge(&mark(&container)).unwrap();
         spoof.ensure(&mark(&container), "veth0", MAC).unwrap();
     }
 }
@@ -438,7 +438,7 @@ fn a_foreign_source_address_does_not_pass() {
         assert!(pings(10), "its own address passes");
         shell(&format!("{enter} ip link set eth0 address 02:00:00:00:00:0f"));
         assert!(!pings(1), "a forged one does not");
-        spoof.purge("c0", "eth0").unwrap();
+        spoof.purge(&mark("c0")).unwrap();
         assert!(pings(10), "and without the rules everything does");
     });
 }
