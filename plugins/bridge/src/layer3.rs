@@ -202,7 +202,10 @@ pub(crate) fn configure(
             Ok(()) => {}
             Err(error) if error.is_exists() => {
                 let rivals = container.find_rivals(route)?;
-                if rivals.iter().any(|rival| rival.is_same(route)) {
+                // That of an address of the interface is the kernel's, and differs from one without a gateway in scope alone.
+                let connected =
+                    |rival: &Route| route.gw.is_none() && Route { scope: route.scope, ..*rival }.is_same(route);
+                if rivals.iter().any(|rival| rival.is_same(route) || connected(rival)) {
                     continue;
                 }
                 let other_network = rivals.iter().any(|rival| rival.oif != index);

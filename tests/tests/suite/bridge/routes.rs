@@ -1,7 +1,7 @@
 //! Routes of IPAM, put where they belong.
 
 use cni_testkit::{Attachment, Container, Node};
-use conformance::{VERSIONS, attach, bridge, patched};
+use conformance::{VERSION, VERSIONS, attach, bridge, layer2, patched};
 use serde_json::{Value, json};
 
 #[track_caller]
@@ -103,6 +103,26 @@ fn a_gateway_of_zeros_is_none() {
     container.exec(&["ip", "route", "del", "192.0.2.0/24"]);
     attachment.check(&result).failure();
     attachment.del_with(&result).success();
+}
+
+/// As `static` answers that knows no gateway. The kernel has made that route with the address.
+#[test]
+fn a_route_to_the_containers_own_network_is_no_error() {
+    let node = Node::new();
+    let answer =
+        json!({"cniVersion": VERSION, "ips": [{"address": "10.1.0.5/24"}], "routes": [{"dst": "10.1.0.0/24"}]});
+    let script = format!("#!/bin/sh\ncat >/dev/null\n[ $CNI_COMMAND != ADD ] || echo '{answer}'\n");
+    let folder = crate::delegation::executable(&node, "static", &script);
+    let config = patched(layer2(), json!({"ipam": {"type": "static"}}));
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, config);
+    let call = |verb: &str, prev| attachment.invocation(verb, prev).cni_path(&folder).run();
+    let result = call("ADD", None).success();
+    let found = container.json(&["ip", "-j", "route", "show", "10.1.0.0/24"]);
+    assert_eq!(found[0]["dev"], "eth0", "{found}");
+    assert_eq!(result["routes"], answer["routes"]);
+    call("CHECK", Some(&result)).success();
+    call("DEL", Some(&result)).success();
 }
 
 #[test]
