@@ -154,6 +154,31 @@ impl Range {
     }
 }
 
+/// The first in the order given that shares an address with any other.
+///
+/// In the order of addresses, in which all of IPv4 comes before all of IPv6, it is enough to look at what came before
+/// and at the next one: a configuration may have tens of thousands.
+fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usize> {
+    let mut sorted: Vec<(usize, &Range)> = ranges.enumerate().collect();
+    sorted.sort_unstable_by_key(|(_, range)| range.first);
+    let mut reached = None;
+    let mut first = None;
+    for (at, (position, range)) in sorted.iter().enumerate() {
+        let next = sorted.get(at + 1).is_some_and(|(_, next)| next.first <= range.last);
+        if next || reached >= Some(range.first) {
+            first = Some(first.unwrap_or(*position).min(*position));
+        }
+        reached = reached.max(Some(range.last));
+    }
+    first
+}
+
+/// Whether an address from `first` to `last` lies in one of the ranges, which are sorted and do not overlap.
+fn overlaps_any(sorted: &[&Range], first: IpAddr, last: IpAddr) -> bool {
+    let begun = sorted.partition_point(|range| range.first <= last);
+    sorted[..begun].last().is_some_and(|range| range.last >= first)
+}
+
 impl fmt::Display for Range {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}-{}", self.first, self.last)
@@ -177,10 +202,11 @@ impl RangeSet {
             }
             ranges.push(range);
         }
-        for (position, one) in ranges.iter().enumerate() {
-            if let Some(other) = ranges[position + 1..].iter().find(|other| one.overlaps(other)) {
-                return Err(Error::config(format!("subnets {one} and {other} overlap")));
-            }
+        if let Some(position) = first_overlapping(ranges.iter())
+            && let (one, behind) = (&ranges[position], &ranges[position + 1..])
+            && let Some(other) = behind.iter().find(|other| one.overlaps(other))
+        {
+            return Err(Error::config(format!("subnets {one} and {other} overlap")));
         }
         Ok(RangeSet(ranges))
     }
@@ -205,6 +231,13 @@ impl RangeSet {
         self.0.iter().find(|range| range.contains(address))
     }
 
+    /// The ranges in the order of their addresses.
+    fn sorted(&self) -> Vec<&Range> {
+        let mut sorted: Vec<&Range> = self.0.iter().collect();
+        sorted.sort_unstable_by_key(|range| range.first);
+        sorted
+    }
+
     /// Whether a range of the set has this gateway. A gateway is never handed out, by whichever range of the set.
     pub fn is_gateway(&self, address: IpAddr) -> bool {
         self.0.iter().any(|range| range.gateway == address)
@@ -212,8 +245,9 @@ impl RangeSet {
 
     /// The distinct gateways that lie inside the set's ranges: addresses that are never handed out.
     pub fn inner_gateways(&self) -> Vec<IpAddr> {
+        let sorted = self.sorted();
         let mut gateways: Vec<IpAddr> =
-            self.0.iter().map(Range::gateway).filter(|ip| self.find(*ip).is_some()).collect();
+            self.0.iter().map(Range::gateway).filter(|ip| overlaps_any(&sorted, *ip, *ip)).collect();
         gateways.sort_unstable();
         gateways.dedup();
         gateways
@@ -285,14 +319,17 @@ impl RangeSets {
     /// # Errors
     /// Code 7 and Go's text.
     pub fn require_disjoint(&self) -> Result<()> {
-        for (i, one) in self.0.iter().enumerate() {
-            for (j, other) in self.0.iter().enumerate().skip(i + 1) {
-                if one.0.iter().any(|a| other.0.iter().any(|b| a.overlaps(b))) {
-                    return Err(Error::config(format!("range set {i} overlaps with {j}")));
-                }
-            }
+        let all =
+            self.0.iter().enumerate().flat_map(|(set, RangeSet(ranges))| ranges.iter().map(move |one| (set, one)));
+        let Some((i, _)) = first_overlapping(all.clone().map(|(_, range)| range)).and_then(|at| all.clone().nth(at))
+        else {
+            return Ok(());
+        };
+        let sorted = self.0[i].sorted();
+        match all.into_iter().find(|(j, range)| *j > i && overlaps_any(&sorted, range.first, range.last)) {
+            Some((j, _)) => Err(Error::config(format!("range set {i} overlaps with {j}"))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// The sets. A set's position is the number in `last_reserved_ip.<i>`.
@@ -304,6 +341,8 @@ impl RangeSets {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
 
     fn conf(subnet: &str, start: &str, end: &str, gateway: &str) -> RangeConf {
         let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
@@ -374,6 +413,55 @@ mod tests {
         }
         let overlapping = check(&[&["10.0.0.0/24"], &["10.2.0.0/24"], &["10.0.0.0/25"]]).unwrap();
         assert_eq!(overlapping.require_disjoint().unwrap_err().msg(), "range set 0 overlaps with 2");
+    }
+
+    proptest! {
+        /// What is sorted first must be found, and named, as comparing each with each does.
+        #[test]
+        fn the_pair_that_is_named_is_the_first(all in vec(vec((any::<bool>(), 0u8..40, 0u8..5), 1..4), 1..6)) {
+            let conf = |(v4, first, more): &(bool, u8, u8)| {
+                let base = if *v4 { "10.0.0." } else { "fd00::" };
+                let [first, last] = [*first, *first + *more].map(|host| match v4 {
+                    true => format!("{base}{host}"),
+                    false => format!("{base}{host:x}"),
+                });
+                conf(if *v4 { "10.0.0.0/24" } else { "fd00::/64" }, &first, &last, "")
+            };
+            let confs: Vec<Vec<RangeConf>> = all.iter().map(|set| set.iter().map(conf).collect()).collect();
+            let mut sets = Vec::new();
+            for confs in &confs {
+                let ranges: Vec<Range> = confs.iter().map(|conf| conf.check().unwrap()).collect();
+                let mut pairs = ranges.iter().enumerate().flat_map(|(at, one)| ranges[at + 1..].iter().map(move |other| (one, other)));
+                let one_family = ranges.iter().all(|range| range.first.is_ipv4() == ranges[0].first.is_ipv4());
+                let expected = pairs.find(|(one, other)| one.overlaps(other)).map(|(one, other)| format!("subnets {one} and {other} overlap"));
+                match RangeSet::check(confs) {
+                    Ok(set) => {
+                        prop_assert_eq!(expected, None);
+                        sets.push(set);
+                    }
+                    Err(error) if one_family => prop_assert_eq!(Some(error.msg()), expected.as_deref()),
+                    Err(error) => prop_assert_eq!(error.msg(), "mixed address families"),
+                }
+            }
+            let pairs = (0..sets.len()).flat_map(|i| (i + 1..sets.len()).map(move |j| (i, j)));
+            let share = |(i, j): &(usize, usize)| sets[*i].0.iter().any(|one| sets[*j].0.iter().any(|other| one.overlaps(other)));
+            let expected = pairs.into_iter().find(share).map(|(i, j)| format!("range set {i} overlaps with {j}"));
+            let found = RangeSets(sets.clone()).require_disjoint().err();
+            prop_assert_eq!(found.as_ref().map(|error| error.msg()), expected.as_deref());
+        }
+    }
+
+    #[test]
+    fn many_ranges_are_not_compared_each_with_each() {
+        let range = |n: usize| conf(&format!("10.{}.{}.{}/30", n >> 14, n >> 6 & 255, n << 2 & 255), "", "", "");
+        let confs: Vec<RangeConf> = (0..20_000).map(range).collect();
+        let begun = std::time::Instant::now();
+        let set = RangeSet::check(&confs).unwrap();
+        assert_eq!(set.capacity(), 20_000);
+        let apart = set.0.iter().map(|range| RangeSet(vec![range.clone()]));
+        assert!(RangeSets(apart.collect()).require_disjoint().is_ok());
+        let took = begun.elapsed();
+        assert!(took < std::time::Duration::from_secs(10), "{took:?}");
     }
 
     #[test]
