@@ -14,7 +14,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -94,8 +94,17 @@ impl Folder {
     /// It cannot be opened, or another installer is at work.
     pub fn open(path: &Path) -> Result<Folder, Error> {
         let handle = File::open(path).map_err(Error::io("open the folder", path))?;
+        let own = path.join(".cni-install");
+        // Behind a link would be a folder of somebody else, which must not become our rubbish.
+        match fs::symlink_metadata(&own) {
+            Ok(metadata) if !metadata.is_dir() => {
+                return Err(Error::new(format!("{} is no folder of ours", own.display())));
+            }
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => return Err(Error::io("look at", &own)(cause)),
+            Ok(_) | Err(_) => {}
+        }
         match handle.try_lock() {
-            Ok(()) => Ok(Folder { path: path.to_owned(), own: path.join(".cni-install"), handle }),
+            Ok(()) => Ok(Folder { path: path.to_owned(), own, handle }),
             Err(TryLockError::WouldBlock) => {
                 Err(Error::new(format!("another cni-install is at work in {}", path.display())))
             }
@@ -204,7 +213,7 @@ impl Folder {
         self.own(&generation.to_string())
     }
 
-    /// Removes what `state` does not need, and our own folder with the last of it. What cannot be removed is met again,
+    /// Removes what `state` does not need, of what is called as we call it, and our own folder with the last of it. What cannot be removed is met again,
     /// and named, when it is to be made anew.
     fn purge_garbage(&self) {
         let needed = match self.state() {
@@ -215,8 +224,10 @@ impl Folder {
         };
         let needed: Vec<PathBuf> = needed.into_iter().map(|generation| self.generation(generation)).collect();
         for entry in fs::read_dir(&self.own).into_iter().flatten().flatten() {
-            let path = entry.path();
-            if path.is_dir() && !needed.contains(&path) {
+            let (path, name) = (entry.path(), entry.file_name());
+            let name = name.as_encoded_bytes();
+            let is_ours = name == b"staging" || name.iter().all(u8::is_ascii_digit);
+            if is_ours && path.is_dir() && !needed.contains(&path) {
                 let _ = fs::remove_dir_all(path);
             }
         }
@@ -226,7 +237,7 @@ impl Folder {
 
     /// The sum of the program of that name, if it is a regular file, or a link to one, that can be read.
     fn sum_of(&self, name: &str) -> Option<String> {
-        Some(set::sum(&fs::read(self.path.join(name)).ok()?))
+        Some(set::sum(&read(&self.path.join(name)).ok()?))
     }
 
     /// Whether a runtime that starts the program gets this one.
@@ -239,14 +250,14 @@ impl Folder {
     /// What the generation's install put in place.
     fn list(&self, generation: u64) -> Result<Vec<Program>, Error> {
         let path = self.generation(generation).join(set::SUMS);
-        let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-        set::parse(&text).map_err(|why| Error::new(format!("{}: {why}", path.display())))
+        let text = read(&path).map_err(Error::io("read", &path))?;
+        set::parse(&String::from_utf8_lossy(&text)).map_err(|why| Error::new(format!("{}: {why}", path.display())))
     }
 
     fn state(&self) -> Result<Option<State>, Error> {
         let path = self.own("state");
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
+        let text = match read(&path) {
+            Ok(text) => String::from_utf8_lossy(&text).into_owned(),
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(cause) => return Err(Error::io("read", &path)(cause)),
         };
@@ -342,7 +353,8 @@ impl Folder {
         let kept_in = self.generation(generation);
         let ours = self.list(generation)?;
         let list = kept_in.join("ABSENT");
-        let absent = fs::read_to_string(&list).map_err(Error::io("read", &list))?;
+        let absent = read(&list).map_err(Error::io("read", &list))?;
+        let absent = String::from_utf8_lossy(&absent);
         let absent: BTreeSet<&str> = absent.lines().collect();
         let staging = self.new_staging()?;
         let (mut restored, mut removed, mut left, mut failed) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -385,6 +397,17 @@ fn same(from: &Path, to: &Path) -> io::Result<()> {
     }
     fs::copy(from, to)?; // with its mode
     File::open(to)?.sync_all()
+}
+
+/// What is in a regular file. Of anything else the other end need never come: of a FIFO not even the opening would end.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let mut content = Vec::new();
+    file.read_to_end(&mut content)?;
+    Ok(content)
 }
 
 /// A new file with this content, on the disk.

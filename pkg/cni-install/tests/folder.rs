@@ -413,3 +413,57 @@ fn nothing_is_written_or_removed_through_a_link_that_lies_in_the_installers_own_
         (vec!["bridge".into()], "mine".to_owned())
     );
 }
+
+#[test]
+fn a_link_in_the_place_of_the_installers_own_folder_is_refused_and_what_is_behind_it_stays() {
+    let place = Place::new();
+    let outside = place.temporary.path().join("outside");
+    fs::create_dir_all(outside.join("precious")).unwrap();
+    fs::write(outside.join("precious/data"), "mine").unwrap();
+    symlink(&outside, place.dest().join(".cni-install")).unwrap();
+    let refused = ".cni-install is no folder of ours";
+    place.install(&place.set("v1", &["bridge"])).failed(refused);
+    place.call("rollback").failed(refused);
+    place.call("status").failed(refused);
+    assert_eq!(fs::read_to_string(outside.join("precious/data")).unwrap(), "mine");
+    assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
+    assert_eq!(place.says("bridge"), None);
+}
+
+#[test]
+fn in_the_installers_own_folder_only_what_it_made_is_garbage() {
+    let place = Place::new();
+    place.install(&place.set("v1", &["bridge"])).fine();
+    for name in ["notes", "12", "1.old"] {
+        fs::create_dir(place.dest().join(".cni-install").join(name)).unwrap();
+    }
+    place.install(&place.set("v2", &["bridge"])).fine();
+    let own = fs::read_dir(place.dest().join(".cni-install")).unwrap();
+    let mut left: Vec<String> = own.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    left.sort();
+    assert_eq!(left, ["1.old", "2", "notes", "state"]);
+}
+
+#[test]
+fn a_fifo_holds_nobody_up() {
+    let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    // Who waits at a FIFO is ended, with another status.
+    let call = |place: &Place, verb: &str| -> Ran {
+        let mut call = Command::new("timeout");
+        call.args(["10", env!("CARGO_BIN_EXE_cni-install"), verb, "--dest"]).arg(place.dest());
+        call.stdin(Stdio::null()).output().unwrap().into()
+    };
+    let place = Place::new();
+    place.install(&place.set("v1", &["bridge"])).fine();
+    fs::remove_file(place.dest().join("bridge")).unwrap();
+    fifo(&place.dest().join("bridge"));
+    let ran = call(&place, "status");
+    assert!(ran.status == 1 && (ran.out + &ran.err).contains("bridge is missing"));
+    call(&place, "rollback").fine();
+    let place = Place::new();
+    fs::create_dir(place.dest().join(".cni-install")).unwrap();
+    fifo(&place.dest().join(".cni-install/state"));
+    for verb in ["status", "rollback"] {
+        call(&place, verb).failed("no regular file");
+    }
+}
