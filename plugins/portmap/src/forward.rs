@@ -11,6 +11,7 @@ use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::conntrack::{Conntrack, Forget};
 use cni_linux::firewall::iptables::Iptables;
+use cni_linux::firewall::nft_usable;
 use cni_linux::firewall::portmap::iptables::{IptablesPortMap, Unseen};
 use cni_linux::firewall::portmap::nft::NftPortMap;
 use cni_linux::firewall::portmap::{Ensured, Forwarding, Holder, Rivals, Snat, Then};
@@ -33,14 +34,36 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     }
     let localnet = localnet_key(&wanted)?;
     let backend = backend(call, conf)?;
-    let elsewhere = rivals(call, &wanted, backend, Then::Nothing)?;
+    if let Err(error) = establish(call, &wanted, backend, &mut rollback) {
+        if conf.backend.is_some() || backend == Backend::Nftables || !is_useless(call, &wanted, &error) {
+            return Err(error);
+        }
+        call.notes.note(format_args!("portmap: iptables does not work here, nftables is used: {error}"));
+        establish(call, &wanted, Backend::Nftables, &mut rollback)?;
+    }
+    if let Some(key) = localnet {
+        sysctl::ensure(&key, "1").map_err(|error| {
+            Error::from(error).context("unable to set route_localnet, without which 127.0.0.1 cannot be mapped")
+        })?;
+    }
+    // The mapping works without; only connections that are under way may be lost a little longer.
+    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, Forget::Others));
+    if let Err(error) = forgotten {
+        call.notes.note(format_args!("portmap: {error}"));
+    }
+    Ok(rollback)
+}
+
+/// Puts the rules in force, or leaves everything as it was.
+fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, rollback: &mut Rollback<'a>) -> Result<()> {
+    let elsewhere = rivals(call, wanted, backend, Then::Nothing)?;
     if let Some(holder) = elsewhere.held {
         return Err(conflict(&holder));
     }
     let remarks = match backend {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| unserved(error, Backend::Nftables))?;
-            let ensured = nft.ensure(call.machine.0, &wanted).map_err(|error| refusal(error, Backend::Nftables))?;
+            let ensured = nft.ensure(call.machine.0, wanted).map_err(|error| refusal(error, Backend::Nftables))?;
             let (former, remarks) = done(ensured)?;
             if let Some(former) = former {
                 let wanted = wanted.clone();
@@ -49,8 +72,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             remarks
         }
         Backend::Iptables => {
-            let ensured = iptables(call, OnSigterm::Kill)?.ensure(&wanted);
-            let ensured = ensured.map_err(|error| without_programs(call, &wanted, error))?;
+            let ensured = iptables(call, OnSigterm::Kill)?.ensure(wanted);
+            let ensured = ensured.map_err(|error| without_programs(call, wanted, error))?;
             let (former, remarks) = done(ensured)?;
             if let Some(former) = former {
                 let wanted = wanted.clone();
@@ -64,21 +87,25 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     }
     // Only now that the ports lead to us. If it fails, both do.
     if elsewhere.dead
-        && let Err(error) = rivals(call, &wanted, backend, Then::Displace)
+        && let Err(error) = rivals(call, wanted, backend, Then::Displace)
     {
         call.notes.note(format_args!("portmap: failed to displace what is gone: {error}"));
     }
-    if let Some(key) = localnet {
-        sysctl::ensure(&key, "1").map_err(|error| {
-            Error::from(error).context("unable to set route_localnet, without which 127.0.0.1 cannot be mapped")
-        })?;
+    Ok(())
+}
+
+/// Whether iptables has failed because it does not work on this host, where nftables does. Costs a process, so it is
+/// asked only after a failure.
+fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
+    if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
+        return false;
     }
-    // The mapping works without; only connections that are under way may be lost a little longer.
-    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, Forget::Others));
-    if let Err(error) = forgotten {
-        call.notes.note(format_args!("portmap: {error}"));
-    }
-    Ok(rollback)
+    let works = |iptables: &Iptables<'_>| {
+        let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
+        families.all(|family| iptables.probe(family).is_ok())
+    };
+    let opened = Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    opened.is_ok_and(|iptables| !works(&iptables)) && matches!(nft_usable(), Ok(true))
 }
 
 /// Completes the sentence "failed to ...".
@@ -156,7 +183,8 @@ pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::n
     Ok(prev.map_or_else(Vec::new, |prev| containers(ifname, &prev).iter().map(|cidr| cidr.address()).collect()))
 }
 
-/// The backend that is asked for; else iptables, unless its programs are not there.
+/// The backend that is asked for; else iptables, unless its programs are not there. Whether they work shows when they
+/// are used.
 pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);

@@ -144,6 +144,47 @@ fn a_foreign_rule_with_a_match_of_its_own_does_not_stand_for_the_shared_one() {
 }
 
 #[test]
+fn without_a_wish_nftables_serves_where_iptables_is_installed_and_does_not_work() {
+    require!(Backend::Nftables.probe());
+    require!(Backend::IptablesNft.probe());
+    for broken in [&["iptables", "ip6tables"][..], &["ip6tables"]] {
+        let world = World::new(Backend::Nftables);
+        let pod = world.dual();
+        pod.serve_tcp(80, "pod");
+        // As the older iptables on a kernel without its tables.
+        let bin = world.node.dir().join("broken");
+        std::fs::create_dir(&bin).unwrap();
+        let script = "#!/bin/sh\ncase \"$*\" in *--version*) echo 'iptables v1.8.9 (legacy)'; exit;; esac\n\
+                      cat >/dev/null\necho \"can't initialize iptables table\" >&2\nexit 3\n";
+        let program = bin.join("xtables-legacy-multi");
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        for name in broken.iter().flat_map(|name| ["", "-save", "-restore"].map(|job| format!("{name}{job}"))) {
+            std::os::unix::fs::symlink("xtables-legacy-multi", bin.join(name)).unwrap();
+        }
+        let path = format!("{}:{}", bin.display(), world.backend.path(&world.node));
+        let config = patched(world.config(one()), json!({"cniVersion": "1.1.0", "backend": null}));
+        let prev = patched(pod.result.clone(), json!({"cniVersion": "1.1.0"}));
+        let call =
+            |verb: &str, config: &Value| pod.invocation(&bin_dir(), verb, config, Some(&prev)).env("PATH", &path).run();
+        let asked = patched(config.clone(), json!({"backend": "iptables"}));
+        call("ADD", &asked).fails_naming(100, &["initialize"]);
+        world.node.plugin("portmap").command("STATUS").config(&config).env("PATH", &path).run().success();
+        let added = call("ADD", &config);
+        added.success();
+        assert!(added.stderr.contains("iptables does not work here, nftables is used"), "{}", added.report());
+        for family in [0, 1] {
+            assert!(world.client.enter(|| ask_tcp(&at(family, 8080))).is_some(), "{broken:?}\n{}", world.rules());
+        }
+        assert!(!world.rules().contains("CNI-DN-"), "{broken:?}\n{}", world.rules());
+        call("CHECK", &config).success();
+        call("DEL", &config).success();
+        assert!(!world.rules().contains("8080"), "{broken:?}\n{}", world.rules());
+        pod.leave();
+    }
+}
+
+#[test]
 fn an_add_that_nobody_hears_of_leaves_nothing() {
     each(&BACKENDS, |world| {
         let pod = world.dual();
