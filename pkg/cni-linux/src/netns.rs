@@ -125,7 +125,8 @@ fn open(path: &Path) -> Result<Netns, Cause> {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            Errno::ENOENT | Errno::ENOTDIR => Cause::NoNetns { text, source },
+            // Of the last two nothing can be opened either, now or later: a DEL that waited for it would never end.
+            Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => Cause::NoNetns { text, source },
             _ => Cause::from(errno),
         }
     })?;
@@ -186,6 +187,10 @@ mod tests {
             )
         );
         let folder = tempfile::tempdir().unwrap();
+        let (ring, long) = (folder.path().join("ring"), format!("/{}", "n".repeat(256)));
+        std::os::unix::fs::symlink(&ring, &ring).unwrap();
+        let (ring, long) = (text_and_kind(ring.to_str().unwrap()), text_and_kind(&long));
+        assert!(ring.1 && long.1, "{ring:?} {long:?}");
         let plain = folder.path().join("plain");
         std::fs::write(&plain, "").unwrap();
         let magic = format!("{:x}", statfs(&plain).unwrap().filesystem_type().0);

@@ -89,6 +89,20 @@ fn del_with_a_path_that_is_gone_takes_the_link_too() {
 }
 
 #[test]
+fn del_with_a_path_that_can_never_be_takes_the_link_too() {
+    let ring = tempfile::tempdir().unwrap();
+    let ring = ring.path().join("ring");
+    std::os::unix::fs::symlink(&ring, &ring).unwrap();
+    let long = format!("/{}", "n".repeat(256));
+    for path in [ring.to_str().unwrap(), &long] {
+        cleans_from_the_host_side(Some(path), true);
+        let node = Node::new();
+        let attachment = Attachment::new(&node, &node.container(), layer2()).netns(path);
+        attachment.add().fails_with(4, "failed to open netns");
+    }
+}
+
+#[test]
 fn del_with_a_path_that_is_a_plain_file_takes_the_link_too() {
     cleans_from_the_host_side(Some("/etc/hostname"), true);
 }
