@@ -43,6 +43,9 @@ pub struct LinuxMachine {
 impl LinuxMachine {
     /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread, and in those it will make, and opens a
     /// descriptor that tells of them. What our starter made us ignore stays ignored.
+    ///
+    /// SIGXFSZ is blocked too and never looked at: a write beyond RLIMIT_FSIZE then fails with EFBIG like any other, where
+    /// the signal would end us without an answer and without a rollback.
     pub fn install() -> io::Result<LinuxMachine> {
         let mut signals = SigSet::from(Signal::SIGCHLD);
         for signal in ENDING {
@@ -50,7 +53,9 @@ impl LinuxMachine {
                 signals.add(signal);
             }
         }
-        signals.thread_block()?;
+        let mut blocked = signals;
+        blocked.add(Signal::SIGXFSZ);
+        blocked.thread_block()?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         Ok(LinuxMachine { signals, terminated: Cell::new(false) })
     }

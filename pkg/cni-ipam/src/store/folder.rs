@@ -219,8 +219,8 @@ fn fill(mut file: File, content: &str) -> io::Result<File> {
 }
 
 fn is_final(error: &io::Error) -> bool {
-    use nix::libc::{EDQUOT, EIO, ENOSPC, EROFS};
-    matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO))
+    use nix::libc::{EDQUOT, EFBIG, EIO, ENOSPC, EROFS};
+    matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO | EFBIG))
 }
 
 /// Removes what killed processes left in the sidecar. Under the lock nobody else is at work in it.

@@ -57,6 +57,30 @@ fn no_folder_where_one_should_be() {
     }
 }
 
+/// The signal of a file that may not grow (`ulimit -f`) ends nobody in the middle of an ADD, or of a DEL for ever.
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_keeps_no_del() {
+    let node = Node::new();
+    let limited = |verb: &str, container: &Container, blocks: &str| {
+        let call =
+            Invocation::new(&node, "/bin/sh").arg("-c").arg("ulimit -f \"$1\"; exec \"$2\"").arg("sh").arg(blocks);
+        let call = call.arg(cni_testkit::bin_dir().join("host-local")).command(verb).container(container);
+        call.cni_path(cni_testkit::bin_dir()).config(&config(&node)).run()
+    };
+    // Other reservations make the index larger than what may be written.
+    let mut all = attach(&node, &config(&node), 40);
+    let before = node.reservations("net1");
+    let late = node.container();
+    let outcome = limited("ADD", &late, "0");
+    assert!(outcome.status.is_some(), "{}", outcome.report());
+    limited("DEL", &late, "0").success();
+    assert_eq!(node.reservations("net1"), before);
+    for (container, ..) in all.drain(..) {
+        limited("DEL", &container, "1").success();
+    }
+    assert_eq!(node.reservations("net1"), []);
+}
+
 /// What stands where the lock should: without it nothing is done, and that is said.
 #[test]
 fn no_lock_where_one_should_be() {
