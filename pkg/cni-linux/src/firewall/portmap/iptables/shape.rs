@@ -96,7 +96,8 @@ pub(super) fn set_mark(mark_bit: u8) -> Words {
 pub(in crate::firewall) fn comment(mark: &Mark) -> String {
     let mut comment = format!("dnat name: \"{}\" id: \"{}\"", mark.network, mark.container);
     if comment.len() > COMMENT_MAX {
-        comment = comment.chars().take(COMMENT_MAX - 3).collect::<String>() + "...";
+        // Go puts three dots, of which this is what the kernel keeps, and its CHECK compares.
+        comment = comment.chars().take(COMMENT_MAX - 2).collect::<String>() + "..";
     }
     comment
 }
@@ -334,5 +335,6 @@ mod tests {
         assert_eq!(read_comment(&comment(&mark)), Some(("net", "c1")));
         let long = comment(&Mark::new("net", "x".repeat(300), "eth0"));
         assert_eq!((long.len(), read_comment(&long)), (COMMENT_MAX, None));
+        assert!(long.ends_with("x..") && !long.ends_with("..."), "{long}");
     }
 }
