@@ -5,6 +5,7 @@
 //!
 //! Easy to get wrong: a list that cannot be used must never be as good as none.
 
+use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +18,8 @@ use crate::conf::Sysctl;
 #[derive(Debug)]
 pub(crate) struct AllowList {
     path: PathBuf,
-    patterns: Vec<Regex>,
+    /// Each as it was written, and as it is used.
+    patterns: Vec<(String, Regex)>,
 }
 
 impl AllowList {
@@ -46,9 +48,9 @@ impl AllowList {
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let pattern = Regex::new(line)
+            let pattern = Regex::new(&unquoted(line))
                 .map_err(|why| Error::config(format!("error parsing regexp: {why}: `{line}` in {}", place())))?;
-            patterns.push(pattern);
+            patterns.push((line.to_owned(), pattern));
         }
         Ok(AllowList { path: path.to_owned(), patterns })
     }
@@ -58,11 +60,11 @@ impl AllowList {
     /// # Errors
     /// Code 7 with Go's text for the first key that has none left.
     pub(crate) fn filter(&self, sysctls: &mut [Sysctl]) -> Result<()> {
-        let matches = |text: &str| self.patterns.iter().any(|pattern| pattern.is_match(text));
+        let matches = |text: &str| self.patterns.iter().any(|(_, pattern)| pattern.is_match(text));
         for Sysctl { key, value } in sysctls {
             key.readings.retain(|reading| reading.is_permitted(&key.written, matches));
             if key.readings.is_empty() {
-                let patterns: Vec<&str> = self.patterns.iter().map(Regex::as_str).collect();
+                let patterns: Vec<&str> = self.patterns.iter().map(|(written, _)| written.as_str()).collect();
                 let (written, allowed) = (crate::key::cut(&key.written), patterns.join(" "));
                 let msg =
                     format!("Sysctl {written} is not allowed. Only the following sysctls are allowed: [{allowed}]");
@@ -72,6 +74,30 @@ impl AllowList {
         }
         Ok(())
     }
+}
+
+/// What stands between `\Q` and `\E`, or the line's end, is text in Go; the crate does not know this.
+fn unquoted(pattern: &str) -> Cow<'_, str> {
+    if !pattern.contains(r"\Q") {
+        return pattern.into();
+    }
+    let (mut plain, mut rest) = (String::new(), pattern);
+    while let Some((before, after)) = rest.split_once('\\') {
+        plain += before;
+        if let Some(quoted) = after.strip_prefix('Q') {
+            let (text, after) = quoted.split_once(r"\E").unwrap_or((quoted, ""));
+            plain += &regex_lite::escape(text);
+            rest = after;
+        } else {
+            // Whatever is escaped, a backslash too, begins nothing.
+            let end = after.chars().next().map_or(0, char::len_utf8);
+            let (escaped, after) = after.split_at(end);
+            plain.push('\\');
+            plain += escaped;
+            rest = after;
+        }
+    }
+    (plain + rest).into()
 }
 
 #[cfg(test)]
@@ -119,6 +145,12 @@ mod tests {
             // A VLAN's name in the key: permitted by what it is, not by what it looks like.
             (r"^net\.ipv4\.conf\.eth0/100\.", "net.ipv4.conf.eth0/100.arp_filter", "eth0", true),
             (r"^net/ipv4/conf/eth0\.100/", "net.ipv4.conf.eth0/100.arp_filter", "eth0", true),
+            // Quoted text.
+            (r"^\Qnet.ipv4.ip_forward\E$", "net.ipv4.ip_forward", "eth0", true),
+            (r"^\Qnet.ipv4.ip_\Ef[a-z]+$", "net.ipv4.ip_forward", "eth0", true),
+            (r"\Qnet.ipv4.ip_forward", "net.ipv4.ip_forward", "eth0", true),
+            (r"\Qip.forward", "net.ipv4.ip_forward", "eth0", false),
+            (r"\\Qnet|nothing", "net.ipv4.ip_forward", "eth0", false),
             // Comments and blank lines, and a list of nothing else.
             ("# ipv4\n\n  ipv6  \r\n", "net.ipv4.ip_forward", "eth0", false),
             ("# ipv4\n\n  ipv6  \r\n", "net.ipv6.conf.all.forwarding", "eth0", true),
@@ -144,10 +176,10 @@ mod tests {
     #[test]
     fn the_refusal_has_gos_text() {
         let mut sysctls = [Sysctl { key: Key::new("net.ipv4.ip_forward", "1", "eth0").unwrap(), value: "1".into() }];
-        let error = list("^a\n# no\nb").unwrap().filter(&mut sysctls).unwrap_err();
+        let error = list("^a\n# no\n\\Qb").unwrap().filter(&mut sysctls).unwrap_err();
         assert_eq!(
             error.msg(),
-            "Sysctl net.ipv4.ip_forward is not allowed. Only the following sysctls are allowed: [^a b]"
+            "Sysctl net.ipv4.ip_forward is not allowed. Only the following sysctls are allowed: [^a \\Qb]"
         );
         assert_eq!(error.code(), Code::INVALID_CONFIG);
     }
