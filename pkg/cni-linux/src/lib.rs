@@ -37,6 +37,7 @@ pub mod netns;
 mod patience;
 pub mod process;
 pub mod route;
+mod stream;
 mod sys;
 pub mod sysctl;
 #[cfg(test)]

@@ -61,6 +61,13 @@ impl LinuxMachine {
     }
 }
 
+impl LinuxMachine {
+    /// Whether a signal to end has been seen: [`terminated`](Machine::terminated) without a look at what has come since.
+    pub(crate) fn was_terminated(&self) -> bool {
+        self.terminated.get()
+    }
+}
+
 impl AsFd for LinuxMachine {
     /// Readable when a signal has come.
     fn as_fd(&self) -> BorrowedFd<'_> {

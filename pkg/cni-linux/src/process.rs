@@ -1,17 +1,22 @@
 //! `main` of every plugin: the log if one is asked for, the machine made ready, then the skeleton.
 
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 use cni::skel::{self, Plugin};
 
 use crate::LinuxMachine;
+use crate::stream::{PATIENCE, Stream};
 
 /// Runs a plugin as this process.
 pub fn run(plugin: &dyn Plugin) -> ExitCode {
     crate::logging::install(plugin.name());
     match LinuxMachine::install() {
-        Ok(machine) => skel::run(plugin, &machine),
+        Ok(machine) => {
+            let mut stdin = Stream::new(&machine, io::stdin(), PATIENCE);
+            let mut stdout = Stream::new(&machine, io::stdout(), PATIENCE);
+            skel::run(plugin, &machine, &mut stdin, &mut stdout)
+        }
         Err(error) => {
             // Without its signals under control nothing has been begun; a runtime reads stderr when stdout is empty.
             let _ = writeln!(std::io::stderr(), "{}: failed to take over the signals: {error}", plugin.name());

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Write;
+use std::io::{PipeReader, PipeWriter, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -27,7 +27,18 @@ pub struct Invocation<'n> {
     env: BTreeMap<OsString, OsString>,
     stdin: Vec<u8>,
     timeout: Duration,
-    closed_stdout: bool,
+    stdout: Stdout,
+}
+
+/// Who reads what a plugin writes to its standard output.
+#[derive(Clone, Copy, Debug)]
+enum Stdout {
+    /// A file.
+    Kept,
+    /// Nobody any more: writing it fails.
+    Closed,
+    /// Somebody who takes nothing out of a pipe that is full.
+    Stuck,
 }
 
 impl Node {
@@ -53,7 +64,7 @@ impl<'n> Invocation<'n> {
             env: BTreeMap::from([("PATH".into(), path)]),
             stdin: Vec::new(),
             timeout: Duration::from_secs(60),
-            closed_stdout: false,
+            stdout: Stdout::Kept,
         }
     }
 
@@ -137,7 +148,13 @@ impl<'n> Invocation<'n> {
 
     /// Nobody reads what the plugin writes to its standard output: writing it fails.
     pub fn with_closed_stdout(mut self) -> Self {
-        self.closed_stdout = true;
+        self.stdout = Stdout::Closed;
+        self
+    }
+
+    /// Whoever should read what the plugin writes to its standard output does not: writing it waits.
+    pub fn with_stuck_stdout(mut self) -> Self {
+        self.stdout = Stdout::Stuck;
         self
     }
 
@@ -177,7 +194,14 @@ impl<'n> Invocation<'n> {
     fn spawn(self, stdin: Stdio) -> Started {
         let (stdout, stderr) = (file_with(b""), file_with(b""));
         let (out, err) = (stdout.try_clone().unwrap(), stderr.try_clone().unwrap());
-        let out = if self.closed_stdout { Stdio::from(broken_pipe()) } else { Stdio::from(out) };
+        let (out, reader) = match self.stdout {
+            Stdout::Kept => (Stdio::from(out), None),
+            Stdout::Closed => (Stdio::from(broken_pipe()), None),
+            Stdout::Stuck => {
+                let (reader, writer) = full_pipe();
+                (Stdio::from(writer), Some(reader))
+            }
+        };
         let mut command = Command::new(&self.program);
         command.args(&self.args).env_clear().envs(&self.env).stdin(stdin).stdout(out).stderr(err);
         // A group of its own, so that a deadline takes Go's delegates too. Ours die with their plugin.
@@ -185,7 +209,7 @@ impl<'n> Invocation<'n> {
         let child = self.node.enter(|| command.spawn());
         let child = child.unwrap_or_else(|error| panic!("to run {}: {error}", self.program.display()));
         let (call, verb) = (self.describe(), self.verb());
-        Started { child, stdout, stderr, timeout: self.timeout, call, verb, config: Vec::new() }
+        Started { child, stdout, stderr, timeout: self.timeout, call, verb, config: Vec::new(), _reader: reader }
     }
 
     fn verb(&self) -> String {
@@ -216,6 +240,8 @@ pub struct Started {
     verb: String,
     /// What a held plugin will be told.
     config: Vec<u8>,
+    /// Of a full pipe: as long as it is open, writing waits.
+    _reader: Option<PipeReader>,
 }
 
 impl Started {
@@ -321,6 +347,16 @@ fn broken_pipe() -> File {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     File::from(std::os::fd::OwnedFd::from(writer))
+}
+
+/// A pipe that has no room left.
+fn full_pipe() -> (PipeReader, PipeWriter) {
+    use nix::fcntl::{FcntlArg, OFlag, fcntl};
+    let (reader, mut writer) = std::io::pipe().expect("a pipe");
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).expect("to change our own pipe");
+    while writer.write(&[b' '; 4096]).is_ok() {}
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty())).expect("to change our own pipe");
+    (reader, writer)
 }
 
 fn read(file: &mut File) -> String {

@@ -139,7 +139,8 @@ impl Call<'_> {
     }
 }
 
-/// The streams of a call, as values.
+/// The streams of a call, as values. `TimedOut` from them means that whoever called let us wait too long, or that a signal
+/// ended the wait (`Interrupted` would be tried again); it becomes code 11.
 pub struct Streams<'a> {
     /// Where the configuration comes from. `None` if that is a terminal, which nobody types into.
     pub stdin: Option<&'a mut dyn Read>,
@@ -149,26 +150,16 @@ pub struct Streams<'a> {
     pub notes: Notes,
 }
 
-/// Runs a plugin as a process: its environment, its standard streams, its exit code.
-pub fn run(plugin: &dyn Plugin, machine: &dyn Machine) -> ExitCode {
-    use std::os::fd::AsFd as _;
-
+/// Runs a plugin as a process: its environment, its standard streams, its exit code. `stdin` and `stdout` are the
+/// process's, with an end to every wait ([`Streams`]) and without a buffer: std's stdout writes line by line.
+pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, stdout: &mut dyn Write) -> ExitCode {
     // The message of a panic goes into the error; where it happened goes to stderr, without the usual backtrace hint.
     std::panic::set_hook(Box::new(|info| eprint(&info.to_string())));
     let environment = Environment::from_process();
-    let mut stdin = std::io::stdin();
-    let terminal = stdin.is_terminal();
-    // Rust's own stdout writes line by line; a result goes out in one piece.
-    let mut stdout = match std::io::stdout().as_fd().try_clone_to_owned() {
-        Ok(fd) => std::fs::File::from(fd),
-        Err(error) => {
-            eprint(&format!("{}: stdout cannot be used: {error}", plugin.name()));
-            return ExitCode::FAILURE;
-        }
-    };
+    let terminal = std::io::stdin().is_terminal();
     let streams = Streams {
-        stdin: if terminal { None } else { Some(&mut stdin) },
-        stdout: &mut stdout,
+        stdin: if terminal { None } else { Some(stdin) },
+        stdout,
         notes: Notes::new(|line| {
             log::warn!("note={}", Quoted(line));
             eprint(line);
@@ -338,7 +329,12 @@ fn write_out(stdout: &mut dyn Write, bytes: &[u8]) -> Result<()> {
     stdout
         .write_all(bytes)
         .and_then(|()| stdout.flush())
-        .map_err(|error| Error::caused(Code::IO, "failed to write the result to stdout", error))
+        .map_err(|error| stream_failed("failed to write the result to stdout", error))
+}
+
+fn stream_failed(doing: &str, error: std::io::Error) -> Error {
+    let code = if error.kind() == std::io::ErrorKind::TimedOut { Code::TRY_AGAIN } else { Code::IO };
+    Error::caused(code, doing, error)
 }
 
 fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
@@ -352,7 +348,7 @@ fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
     stdin
         .take(MAX_STDIN as u64 + 1)
         .read_to_end(&mut bytes)
-        .map_err(|error| Error::caused(Code::IO, "error reading from stdin", error))?;
+        .map_err(|error| stream_failed("error reading from stdin", error))?;
     if bytes.len() > MAX_STDIN {
         return Err(Error::new(Code::IO, format!("error reading from stdin: more than {} MiB", MAX_STDIN >> 20)));
     }

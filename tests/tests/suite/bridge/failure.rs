@@ -1,7 +1,11 @@
 //! A failed ADD leaves nothing: no link, no address, no rule. Only what others may use stays.
 
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
 use cni_testkit::{Attachment, Container, Node, Outcome, probe};
 use conformance::{attach, bridge, layer2, patched};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 /// A failing ADD, after which nothing of it is there.
@@ -116,6 +120,53 @@ fn when_nobody_reads_the_result() {
     let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
     let outcome = attachment.invocation("ADD", None).with_closed_stdout().run();
     assert_ne!(outcome.status, Some(0), "{}", outcome.report());
+    assert_nothing(&node, &container, &outcome);
+}
+
+#[test]
+fn when_a_signal_comes_while_the_configuration_has_no_end() {
+    let node = Node::new();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    for verb in ["ADD", "DEL"] {
+        let started = attachment.invocation(verb, None).timeout(Duration::from_secs(20)).start();
+        // Before it has taken over its signals one would end it like any program.
+        let (status, taken) = (format!("/proc/{}/status", started.pid()), 1 << (Signal::SIGTERM as i32 - 1));
+        let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
+        loop {
+            let text = std::fs::read_to_string(&status).unwrap();
+            let blocked = text.lines().find_map(|line| line.strip_prefix("SigBlk:\t")).unwrap();
+            if u64::from_str_radix(blocked, 16).unwrap() & taken != 0 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{text}");
+            sleep(Duration::from_millis(5));
+        }
+        started.terminate();
+        let outcome = started.finish_without_end_of_input();
+        outcome.fails_with(11, "error reading from stdin: interrupted by a signal");
+    }
+}
+
+#[test]
+fn when_a_signal_comes_while_nobody_takes_the_result() {
+    let node = Node::new();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let call = attachment.invocation("ADD", None).with_stuck_stdout().timeout(Duration::from_secs(20));
+    let mut started = call.start();
+    started.release();
+    // Its last change before the result is written.
+    let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
+    while !container.run(&["ip", "-o", "addr", "show", "dev", "eth0", "up"]).stdout.contains("10.1.0.") {
+        assert!(Instant::now() < deadline, "the address never came");
+        sleep(Duration::from_millis(20));
+    }
+    sleep(Duration::from_secs(1));
+    started.terminate();
+    let outcome = started.finish();
+    assert_eq!(outcome.status, Some(1), "{}", outcome.report());
+    assert!(outcome.stderr.contains("interrupted by a signal"), "{}", outcome.report());
     assert_nothing(&node, &container, &outcome);
 }
 

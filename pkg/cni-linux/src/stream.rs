@@ -1,0 +1,141 @@
+//! A plugin's standard input and output: no wait for the other end outlives a signal, or a deadline.
+//!
+//! A runtime that stops in the middle of a call would else keep the plugin for ever, its work done and not told.
+//!
+//! The newcomer's mistakes: to call a signal's end of a wait `Interrupted`, which std's loops take for EINTR and try again;
+//! and to write more than PIPE_BUF at once, for "ready" promises room for no more.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use cni::machine::Machine as _;
+use nix::poll::{PollFd, PollFlags};
+
+use crate::machine::{LinuxMachine, wait_ready};
+
+/// For all that is read or written, from the first wait on. Whoever has not sent a configuration by then has gone.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// One end of the conversation with whoever called. Fails with [`ErrorKind::TimedOut`] at a signal and at the deadline.
+pub(crate) struct Stream<'m, F> {
+    machine: &'m LinuxMachine,
+    fd: F,
+    patience: Duration,
+    deadline: Option<Instant>,
+}
+
+impl<'m, F: AsFd> Stream<'m, F> {
+    pub(crate) fn new(machine: &'m LinuxMachine, fd: F, patience: Duration) -> Stream<'m, F> {
+        Stream { machine, fd, patience, deadline: None }
+    }
+
+    /// The descriptor, ready: then nobody is kept, so a signal that has come is for later.
+    fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
+        let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
+        // One that came before is not in the descriptor any more.
+        let over = self.machine.was_terminated();
+        loop {
+            let left = if over { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
+            let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
+            wait_ready(&mut fds, Some(left))?;
+            if fds[0].any() != Some(false) {
+                return Ok(self.fd.as_fd());
+            }
+            if over || self.machine.terminated() {
+                return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
+            }
+            if left.is_zero() {
+                let text = format!("the other end did nothing for {} s", self.patience.as_secs_f32());
+                return Err(io::Error::new(ErrorKind::TimedOut, text));
+            }
+        }
+    }
+}
+
+impl<F: AsFd> Read for Stream<'_, F> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        Ok(nix::unistd::read(self.ready(PollFlags::POLLIN)?, buffer)?)
+    }
+}
+
+impl<F: AsFd> Write for Stream<'_, F> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let fits = bytes.len().min(libc::PIPE_BUF);
+        Ok(nix::unistd::write(self.ready(PollFlags::POLLOUT)?, &bytes[..fits])?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::machine;
+    use nix::sys::signal::{Signal, raise};
+    use std::thread;
+
+    const SHORT: Duration = Duration::from_millis(50);
+
+    fn timed_out(result: io::Result<usize>, text: &str) {
+        let error = result.unwrap_err();
+        assert_eq!((error.kind(), error.to_string()), (ErrorKind::TimedOut, text.to_owned()));
+    }
+
+    #[test]
+    fn much_goes_through_a_small_pipe_and_its_end_is_seen() {
+        let (reader, writer) = io::pipe().unwrap();
+        let sent: Vec<u8> = (0..300_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+        let mut received = Vec::new();
+        thread::scope(|scope| {
+            scope.spawn(|| Stream::new(&machine(), writer, PATIENCE).write_all(&sent).unwrap());
+            Stream::new(&machine(), reader, PATIENCE).read_to_end(&mut received).unwrap();
+        });
+        assert!(sent == received);
+    }
+
+    #[test]
+    fn who_neither_sends_nor_takes_anything_is_waited_for_until_the_deadline() {
+        let machine = machine();
+        let (reader, writer) = io::pipe().unwrap();
+        let nothing = "the other end did nothing for 0.05 s";
+        timed_out(Stream::new(&machine, &reader, SHORT).read(&mut [0; 8]), nothing);
+        let mut full = Stream::new(&machine, &writer, SHORT);
+        timed_out(full.write_all(&[0; 1 << 20]).map(|()| 0), nothing);
+        // The deadline is one for all that is written.
+        let begin = Instant::now();
+        timed_out(full.write(b"and why"), nothing);
+        assert!(begin.elapsed() < PATIENCE / 2);
+    }
+
+    #[test]
+    fn a_signal_ends_the_wait_but_keeps_nobody_from_what_is_ready() {
+        // Its mask is this thread's alone.
+        let test = || {
+            if crate::sys::is_ignored(Signal::SIGTERM).unwrap() {
+                return crate::testing::skip("SIGTERM is ignored by whoever runs this");
+            }
+            let machine = machine();
+            let (reader, writer) = io::pipe().unwrap();
+            let mut wire = Stream::new(&machine, &writer, PATIENCE);
+            raise(Signal::SIGCHLD).unwrap();
+            raise(Signal::SIGTERM).unwrap();
+            for _ in 0..2 {
+                timed_out(Stream::new(&machine, &reader, PATIENCE).read(&mut [0; 8]), "interrupted by a signal");
+                // The error, that is.
+                assert_eq!(wire.write(b"x").unwrap(), 1);
+                assert_eq!(Stream::new(&machine, &reader, PATIENCE).read(&mut [0; 8]).unwrap(), 1);
+            }
+        };
+        let begin = Instant::now();
+        thread::Builder::new()
+            .name(thread::current().name().unwrap_or("?").to_owned())
+            .spawn(test)
+            .unwrap()
+            .join()
+            .unwrap();
+        assert!(begin.elapsed() < PATIENCE / 2);
+    }
+}
