@@ -28,7 +28,7 @@ impl AllowList {
     /// # Errors
     /// Code 5 if it cannot be read, code 7 naming the line that is no regular expression.
     pub(crate) fn read(path: &Path) -> Result<Option<AllowList>> {
-        match std::fs::read(path) {
+        match cni::file::read(path) {
             Ok(bytes) => AllowList::parse(path, &bytes).map(Some),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => {
@@ -201,8 +201,11 @@ mod tests {
     fn a_list_that_cannot_be_read_is_not_the_same_as_none() {
         let folder = tempfile::tempdir().unwrap();
         assert!(AllowList::read(&folder.path().join("absent")).unwrap().is_none());
-        let error = AllowList::read(folder.path()).unwrap_err();
-        assert_eq!(error.code(), Code::IO);
-        assert!(error.msg().contains(folder.path().to_str().unwrap()), "{}", error.msg());
+        for path in [folder.path(), Path::new("/dev/zero")] {
+            let error = AllowList::read(path).unwrap_err();
+            assert_eq!(error.code(), Code::IO);
+            let why = format!("failed to read the allow-list {}: it is no regular file", path.display());
+            assert_eq!(error.msg(), why);
+        }
     }
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use super::list::{NetworkList, PluginConf};
 use crate::json::Json;
 use crate::rollback::Notes;
-use crate::{Code, Error, Result, ident};
+use crate::{Code, Error, Result, file, ident};
 
 /// A folder of network configurations.
 #[derive(Clone, Debug)]
@@ -82,7 +82,7 @@ impl ConfFolder {
 impl ConfFile {
     /// Reads one file, by its name's ending.
     pub fn read(path: PathBuf) -> ConfFile {
-        let raw = match fs::read(&path) {
+        let raw = match file::read(&path) {
             Ok(raw) => raw,
             Err(error) => {
                 let error = Error::caused(Code::IO, format_args!("error reading {}", path.display()), error);
@@ -108,7 +108,7 @@ fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
         let folder = path.with_file_name(list.name());
         for path in files(&folder, &[".conf"])? {
             let failed = |error: Error| error.context(path.display());
-            let raw = fs::read(&path)
+            let raw = file::read(&path)
                 .map_err(|error| Error::caused(Code::IO, format_args!("error reading {}", path.display()), error))?;
             list.plugins.push(PluginConf::parse(&String::from_utf8_lossy(&raw)).map_err(failed)?);
         }

@@ -81,7 +81,12 @@ fn list(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<E
     let mut rows = vec![["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec()];
     let (mut checked, mut names, mut networks) = (Vec::new(), Vec::<String>::new(), Vec::new());
     for ConfFile { path, name, list } in node::by_precedence(folder.files()?) {
-        let one = check(&path, Some((shared, call)), streams)?;
+        let one = check(&path, Some((shared, call)), streams).unwrap_or_else(|error| Checked {
+            path: path.clone(),
+            text: String::new(),
+            network: "?".to_owned(),
+            problems: vec![Problem::new("", error.to_string())],
+        });
         let shown = name.clone().unwrap_or_else(|| "?".to_owned());
         let (version, kinds) = match &list {
             Ok(list) => {
@@ -164,7 +169,7 @@ impl Checked {
 
 /// All that is wrong with one file; without a host the file alone.
 fn check(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Result<Checked, Error> {
-    let raw = std::fs::read(path)
+    let raw = cni::file::read(path)
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error))?;
     let text = String::from_utf8_lossy(&raw).into_owned();
     let mut problems = Vec::new();
@@ -189,4 +194,33 @@ fn check(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>)
     // In the order of the text.
     problems.sort_by_key(|problem| place::find(&text, &problem.path));
     Ok(Checked { path: path.to_owned(), text, network, problems })
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Exit;
+    use crate::testing::Node;
+
+    #[test]
+    fn a_file_that_cannot_be_read_spoils_no_other_network() {
+        let node = Node::new();
+        let folder = node.folder.path().join("net.d");
+        std::os::unix::fs::symlink("nowhere", folder.join("50-x.conflist")).unwrap();
+        std::fs::File::create(folder.join("60-y.conflist")).unwrap().set_len(5 << 30).unwrap();
+        let said = node.say("networks");
+        assert_eq!((said.exit, said.stderr.as_str()), (Exit::Failed, ""));
+        assert!(said.stdout.lines().any(|line| line.starts_with("net ") && line.ends_with("ok")), "{}", said.stdout);
+        for problem in [
+            "50-x.conflist:1:1: failed to read ",
+            "50-x.conflist: No such file",
+            "60-y.conflist:1:1: failed to read ",
+            "60-y.conflist: it is longer than 16 MiB",
+        ] {
+            assert!(said.stdout.contains(problem), "{problem}: {}", said.stdout);
+        }
+        let networks = node.say("networks --json").json()["networks"].clone();
+        let column = |key: &str| networks.as_array().unwrap().iter().map(|one| one[key].clone()).collect::<Vec<_>>();
+        assert_eq!(column("network"), [serde_json::Value::Null, serde_json::Value::Null, "net".into()]);
+        assert_eq!(column("loads"), [false, false, true]);
+    }
 }
