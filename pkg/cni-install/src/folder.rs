@@ -213,8 +213,8 @@ impl Folder {
         self.own(&generation.to_string())
     }
 
-    /// Removes what `state` does not need, of what is called as we call it, and our own folder with the last of it. What cannot be removed is met again,
-    /// and named, when it is to be made anew.
+    /// Removes what `state` does not need, of what is called as we call it, and our own folder with the last of it. What
+    /// cannot be removed is met again, and named, when it is to be made anew.
     fn purge_garbage(&self) {
         let needed = match self.state() {
             Ok(Some(State::Installing(generation))) => vec![generation, generation - 1],

@@ -171,8 +171,9 @@ impl Error {
 }
 
 impl From<Error> for cni::Error {
-    /// Code 4 where CNI_NETNS is no namespace, 11 where time ran out or SIGTERM came, 102 where somebody else has it, else 100. What means more (an
-    /// unsupported VLAN setting, say) is known to the caller alone, who uses [`cni::Error::with_code`].
+    /// Code 4 where CNI_NETNS is no namespace, 11 where time ran out or SIGTERM came, 102 where somebody else has it, else
+    /// 100. What means more (an unsupported VLAN setting, say) is known to the caller alone, who uses
+    /// [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause } = error;
         let code = match &cause {
