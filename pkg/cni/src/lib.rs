@@ -7,7 +7,7 @@
 //! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
 //! - [`config`]: the network configuration every plugin receives; [`result`]: the result every plugin returns, one
 //!   type in the newest shape, converted at the door.
-//! - [`error`]: an error with its CNI code; [`file`]: files that a person has put there.
+//! - [`error`]: an error with its CNI code; [`mod@file`]: files that a person has put there.
 //! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
 //!   [`delegate`]: running another plugin (IPAM).
 //! - [`steps`]: what a call tells the log of itself.
