@@ -1,7 +1,7 @@
 //! The guard: what an operation may cost, counted, against a table in the repository.
 //!
-//! System calls of the plugins' own processes, programs and threads they start. These do not depend on the load of the
-//! machine as times do, nor on the release of iptables, whose own calls are left out.
+//! System calls of the plugins' own processes, programs and threads they start. These depend little on the load of the
+//! machine, in that waits take more looks, and not on the release of iptables, whose own calls are left out.
 
 use std::fs;
 
@@ -14,6 +14,9 @@ use crate::world::World;
 
 /// Each operation is counted so often, and the least counts: a wait that took one more look is not the code's doing.
 const ROUNDS: usize = 4;
+
+/// How many times more an operation is counted that costs too much: on a busy machine every look may come too early.
+const AGAIN: usize = 5;
 
 const HEAD: &str = "\
 # What each operation of the plugins costs: system calls of its own processes, programs started, threads started.
@@ -105,8 +108,15 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
     let mut now = Vec::new();
     for case in guarded() {
         for side in &case.sides {
-            let lines =
-                count(&world, &folders, &case, *side).doing(format_args!("{} ({})", case.name, side.label()))?;
+            let mut lines = Vec::new();
+            for _ in 0..=AGAIN {
+                let doing = format_args!("{} ({})", case.name, side.label());
+                count(&world, &folders, &case, *side, &mut lines).doing(doing)?;
+                let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
+                if !lines.iter().any(exceeds) {
+                    break;
+                }
+            }
             now.extend(lines);
         }
     }
@@ -158,9 +168,9 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-fn count(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Vec<Line>> {
+/// Counts, and keeps in `lines` the least.
+fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
-    let mut lines: Vec<Line> = Vec::new();
     // The first round makes what is made once.
     for round in 0..=ROUNDS {
         let counted = measure::counted(world, &ready, case, round)?;
@@ -184,7 +194,7 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Ve
             }
         }
     }
-    Ok(lines)
+    Ok(())
 }
 
 #[cfg(test)]
