@@ -18,6 +18,30 @@ pub const VERSION: &str = "1.0.0";
 /// The plugins of the suite.
 pub const PLUGINS: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
 
+/// The addresses of a node on its [`uplink`], IPv4 and IPv6.
+pub const HOST: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
+
+/// The addresses of what is [beyond](uplink) it.
+pub const OUTSIDE: [&str; 2] = ["192.0.2.9", "2001:db8::9"];
+
+/// Gives the node a link `name` to the world, and returns the machine beyond it, which has no way back to any container.
+pub fn uplink(node: &Node, name: &str) -> Container {
+    let outside = node.container();
+    node.expect_left(name);
+    node.ip(&[
+        &format!("link add {name} type veth peer name eth0 netns {}", outside.netns().display()),
+        &format!("link set {name} up"),
+        &format!("address add {}/24 dev {name}", HOST[0]),
+        &format!("address add {}/64 dev {name} nodad", HOST[1]),
+    ]);
+    outside.ip(&[
+        "link set eth0 up",
+        &format!("address add {}/24 dev eth0", OUTSIDE[0]),
+        &format!("address add {}/64 dev eth0 nodad", OUTSIDE[1]),
+    ]);
+    outside
+}
+
 /// `ipam` for host-local on this node, over these ranges: one set per element.
 pub fn ipam(node: &Node, subnets: &[&str]) -> Value {
     let sets: Vec<Value> = subnets.iter().map(|subnet| json!([{ "subnet": subnet }])).collect();

@@ -133,11 +133,8 @@ fn is_portmaps_shared_chain(chain: &Value) -> bool {
 /// Rules of legacy iptables. Its tables exist only where somebody has used it.
 fn legacy(node: &Node) -> Vec<String> {
     let mut left = Vec::new();
-    for (names, save) in
-        [("/proc/net/ip_tables_names", "iptables-legacy-save"), ("/proc/net/ip6_tables_names", "ip6tables-legacy-save")]
-    {
-        let tables = node.run(&["cat", names]);
-        if tables.ok && !tables.stdout.trim().is_empty() && crate::probe::has_tool(save) {
+    for (names, save) in [("ip_tables_names", "iptables-legacy-save"), ("ip6_tables_names", "ip6tables-legacy-save")] {
+        if !node.proc_net(names).trim().is_empty() && crate::probe::has_tool(save) {
             let rules = node.exec(&[save]);
             let is_shared = |line: &str| line.contains(" CNI-HOSTPORT-") && !line.contains(" -j CNI-DN-");
             let rules = rules.lines().filter(|line| line.starts_with("-A") && !is_shared(line));

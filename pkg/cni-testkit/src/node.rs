@@ -1,6 +1,7 @@
 //! A node: the host's side of a test, and the containers on it.
 
 use std::fs::{self, File};
+use std::io::{Seek, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::{process, thread};
 
+use nix::net::if_::if_nameindex;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -54,8 +56,11 @@ impl Node {
         let node = Node { inner: Arc::new(inner) };
         node.exec(&["ip", "link", "set", "lo", "up"]);
         // Some kernels put links of their own into every namespace (`tunl0`, `sit0`).
-        for link in node.json(&["ip", "-j", "link", "show"]).as_array().into_iter().flatten() {
-            node.expect_left(link["ifname"].as_str().unwrap_or_default());
+        let links = node.enter(|| {
+            if_nameindex().expect("to list links").iter().map(|link| link.name().to_owned()).collect::<Vec<_>>()
+        });
+        for link in links {
+            node.expect_left(&link.to_string_lossy());
         }
         node
     }
@@ -142,10 +147,29 @@ impl Node {
         ports.filter_map(|link| link["ifname"].as_str().map(str::to_owned)).collect()
     }
 
+    /// Has one `ip` do all of this, a line each without the word `ip`, and asserts success. Half of what a test costs
+    /// where programs start slowly is a dozen of them that set the scene.
+    #[track_caller]
+    pub fn ip(&self, lines: &[&str]) {
+        self.enter(|| ip(lines)).success();
+    }
+
     /// A sysctl of the node, by its path below `/proc/sys`, without the newline.
     #[track_caller]
     pub fn sysctl(&self, path: &str) -> String {
-        self.exec(&["cat", &format!("/proc/sys/{path}")]).trim_end().to_owned()
+        self.enter(|| read_sysctl(path))
+    }
+
+    /// Sets a sysctl of the node, by its path below `/proc/sys`.
+    #[track_caller]
+    pub fn set_sysctl(&self, path: &str, value: &str) {
+        self.enter(|| write_sysctl(path, value));
+    }
+
+    /// A file of the node's below `/proc/net`; nothing if there is none.
+    pub fn proc_net(&self, name: &str) -> String {
+        // Of the thread that is in the node: `/proc/net` would be the main thread's.
+        self.enter(|| fs::read_to_string(Path::new("/proc/thread-self/net").join(name)).unwrap_or_default())
     }
 }
 
@@ -202,6 +226,24 @@ impl Container {
         find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
     }
 
+    /// Like [`Node::ip`].
+    #[track_caller]
+    pub fn ip(&self, lines: &[&str]) {
+        self.enter(|| ip(lines)).success();
+    }
+
+    /// A sysctl of the container, by its path below `/proc/sys`, without the newline.
+    #[track_caller]
+    pub fn sysctl(&self, path: &str) -> String {
+        self.enter(|| read_sysctl(path))
+    }
+
+    /// Sets a sysctl of the container, by its path below `/proc/sys`.
+    #[track_caller]
+    pub fn set_sysctl(&self, path: &str, value: &str) {
+        self.enter(|| write_sysctl(path, value));
+    }
+
     /// The addresses of an interface as `address/prefix`, the kernel's link-local ones left out.
     pub fn addresses(&self, interface: &str) -> Vec<String> {
         let links = self.json(&["ip", "-j", "addr", "show", "dev", interface]);
@@ -251,8 +293,12 @@ impl Ran {
 }
 
 fn ran(argv: &[&str]) -> Ran {
+    ran_with(argv, Stdio::null())
+}
+
+fn ran_with(argv: &[&str], stdin: Stdio) -> Ran {
     let mut command = Command::new(argv[0]);
-    command.args(&argv[1..]).stdin(Stdio::null());
+    command.args(&argv[1..]).stdin(stdin);
     let output = command.output().unwrap_or_else(|error| panic!("to run `{}`: {error}", argv[0]));
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Ran {
@@ -274,6 +320,28 @@ fn parse(argv: &[&str], text: &str) -> Value {
 fn find_link(links: Value, name: &str) -> Option<Value> {
     let Value::Array(links) = links else { return None };
     links.into_iter().find(|link| link["ifname"] == name)
+}
+
+/// One `ip` for all lines.
+fn ip(lines: &[&str]) -> Ran {
+    let mut batch = tempfile::tempfile().expect("a temporary file");
+    batch.write_all((lines.join("\n") + "\n").as_bytes()).expect("to write a temporary file");
+    batch.rewind().expect("to rewind a temporary file");
+    let mut ran = ran_with(&["ip", "-batch", "-"], Stdio::from(batch));
+    ran.stderr.insert_str(0, &format!("of {lines:?}: "));
+    ran
+}
+
+// Read and written by this process: `cat` and `sysctl` would be most of what many tests cost.
+fn read_sysctl(path: &str) -> String {
+    let path = format!("/proc/sys/{path}");
+    let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("to read {path}: {error}"));
+    text.trim_end().to_owned()
+}
+
+fn write_sysctl(path: &str, value: &str) {
+    let path = format!("/proc/sys/{path}");
+    fs::write(&path, value).unwrap_or_else(|error| panic!("to write {value} to {path}: {error}"));
 }
 
 /// A path to an open file that holds for as long as this process keeps the descriptor. Needs no mount and no name.

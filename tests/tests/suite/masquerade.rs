@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use cni_testkit::{Attachment, Container, Node, go_bin_dir, probe, require};
-use conformance::{addresses, attach, bridge, choose_iptables, patched, without_iptables};
+use conformance::{HOST, OUTSIDE, addresses, attach, bridge, choose_iptables, patched, uplink, without_iptables};
 use serde_json::{Value, json};
 
 /// How rules are kept.
@@ -42,22 +42,9 @@ impl Keeper {
     }
 }
 
-const OUTSIDE: [&str; 2] = ["192.0.2.9", "2001:db8::9"];
-const HOST: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
-
 /// A server behind the node's `out0`. It has no way back to any container.
 fn server(node: &Node) -> Container {
-    let server = node.container();
-    node.expect_left("out0");
-    let netns = server.netns().to_str().unwrap();
-    node.exec(&["ip", "link", "add", "out0", "type", "veth", "peer", "name", "eth0", "netns", netns]);
-    server.exec(&["ip", "link", "set", "eth0", "up"]);
-    node.exec(&["ip", "link", "set", "out0", "up"]);
-    for (host, outside, prefix) in [(HOST[0], OUTSIDE[0], 24), (HOST[1], OUTSIDE[1], 64)] {
-        node.exec(&["ip", "addr", "add", &format!("{host}/{prefix}"), "dev", "out0", "nodad"]);
-        server.exec(&["ip", "addr", "add", &format!("{outside}/{prefix}"), "dev", "eth0", "nodad"]);
-    }
-    server
+    uplink(node, "out0")
 }
 
 fn listen(at: &Container, address: &str) -> UdpSocket {

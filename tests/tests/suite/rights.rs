@@ -23,7 +23,7 @@ fn state(node: &Node, container: &Container) -> String {
     };
     let rules = node.run(&["nft", "list", "ruleset"]).stdout;
     let (host, inside) = (links(node.json(&["ip", "-j", "link"])), links(container.json(&["ip", "-j", "link"])));
-    let somaxconn = container.exec(&["cat", "/proc/sys/net/core/somaxconn"]);
+    let somaxconn = container.sysctl("net/core/somaxconn");
     format!("{host}\n{inside}\n{somaxconn}\n{:?}\n{rules}", node.reservations("net1"))
 }
 

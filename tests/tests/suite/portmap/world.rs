@@ -8,12 +8,9 @@ use std::thread;
 use std::time::Duration;
 
 use cni_testkit::{Attachment, Container, Node, Outcome, bin_dir, probe};
-use conformance::{VERSION, bridge, patched};
+pub(crate) use conformance::HOST;
+use conformance::{VERSION, bridge, patched, uplink};
 use serde_json::{Value, json};
-
-/// The node's addresses on its uplink, the client's beside them.
-pub(crate) const HOST: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
-const CLIENT: [&str; 2] = ["192.0.2.9/24", "2001:db8::9/64"];
 
 /// How rules are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,20 +90,9 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(backend: Backend) -> World {
         let node = Node::new();
-        let client = node.container();
         // Looking for duplicates of a new bridge's address takes the kernel a second or two, and is none of portmap's.
-        node.exec(&["sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0"]);
-        let path = client.netns().to_str().unwrap();
-        node.exec(&["ip", "link", "add", "up0", "type", "veth", "peer", "name", "eth0", "netns", path]);
-        node.expect_left("up0");
-        node.exec(&["ip", "link", "set", "up0", "up"]);
-        client.exec(&["ip", "link", "set", "eth0", "up"]);
-        for (number, host) in HOST.iter().enumerate() {
-            let (prefix, nodad): (_, &[&str]) = if number == 0 { (24, &[]) } else { (64, &["nodad"]) };
-            let address = format!("{host}/{prefix}");
-            node.exec(&[&["ip", "address", "add", &address, "dev", "up0"], nodad].concat());
-            client.exec(&[&["ip", "address", "add", CLIENT[number], "dev", "eth0"], nodad].concat());
-        }
+        node.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
+        let client = uplink(&node, "up0");
         World { node, client, backend }
     }
 
@@ -161,7 +147,7 @@ impl World {
                 let save = |family: &str| {
                     let names = if family == "iptables" { "ip_tables_names" } else { "ip6_tables_names" };
                     let legacy = backend == Backend::IptablesLegacy;
-                    if legacy && !self.node.exec(&["cat", &format!("/proc/net/{names}")]).contains("nat") {
+                    if legacy && !self.node.proc_net(names).contains("nat") {
                         return String::new();
                     }
                     self.node.exec(&[&multi, &format!("{family}-save"), "-t", "nat"])

@@ -5,7 +5,7 @@ use std::fs;
 use cni_testkit::{Node, Outcome, skip};
 use serde_json::json;
 
-use super::{ARP_FILTER, backups, call, pod, prev, state, sysctl, tuned};
+use super::{ARP_FILTER, backups, call, pod, prev, state, tuned};
 
 const PATH: &str = "/etc/cni/tuning/allowlist.conf";
 
@@ -27,7 +27,7 @@ fn add(node: &Node, key: &str) -> (Outcome, String) {
     let container = pod(node);
     let keys = format!(r#""mtu":1400,"sysctl":{{"{key}":"1"}}"#);
     let outcome = call(node, &container, "ADD", &keys).run();
-    let value = sysctl(&container, ARP_FILTER);
+    let value = container.sysctl(ARP_FILTER);
     let changed = state(&container).1 == 1400;
     assert_eq!(changed, outcome.status == Some(0), "all or nothing\n{}", outcome.report());
     call(node, &container, "DEL", &keys).run().success();
@@ -93,7 +93,7 @@ fn one_key_that_is_refused_keeps_the_others_from_being_written() {
     let keys = r#""sysctl":{"net.ipv4.conf.IFNAME.arp_filter":"1","net.ipv4.conf.IFNAME.arp_notify":"1"}"#;
     let outcome = call(&node, &container, "ADD", keys).run();
     outcome.fails_with(7, "Sysctl net.ipv4.conf.IFNAME.arp_notify is not allowed.");
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
 }
 
 #[test]
@@ -112,9 +112,9 @@ fn no_interface_s_name_makes_a_permitted_key_another_value() {
     container.exec(&["ip", "link", "add", "ipv4", "type", "veth", "peer", "name", "peer0"]);
     write(&node, br"^net\.[A-Z]+\.ip_forward$");
     let attachment = tuned(&node, &container, json!({"sysctl": {"net.IFNAME.ip_forward": "1"}})).ifname("ipv4");
-    let before = sysctl(&container, "net/ipv4/ip_forward");
+    let before = container.sysctl("net/ipv4/ip_forward");
     attachment.add_after(&prev(&container)).fails_naming(7, &["not allowed"]);
-    assert_eq!(sysctl(&container, "net/ipv4/ip_forward"), before);
+    assert_eq!(container.sysctl("net/ipv4/ip_forward"), before);
 }
 
 #[test]
@@ -158,5 +158,5 @@ fn check_and_del_do_not_ask_the_list() {
     write(&node, b"(");
     attachment.check(&result).success();
     attachment.del_with(&result).success();
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
 }

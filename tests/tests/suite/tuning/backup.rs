@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use cni_testkit::{Container, Node};
 use serde_json::{Value, json};
 
-use super::{ARP_FILTER, MAC, backup_of, backups, data_dir, equip, pod, prev, state, sysctl, tuned, tuning};
+use super::{ARP_FILTER, MAC, backup_of, backups, data_dir, equip, pod, prev, state, tuned, tuning};
 
 fn all() -> Value {
     json!({"mac": "02:00:00:00:00:aa", "mtu": 1400, "promisc": true, "allmulti": true, "txQLen": 77,
@@ -16,7 +16,7 @@ fn all() -> Value {
 #[track_caller]
 fn is_untouched(container: &Container) {
     assert_eq!(state(container), (MAC.to_owned(), 1500, false, false, 1000));
-    assert_eq!(sysctl(container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn a_second_add_does_not_take_the_tuned_for_the_original() {
     more.add_after(&prev(&container)).success();
     attachment.del().success();
     is_untouched(&container);
-    assert_eq!(sysctl(&container, "net/ipv4/conf/eth0/arp_announce"), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/eth0/arp_announce"), "0");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn a_del_after_the_interface_has_gone_puts_back_what_is_left() {
     attachment.add_after(&prev(&container)).success();
     container.exec(&["ip", "link", "del", "eth0"]);
     attachment.del().success();
-    assert_eq!(sysctl(&container, "net/ipv4/conf/all/arp_filter"), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/all/arp_filter"), "0");
     assert_eq!(backups(&node), Vec::<String>::new());
 }
 
@@ -208,8 +208,8 @@ fn an_interface_made_anew_has_new_originals_and_the_namespace_keeps_its_own() {
     attachment.add_after(&prev(&container)).success();
     attachment.del().success();
     assert_eq!(state(&container).1, 1450);
-    assert_eq!(sysctl(&container, "net/ipv4/conf/all/arp_filter"), "0");
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/all/arp_filter"), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
 }
 
 #[test]

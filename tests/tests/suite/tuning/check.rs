@@ -3,7 +3,7 @@
 use cni_testkit::Node;
 use serde_json::{Value, json};
 
-use super::{ARP_FILTER, pod, prev, set_sysctl, state, tuned};
+use super::{ARP_FILTER, pod, prev, state, tuned};
 
 /// ADD, a sabotage by `ip link set eth0 …`, and CHECK says what was expected and what it found.
 #[track_caller]
@@ -53,7 +53,7 @@ fn another_sysctl_is_seen_with_everything_else_that_differs() {
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 1400, "sysctl": {"net.ipv4.conf.eth0.arp_filter": "1"}}));
     let result = attachment.add_after(&prev(&container)).success();
-    set_sysctl(&container, ARP_FILTER, "0");
+    container.set_sysctl(ARP_FILTER, "0");
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1300"]);
     let words = [
         "Error: Tuning configured value of /proc/sys/net/ipv4/conf/eth0/arp_filter is 1, current value is 0",
@@ -125,7 +125,7 @@ fn of_two_entries_in_one_list_each_is_content_and_the_first_del_puts_all_back() 
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1300"]);
     second.del_with(&result).success();
     assert_eq!(state(&container), before);
-    assert_eq!(super::sysctl(&container, "net/ipv4/conf/eth0/arp_announce"), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/eth0/arp_announce"), "0");
     first.del_with(&result).success();
     assert_eq!(state(&container), before);
 }

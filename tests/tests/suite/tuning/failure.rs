@@ -6,7 +6,7 @@ use cni_testkit::{Container, Node};
 use conformance::patched;
 use serde_json::{Value, json};
 
-use super::{ARP_FILTER, MAC, backups, call, data_dir, pod, prev, state, sysctl, tuned};
+use super::{ARP_FILTER, MAC, backups, call, data_dir, pod, prev, state, tuned};
 
 fn all() -> Value {
     json!({"mac": "02:00:00:00:00:aa", "promisc": true, "allmulti": true, "txQLen": 77,
@@ -16,7 +16,7 @@ fn all() -> Value {
 #[track_caller]
 fn is_untouched(node: &Node, container: &Container) {
     assert_eq!(state(container), (MAC.to_owned(), 1500, false, false, 1000));
-    assert_eq!(sysctl(container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
     assert_eq!(backups(node), Vec::<String>::new());
 }
 
@@ -28,8 +28,8 @@ fn a_sysctl_in_the_middle_that_the_kernel_refuses() {
         "net.ipv4.ip_local_port_range":"many","net.ipv4.conf.IFNAME.arp_notify":"1"},"mtu":1400"#;
     call(&node, &container, "ADD", keys).run().failure();
     is_untouched(&node, &container);
-    assert_eq!(sysctl(&container, "net/ipv4/conf/eth0/arp_announce"), "0");
-    assert_eq!(sysctl(&container, "net/ipv4/conf/eth0/arp_notify"), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/eth0/arp_announce"), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/eth0/arp_notify"), "0");
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn a_second_add_that_fails_leaves_what_the_first_one_made() {
         json!({"mac": "02:00:00:00:00:bb", "mtu": 1_000_000, "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "0"}});
     tuned(&node, &container, keys).add_after(&prev(&container)).failure();
     assert_eq!(state(&container), tuned_state);
-    assert_eq!(sysctl(&container, ARP_FILTER), "1");
+    assert_eq!(container.sysctl(ARP_FILTER), "1");
     assert_eq!(fs::read(&file).unwrap(), bytes);
     first.check(&result).success();
     first.del_with(&result).success();

@@ -3,7 +3,7 @@
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
 use serde_json::{Value, json};
 
-use super::{ARP_FILTER, MAC, backups, pod, prev, state, sysctl, tuned};
+use super::{ARP_FILTER, MAC, backups, pod, prev, state, tuned};
 
 /// The Go plugin, of any release.
 fn go_tuning() -> probe::Probed {
@@ -70,7 +70,7 @@ fn go_removes_a_backup_of_ours_that_has_sysctls_alone() {
     go.del_with(&result).success();
     assert_eq!(backups(&node), Vec::<String>::new());
     // Go never restores sysctls.
-    assert_eq!(sysctl(&container, ARP_FILTER), "1");
+    assert_eq!(container.sysctl(ARP_FILTER), "1");
     ours.del_with(&result).success();
 }
 
@@ -84,7 +84,7 @@ fn ours_leaves_go_s_sysctls_as_go_does() {
     let result = ours.clone().by(go_bin_dir()).add_after(&prev(&container)).success();
     ours.check(&result).success();
     ours.del_with(&result).success();
-    assert_eq!((sysctl(&container, ARP_FILTER).as_str(), state(&container).1), ("1", 1500));
+    assert_eq!((container.sysctl(ARP_FILTER).as_str(), state(&container).1), ("1", 1500));
     assert_eq!(backups(&node), Vec::<String>::new());
 }
 

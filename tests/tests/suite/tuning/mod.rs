@@ -80,18 +80,6 @@ fn call<'n>(node: &'n Node, container: &Container, verb: &str, keys: &str) -> In
     node.plugin("tuning").command(verb).container(container).stdin(config)
 }
 
-/// A sysctl of the container.
-#[track_caller]
-fn sysctl(container: &Container, path: &str) -> String {
-    container.exec(&["cat", &format!("/proc/sys/{path}")]).trim_end().to_owned()
-}
-
-/// Somebody else sets a sysctl of the container.
-#[track_caller]
-fn set_sysctl(container: &Container, path: &str, value: &str) {
-    container.exec(&["sh", "-c", &format!("echo '{value}' >/proc/sys/{path}")]);
-}
-
 /// MAC, MTU, promiscuous, all-multicast, transmit queue of `eth0`.
 #[track_caller]
 fn state(container: &Container) -> (String, u64, bool, bool, u64) {

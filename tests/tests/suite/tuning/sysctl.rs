@@ -3,7 +3,7 @@
 use cni_testkit::{Container, Node, skip};
 use serde_json::{Map, Value, json};
 
-use super::{ARP_FILTER, backups, call, pod, prev, set_sysctl, sysctl, tuned};
+use super::{ARP_FILTER, backups, call, pod, prev, tuned};
 
 fn one(key: &str, value: &str) -> Value {
     json!({"sysctl": Map::from_iter([(key.to_owned(), json!(value))])})
@@ -22,11 +22,11 @@ fn both_spellings_and_the_placeholder_name_the_file() {
         let container = pod(&node);
         let attachment = tuned(&node, &container, one(key, "1"));
         let result = attachment.add_after(&prev(&container)).success();
-        assert_eq!(sysctl(&container, ARP_FILTER), "1", "{key}");
+        assert_eq!(container.sysctl(ARP_FILTER), "1", "{key}");
         assert_eq!(result, prev(&container));
         attachment.check(&result).success();
         attachment.del_with(&result).success();
-        assert_eq!(sysctl(&container, ARP_FILTER), "0", "{key}");
+        assert_eq!(container.sysctl(ARP_FILTER), "0", "{key}");
         assert_eq!(backups(&node), Vec::<String>::new());
     }
 }
@@ -44,9 +44,9 @@ fn an_interface_with_a_dot_in_its_name_is_found() {
         container.exec(&["ip", "link", "set", "eth0", "name", "eth0.100"]);
         let attachment = tuned(&node, &container, one(key, "1")).ifname("eth0.100");
         attachment.add_after(&prev(&container)).success();
-        assert_eq!(sysctl(&container, "net/ipv4/conf/eth0.100/arp_filter"), "1", "{key}");
+        assert_eq!(container.sysctl("net/ipv4/conf/eth0.100/arp_filter"), "1", "{key}");
         attachment.del().success();
-        assert_eq!(sysctl(&container, "net/ipv4/conf/eth0.100/arp_filter"), "0", "{key}");
+        assert_eq!(container.sysctl("net/ipv4/conf/eth0.100/arp_filter"), "0", "{key}");
     }
 }
 
@@ -60,11 +60,11 @@ fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
     // "all" reaches every interface, so the last word is heard. An order by chance does not come right every time.
     for _ in 0..6 {
         for (keys, expected) in [(all_first, "0"), (own_first, "1")] {
-            set_sysctl(&container, all, "0");
+            container.set_sysctl(all, "0");
             call(&node, &container, "ADD", keys).run().success();
-            assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("1", expected));
+            assert_eq!((container.sysctl(all).as_str(), container.sysctl(own).as_str()), ("1", expected));
             call(&node, &container, "DEL", keys).run().success();
-            assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("0", "0"));
+            assert_eq!((container.sysctl(all).as_str(), container.sysctl(own).as_str()), ("0", "0"));
         }
     }
 }
@@ -76,13 +76,13 @@ fn del_and_a_failed_add_put_them_back_in_reverse() {
     let node = Node::new();
     let container = pod(&node);
     // "all" put back last would take the interface's own value away.
-    set_sysctl(&container, all, "0");
-    set_sysctl(&container, own, "1");
+    container.set_sysctl(all, "0");
+    container.set_sysctl(own, "1");
     call(&node, &container, "ADD", keys).run().success();
     call(&node, &container, "DEL", keys).run().success();
-    assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("0", "1"));
+    assert_eq!((container.sysctl(all).as_str(), container.sysctl(own).as_str()), ("0", "1"));
     call(&node, &container, "ADD", &format!(r#"{keys},"mtu":1000000"#)).run().failure();
-    assert_eq!((sysctl(&container, all).as_str(), sysctl(&container, own).as_str()), ("0", "1"));
+    assert_eq!((container.sysctl(all).as_str(), container.sysctl(own).as_str()), ("0", "1"));
 }
 
 #[test]
@@ -96,8 +96,7 @@ fn args_replace_and_add() {
     let attachment = tuned(&node, &container, keys);
     let result = attachment.add_after(&prev(&container)).success();
     let values = || {
-        ["arp_filter", "arp_notify", "arp_announce"]
-            .map(|name| sysctl(&container, &format!("net/ipv4/conf/eth0/{name}")))
+        ["arp_filter", "arp_notify", "arp_announce"].map(|name| container.sysctl(&format!("net/ipv4/conf/eth0/{name}")))
     };
     assert_eq!(values(), ["1", "1", "2"]);
     attachment.check(&result).success();
@@ -112,10 +111,10 @@ fn sysctls_of_args_alone_crash_nobody() {
     let keys = json!({"args": {"cni": {"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}}}});
     let attachment = tuned(&node, &container, keys);
     let result = attachment.add_after(&prev(&container)).success();
-    assert_eq!(sysctl(&container, ARP_FILTER), "1");
+    assert_eq!(container.sysctl(ARP_FILTER), "1");
     attachment.check(&result).success();
     attachment.del_with(&result).success();
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
 }
 
 #[track_caller]
@@ -123,7 +122,7 @@ fn is_refused_as_a_duplicate(container: &Container, node: &Node, keys: &str) {
     let outcome = call(node, container, "ADD", keys).run();
     outcome.fails_with(7, "duplicated sysctl keys are not allowed");
     call(node, container, "CHECK", keys).run().fails_with(7, "duplicated sysctl keys are not allowed");
-    assert_eq!(sysctl(container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
     // What a configuration says today keeps no DEL from cleaning.
     call(node, container, "DEL", keys).run().success();
 }
@@ -175,7 +174,7 @@ fn what_is_not_below_net_is_refused_before_any_change() {
         let outcome = call(&node, &container, "ADD", &keys).run();
         let failure = outcome.fails_naming(7, &["the value", &key[..key.len().min(40)].replace('\0', "\\0")]);
         assert!(failure.msg.len() < 1000, "{failure:?}");
-        assert_eq!(sysctl(&container, ARP_FILTER), "0", "{}", outcome.report());
+        assert_eq!(container.sysctl(ARP_FILTER), "0", "{}", outcome.report());
         assert_eq!(super::state(&container).1, 1500);
         assert_eq!(backups(&node), Vec::<String>::new());
     }
@@ -196,7 +195,7 @@ fn an_interface_called_all_gets_no_placeholder() {
     for ifname in ["all", "default"] {
         let attachment = tuned(&node, &container, one("net.ipv4.conf.IFNAME.arp_filter", "1")).ifname(ifname);
         attachment.add_after(&prev(&container)).fails_naming(7, &["IFNAME", ifname]);
-        assert_eq!(sysctl(&container, &format!("net/ipv4/conf/{ifname}/arp_filter")), "0");
+        assert_eq!(container.sysctl(&format!("net/ipv4/conf/{ifname}/arp_filter")), "0");
     }
 }
 
@@ -224,7 +223,7 @@ fn an_empty_value_writes_nothing() {
     let container = pod(&node);
     let attachment = tuned(&node, &container, one("net.ipv4.conf.IFNAME.arp_filter", ""));
     attachment.add_after(&prev(&container)).success();
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
     assert_eq!(backups(&node), Vec::<String>::new());
 }
 
@@ -242,7 +241,7 @@ fn what_can_only_be_written_is_written_and_not_saved() {
     assert!(text.contains("arp_filter") && !text.contains("flush"), "{text}");
     attachment.check(&result).success();
     attachment.del_with(&result).success();
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
 }
 
 #[test]
@@ -252,11 +251,11 @@ fn what_somebody_has_set_since_is_left_to_them() {
     let keys = json!({"sysctl": {"net.ipv4.conf.IFNAME.arp_announce": "1", "net.ipv4.conf.IFNAME.arp_filter": "1"}});
     let attachment = tuned(&node, &container, keys);
     let result = attachment.add_after(&prev(&container)).success();
-    set_sysctl(&container, "net/ipv4/conf/eth0/arp_announce", "2");
+    container.set_sysctl("net/ipv4/conf/eth0/arp_announce", "2");
     let outcome = attachment.del_with(&result);
     outcome.success();
-    assert_eq!(sysctl(&container, "net/ipv4/conf/eth0/arp_announce"), "2");
-    assert_eq!(sysctl(&container, ARP_FILTER), "0");
+    assert_eq!(container.sysctl("net/ipv4/conf/eth0/arp_announce"), "2");
+    assert_eq!(container.sysctl(ARP_FILTER), "0");
     assert!(outcome.stderr.contains("arp_announce"), "it is told: {}", outcome.report());
     assert_eq!(backups(&node), Vec::<String>::new());
 }
@@ -270,13 +269,13 @@ fn what_the_kernel_writes_its_own_way_is_checked_and_put_back() {
         ("net/ipv4/ip_local_port_range", "  20000   30000 ", "20000\t30000"),
         ("net/ipv4/ip_default_ttl", "0x20", "32"),
     ] {
-        let before = sysctl(&container, path);
+        let before = container.sysctl(path);
         let attachment = tuned(&node, &container, one(path, value));
         let result = attachment.add_after(&prev(&container)).success();
-        assert_eq!(sysctl(&container, path), reads);
+        assert_eq!(container.sysctl(path), reads);
         attachment.check(&result).success();
         attachment.del_with(&result).success();
-        assert_eq!(sysctl(&container, path), before);
+        assert_eq!(container.sysctl(path), before);
     }
 }
 
@@ -287,6 +286,6 @@ fn the_host_s_values_are_not_touched() {
     let before = node.sysctl("net/ipv4/conf/all/arp_filter");
     let attachment = tuned(&node, &container, one("net.ipv4.conf.all.arp_filter", "1"));
     attachment.add_after(&prev(&container)).success();
-    assert_eq!(sysctl(&container, "net/ipv4/conf/all/arp_filter"), "1");
+    assert_eq!(container.sysctl("net/ipv4/conf/all/arp_filter"), "1");
     assert_eq!(node.sysctl("net/ipv4/conf/all/arp_filter"), before);
 }
