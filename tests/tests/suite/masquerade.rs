@@ -49,7 +49,17 @@ fn server(node: &Node) -> Container {
 
 fn listen(at: &Container, address: &str) -> UdpSocket {
     let address = SocketAddr::new(address.parse().unwrap(), 7777);
-    let socket = at.enter(|| UdpSocket::bind(address)).unwrap();
+    // The port may have been another socket's a moment ago: a program that another test starts holds it until it runs.
+    let bind = || {
+        (0..100).find_map(|_| match UdpSocket::bind(address) {
+            Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                thread::sleep(Duration::from_millis(20));
+                None
+            }
+            bound => Some(bound.unwrap()),
+        })
+    };
+    let socket = at.enter(bind).expect("the port is free");
     socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     socket
 }
