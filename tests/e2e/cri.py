@@ -32,7 +32,7 @@ def scenario_a_pod_with_ports_is_reached_and_stopped_twice(node):
     runtime = start(node)
     identifier = runtime.run_pod("one", *PORTS)
     pod = runtime.pod(identifier)
-    pod.serve_udp(53)
+    pod.serve(53)
     node.prove(pod, 8080, BOTH)
     for netns in [node.home, node.client, pod.netns]:
         expect(hear(netns, NODE4, 8081), "one", "the port of one host address")
@@ -50,7 +50,7 @@ def scenario_dual_stack(node):
     identifier = runtime.run_pod("both", *PORTS[:2])
     pod = runtime.pod(identifier)
     expect(len(pod.addresses), 2, "addresses of the pod")
-    pod.serve_udp(53)
+    pod.serve(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
     finish(runtime, identifier)
 
@@ -60,7 +60,7 @@ def scenario_nf_tables_without_iptables(node):
     runtime = start(node, *plugins, networks.tuning())
     identifier = runtime.run_pod("one", *PORTS)
     pod = runtime.pod(identifier)
-    pod.serve_udp(53)
+    pod.serve(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
     rules = [line for line in node.leftovers() if line.startswith("nft: ")]
     expect(len(rules) > 0, True, "rules of the pod while it runs")

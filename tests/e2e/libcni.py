@@ -76,10 +76,11 @@ class Libcni:
         """The result that CHECK, and from 0.4.0 on DEL, are given."""
         return {"prevResult": attachment["result"]} if attachment["result"] and self.version() >= (0, 4, 0) else {}
 
-    def check(self, name):
+    def check(self, name, leave_out=""):
         attachment = self.attachments[name]
         for plugin in self.conf["plugins"]:
-            self.execute("CHECK", plugin, attachment, **self.before(attachment))
+            if plugin["type"] != leave_out:
+                self.execute("CHECK", plugin, attachment, **self.before(attachment))
 
     def delete(self, name, netns=None):
         attachment = self.attachments[name]

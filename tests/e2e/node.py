@@ -6,6 +6,7 @@ seeing it. `eth0` leads to a second network namespace, the client, who is outsid
 """
 
 import ctypes
+import glob
 import json
 import os
 import re
@@ -241,12 +242,16 @@ def hear(netns, address, port, kind=socket.SOCK_STREAM):
 
 
 def silent(netns, address, port):
-    """Nobody serves there."""
+    """Nobody says a word there. Podman keeps a published port taken by a socket that nobody serves."""
     with netns:
         ours = socket.socket(family(address), socket.SOCK_STREAM)
     with ours:
         ours.settimeout(0.5)
-        return ours.connect_ex((address, port)) != 0
+        try:
+            ours.connect((address, port))
+            return ours.recv(1) == b""
+        except OSError:
+            return True
 
 
 class Server:
@@ -259,21 +264,40 @@ class Server:
             self.udp = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
             # The answer must come from the address that was asked, so one that was not translated would show.
             self.udp.bind(("::", port))
-        threading.Thread(target=self.serve_tcp, daemon=True).start()
-        threading.Thread(target=self.serve_udp, daemon=True).start()
+        self.threads = [threading.Thread(target=serve, daemon=True) for serve in (self.serve_tcp, self.serve_udp)]
+        for thread in self.threads:
+            thread.start()
+
+    def close(self):
+        """Ends it: a socket keeps its namespace alive."""
+        for ours in [self.tcp, self.udp]:
+            try:
+                ours.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                # Told of every socket without a peer; who waits in it is woken all the same.
+                pass
+        for thread in self.threads:
+            thread.join()
+        self.tcp.close()
+        self.udp.close()
 
     def answer(self, peer):
         return ((self.name or peer[0].removeprefix("::ffff:")) + "\n").encode()
 
     def serve_tcp(self):
         while True:
-            connection, peer = self.tcp.accept()
+            try:
+                connection, peer = self.tcp.accept()
+            except OSError:
+                return
             with connection:
                 connection.send(self.answer(peer))
 
     def serve_udp(self):
         while True:
-            _, peer = self.udp.recvfrom(100)
+            asked, peer = self.udp.recvfrom(100)
+            if not asked:
+                return
             self.udp.sendto(self.answer(peer), peer)
 
 
@@ -284,10 +308,17 @@ class Pod:
         self.name = name
         self.netns = Netns(netns)
         self.addresses = addresses
+        self.servers = []
 
-    def serve_udp(self, port):
-        """busybox has no UDP server: this process answers in the pod's namespace."""
-        Server(self.netns, port, self.name)
+    def serve(self, port):
+        """This process answers in the pod's namespace; busybox, in the pods of runtimes, has no UDP server."""
+        self.servers.append(Server(self.netns, port, self.name))
+
+    def close(self):
+        """Nothing of this process keeps the pod's namespace alive any more."""
+        for server in self.servers:
+            server.close()
+        os.close(self.netns.file)
 
 
 class Node:
@@ -295,6 +326,8 @@ class Node:
 
     def __init__(self):
         self.home = Netns("/proc/self/ns/net")
+        # What the network sets in every pod.
+        self.sysctls = {}
         self.use(OURS)
         # What Debian has and we do not yet.
         sh("ip", "netns", "add", "client")
@@ -320,11 +353,12 @@ class Node:
     def configure(self, name, *plugins, version="1.0.0", **more):
         """The node's only network."""
         conf = {"cniVersion": version, "name": name, "plugins": plugins, **more}
+        self.sysctls = {key: value for plugin in plugins for key, value in plugin.get("sysctl", {}).items()}
         # In place: containerd 1.6 does not see a file that is renamed into the folder it watches.
         write("/etc/cni/net.d/10-network.conflist", json.dumps(conf))
 
     def prove(self, pod, host_port, kinds=(socket.SOCK_STREAM,), families=(4,), leave_out=()):
-        """The pod is reached by its host port from everywhere, and goes out under the node's address.
+        """The pod is reached by its host port from everywhere, goes out under the node's address, and has its sysctls.
 
         A network that does not promise all of it names what to leave out: ports, outside, itself (hairpin), egress.
         """
@@ -344,6 +378,8 @@ class Node:
             if "egress" not in leave_out:
                 expect(hear(pod.netns, client, 9000), node, f"whom those outside see for {address}")
             expect(silent(self.client, address, 80), True, f"{address} is not to be reached from outside")
+        for key, value in self.sysctls.items():
+            expect(pod.netns.sysctl(key), value, f"{key} of {pod.name}")
 
     def leftovers(self):
         """What no pod should leave: a line for each.
@@ -375,6 +411,17 @@ class Node:
         return left
 
 
+def programs():
+    """All running programs: process and file."""
+    found = []
+    for link in glob.glob("/proc/[0-9]*/exe"):
+        try:
+            found.append((int(link.split("/")[2]), os.readlink(link)))
+        except OSError:
+            pass
+    return found
+
+
 def kind(link):
     return link.get("linkinfo", {}).get("info_kind")
 
@@ -383,8 +430,8 @@ def files(folder):
     return sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
 
 
-# Locks, where the next address is looked for, and host-local's own memory.
-SHARED_FILE = re.compile(r"/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/")
+# Locks, where the next address is looked for, and host-local's index; no temporary file of it.
+SHARED_FILE = re.compile(r"/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/[^/]+/index$")
 # What pods share, so it stays: built-in chains, and the chains of portmap with what leads to them.
 SHARED_RULES = [
     re.compile(shape)

@@ -2,7 +2,7 @@
 
 import networks
 from containerd import Containerd
-from node import GO, OURS, sh
+from node import CLIENT4, CLIENT6, GO, NODE4, NODE6, OURS, sh
 from traffic import Traffic
 
 PLUGINS = ["bridge", "host-local", "loopback", "portmap", "tuning"]
@@ -11,15 +11,25 @@ PLUGINS = ["bridge", "host-local", "loopback", "portmap", "tuning"]
 class Pods:
     """Some pods with their traffic."""
 
-    def __init__(self, node, runtime, name, first_port, count=4):
+    def __init__(self, node, runtime, name, first_port, families, count=4):
         self.runtime, self.pods = runtime, {}
         for number in range(count):
-            ports = [("tcp", 80, first_port + number, ""), ("tcp", 7, first_port + 100 + number, "")]
-            identifier = runtime.run_pod(f"{name}{number}", *ports)
+            port, echo = first_port + number, first_port + 100 + number
+            identifier = runtime.run_pod(f"{name}{number}", ("tcp", 80, port, ""), ("tcp", 7, echo, ""), ("udp", 53, echo, ""))
             pod = runtime.pod(identifier)
-            node.prove(pod, first_port + number)
-            self.pods[identifier] = pod, Traffic(node, pod, first_port + 100 + number)
-        self.prove = lambda: [node.prove(pod, first_port + each) for each, (pod, _) in enumerate(self.pods.values())]
+            pod.serve(53)
+            node.prove(pod, port, families=families)
+            self.pods[identifier] = pod, self.traffic(node, pod, echo, families)
+        self.prove = lambda: [
+            node.prove(pod, first_port + each, families=families) for each, (pod, _) in enumerate(self.pods.values())
+        ]
+
+    @staticmethod
+    def traffic(node, pod, echo, families):
+        """Out of the pod a ping, into it by its host port a TCP stream and datagrams, of each family."""
+        outside = [(CLIENT4, NODE4), (CLIENT6, NODE6)][: len(families)]
+        into = [(node.client, address, echo) for _, address in outside]
+        return Traffic(pod, into, into, [(pod.netns, address) for address, _ in outside])
 
     def remove(self, plugins):
         """Ends the traffic of each just before the pod goes. The plugins that remove it are in place already."""
@@ -37,23 +47,24 @@ class Pods:
 
 
 def switch(node, first, second, six=False):
+    families = (4, 6) if six else (4,)
     node.use(first, *PLUGINS)
     node.configure("pods", networks.bridge(six=six), networks.portmap(), networks.tuning(), version="1.0.0")
     runtime = Containerd()
-    old = Pods(node, runtime, "old", 8000)
+    old = Pods(node, runtime, "old", 8000, families)
     node.use(second, *PLUGINS)
-    new = Pods(node, runtime, "new", 8200)
+    new = Pods(node, runtime, "new", 8200, families)
     old.prove()
     came_back = old.remove(second)
     new.prove()
     node.use(first, *PLUGINS)
-    newest = Pods(node, runtime, "newest", 8400)
+    newest = Pods(node, runtime, "newest", 8400, families)
     new.prove()
     came_back += new.remove(first)
     newest.prove()
     node.use(second, *PLUGINS)
     came_back += newest.remove(second)
-    return f"nothing; {came_back} pings and echoes, none lost"
+    return f"nothing; {came_back} pings, words and datagrams, none lost"
 
 
 def scenario_from_go_to_ours_and_back(node):

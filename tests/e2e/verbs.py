@@ -1,20 +1,28 @@
-"""All verbs as containerd 2 and CRI-O send them, over the networks that projects document: conflists/*.conflist.
+"""The verbs as containerd 2 and CRI-O send them, over the networks that projects document: conflists/*.conflist.
 
-ptp, firewall and bandwidth are Go's. What no package of Debian brings has a stand-in that says what it leaves out: flannel
-and tc-redirect-tap (standins/). What masquerades for k3s and kind is left out.
+Each list plays twice: as documented, below 1.1.0, where libcni knows ADD, CHECK and DEL alone, and raised to 1.1.0, where
+it sends STATUS and GC too. What is of other projects: ptp, firewall and bandwidth are Go's of Debian, which end at 1.0.0, so
+in a raised list a stand-in runs them (standins/raised). flannel and tc-redirect-tap are no packages of Debian and have
+stand-ins that say what they leave out. What masquerades for k3s and kind is left out.
 """
 
 import concurrent.futures
 import json
+import shutil
+import socket
+import subprocess
 import threading
+import time
 
 import networks
 from libcni import Libcni, Refused
-from node import BIN, GO, OURS, Failed, Pod, Server, expect, read, sh, write
+from node import BIN, GO, NODE4, OURS, Failed, Pod, expect, read, sh, write
+from traffic import Traffic
 
 # What flannel's daemon says of the node.
 SUBNET = "FLANNEL_NETWORK=10.42.0.0/16\nFLANNEL_SUBNET=10.42.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n"
 GO_PLUGINS = ["ptp", "firewall", "bandwidth"]
+BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 
 
 def conflist(name, **changed):
@@ -36,73 +44,246 @@ def attach(network, name, *ports):
     netns = sandbox(name)
     result = network.add(name, netns, ports)
     pod = Pod(name, netns, [ip["address"].split("/")[0] for ip in result["ips"]])
-    Server(pod.netns, 80, name)
+    pod.serve(80)
     return pod
+
+
+def forget(network, pod):
+    """As a runtime that lost its memory: libcni has no DEL to send."""
+    del network.attachments[pod.name]
+
+
+def unname(pod):
+    """Takes the namespace's name away; alive it stays as long as this process serves in it."""
+    sh("ip", "netns", "delete", pod.name)
+
+
+def end(pod):
+    """Its namespace is gone, and with it the kernel takes the host's ends, a moment later."""
+    before = ends()
+    unname(pod)
+    pod.close()
+    deadline = time.monotonic() + 20
+    while ends() == before:
+        if time.monotonic() > deadline:
+            raise Failed(f"the namespace of {pod.name} does not end")
+        time.sleep(0.01)
+
+
+def ends():
+    """The host's ends of pairs."""
+    return [name for _, name in socket.if_nameindex() if name.startswith("veth")]
+
+
+def interfaces(pod):
+    with pod.netns:
+        return [name for _, name in socket.if_nameindex()]
 
 
 def check(network, pod):
     """Debian's bandwidth crashes at a CHECK without limits, and 0.3.1 knows no CHECK."""
-    if network.version() >= (0, 4, 0) and network.conf["plugins"][-1]["type"] != "bandwidth":
-        network.check(pod.name)
+    if network.version() >= (0, 4, 0):
+        network.check(pod.name, leave_out="bandwidth")
 
 
-def every_verb(node, conf, *leave_out):
-    """Two pods: all verbs for both, then a GC that names but one of them."""
+class Left:
+    """What is there that was not before. A connection of a pod that was there before comes and goes."""
+
+    def __init__(self, node, *others):
+        self.node, self.others = node, [address for pod in others for address in pod.addresses]
+        self.before = node.leftovers()
+
+    def now(self):
+        found = [line for line in self.node.leftovers() if line not in self.before]
+        return [line for line in found if not any(f"src={address} " in line for address in self.others)]
+
+
+def prepare(node, conf):
+    """The plugins that are not ours, and the list's network."""
     node.use(GO, *GO_PLUGINS)
     node.use("/opt/e2e/standins")
+    if conf["cniVersion"] == "1.1.0":
+        for name in GO_PLUGINS:
+            shutil.copy("/opt/e2e/standins/raised", f"{BIN}/{name}")
     write("/run/flannel/subnet.env", SUBNET)
-    network = Libcni(conf)
-    network.status()
-    pods = [attach(network, name, mapping(8080 + number)) for number, name in enumerate(["valid", "stale"])]
-    for number, pod in enumerate(pods):
-        node.prove(pod, 8080 + number, leave_out=leave_out)
+    node.sysctls = {key: value for plugin in conf["plugins"] for key, value in plugin.get("sysctl", {}).items()}
+    return Libcni(conf)
+
+
+def mappings(host_port, leave_out, port=80):
+    return [] if "ports" in leave_out else [mapping(host_port, port), mapping(host_port, port, "udp")]
+
+
+def as_documented(node, name, *leave_out):
+    """Pods that go each in its own way; of two the first DEL has an empty CNI_NETNS, as ctr's."""
+    network = prepare(node, conflist(name))
+    valid = attach(network, "valid", *mappings(8080, leave_out))
+    left = Left(node, valid)
+    stale = attach(network, "stale", *mappings(8081, leave_out))
+    for port, pod in [(8080, valid), (8081, stale)]:
+        node.prove(pod, port, BOTH, leave_out=leave_out)
         check(network, pod)
-    network.status()
     network.gc("valid")
-    expect(list(network.attachments), ["valid"], "what is remembered")
-    expect([line for line in node.leftovers() if "stale" in line], ["namespace /run/netns/stale"], "left by the GC")
-    node.prove(pods[0], 8080, leave_out=leave_out)
-    check(network, pods[0])
-    remembered = dict(network.attachments)
+    expect(list(network.attachments), ["valid"], "what is remembered after the DELs that libcni sends in a GC")
+    unname(stale)
+    expect(left.now(), [], "left by them")
+    if "gone" not in leave_out:
+        gone = attach(network, "gone", *mappings(8082, leave_out))
+        node.prove(gone, 8082, BOTH, leave_out=leave_out)
+        end(gone)
+        network.delete("gone", netns="")
+        expect(left.now(), [], "left by a DEL with an empty CNI_NETNS, whose namespace is gone")
+    if "held" not in leave_out:
+        held = attach(network, "held", *mappings(8083, leave_out))
+        node.prove(held, 8083, BOTH, leave_out=leave_out)
+        before = ends()
+        unname(held)
+        network.delete("held", netns="")
+        expect((len(before) - len(ends()), "eth0" in interfaces(held)), (1, False), "pairs removed, the end inside")
+        expect(left.now(), [], "left by a DEL with an empty CNI_NETNS, whose namespace lives on")
+    node.prove(valid, 8080, BOTH, leave_out=leave_out)
+    check(network, valid)
     network.delete("valid")
-    network.attachments = remembered
-    network.delete("valid", netns="")
-    network.gc()
+    unname(valid)
+
+
+class Asked:
+    """STATUS all the time, beside whatever else is done, as kubelet asks through the runtime (every 5 s): always ready."""
+
+    def __init__(self, network, pause):
+        self.network, self.pause = network, pause
+        self.times, self.failures, self.stop = 0, [], threading.Event()
+        self.thread = threading.Thread(target=self.ask, daemon=True)
+
+    def ask(self):
+        while not self.stop.wait(self.pause):
+            try:
+                self.network.status()
+                self.times += 1
+            except Failed as error:
+                self.failures.append(str(error))
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind, *_):
+        self.stop.set()
+        self.thread.join()
+        if kind is None:
+            expect(self.failures, [], "STATUS")
+            expect(self.times > 0, True, "STATUS was asked")
+
+
+def flowing(node, pod, port, leave_out):
+    """Streams into the pod that last: from the node, and by its host port from outside. The server is a process in it."""
+    serve = ["nsenter", f"--net={pod.netns.path}", "busybox", "nc", "-ll", "-p", "7", "-e", "cat"]
+    server = subprocess.Popen(serve)
+    streams = [(node.home, address, 7) for address in pod.addresses]
+    if not {"ports", "outside"} & set(leave_out):
+        streams += [(node.client, NODE4, port)]
+    return server, Traffic(pod, streams, pings=[(node.home, pod.addresses[0])])
+
+
+def in_1_1_0(node, name, *leave_out):
+    """STATUS before, beside and after; and a GC that finds two attachments of which libcni knows nothing any more.
+
+    Of one the namespace is gone, of the other a process lives on in it. A third is remembered, and libcni's DEL removes it
+    before the plugins are asked. The fourth is valid.
+    """
+    network = prepare(node, conflist(name, cniVersion="1.1.0"))
     network.status()
-    sh("ip", "netns", "delete", "valid")
-    sh("ip", "netns", "delete", "stale")
+    with Asked(network, 0.05) as asked:
+        valid = attach(network, "valid", *mappings(8080, leave_out), *mappings(8007, leave_out, 7))
+        node.prove(valid, 8080, BOTH, leave_out=leave_out)
+        server, traffic = flowing(node, valid, 8007, leave_out)
+        left = Left(node, valid)
+        stale = attach(network, "stale", *mappings(8081, leave_out))
+        gone = attach(network, "gone", *mappings(8082, leave_out))
+        held = attach(network, "held", *mappings(8083, leave_out))
+        for port, pod in [(8081, stale), (8082, gone), (8083, held)]:
+            node.prove(pod, port, BOTH, leave_out=leave_out)
+            check(network, pod)
+        forget(network, gone)
+        forget(network, held)
+        if "gone" not in leave_out:
+            end(gone)
+        network.gc("valid")
+        expect(list(network.attachments), ["valid"], "what is remembered after the GC")
+        for pod in [stale, held, gone] if "gone" in leave_out else [stale, held]:
+            expect("eth0" in interfaces(pod), False, f"{pod.name}'s interface is there after the GC")
+            unname(pod)
+        expect(left.now(), [], "left by the GC")
+        traffic.end()
+        server.kill()
+        server.wait()
+        node.prove(valid, 8080, BOTH, leave_out=leave_out)
+        check(network, valid)
+        # Nothing is valid any more, and of nothing libcni knows.
+        forget(network, valid)
+        network.gc()
+        unname(valid)
+    network.status()
+    return f"nothing; STATUS was asked {asked.times} times, and {traffic.came_back} words and pings came back"
+# What a list does not promise is left out: `itself` (hairpin), `egress`, `ports`. Go's ptp finds the host's end and its
+# masquerade rules by what it sees in the namespace; where it is told of none, or that has gone, it leaves them: so `held`
+# is left out, and `gone` too where there are such rules.
 
 
 def scenario_containerds_default(node):
-    every_verb(node, conflist("containerd"), "itself")
+    return as_documented(node, "containerd", "itself")
 
 
 def scenario_containerds_default_in_1_1_0(node):
-    every_verb(node, conflist("containerd", cniVersion="1.1.0"), "itself")
+    return in_1_1_0(node, "containerd", "itself")
 
 
 def scenario_k3s(node):
-    every_verb(node, conflist("k3s"), "egress")
+    return as_documented(node, "k3s", "egress")
+
+
+def scenario_k3s_in_1_1_0(node):
+    return in_1_1_0(node, "k3s", "egress")
 
 
 def scenario_kind(node):
-    every_verb(node, conflist("kind"), "egress")
+    return as_documented(node, "kind", "egress", "held")
+
+
+def scenario_kind_in_1_1_0(node):
+    return in_1_1_0(node, "kind", "egress", "held")
 
 
 def scenario_podman(node):
-    every_verb(node, conflist("podman"))
+    return as_documented(node, "podman")
+
+
+def scenario_podman_in_1_1_0(node):
+    return in_1_1_0(node, "podman")
 
 
 def scenario_nomad(node):
-    every_verb(node, conflist("nomad"))
+    return as_documented(node, "nomad")
+
+
+def scenario_nomad_in_1_1_0(node):
+    return in_1_1_0(node, "nomad")
 
 
 def scenario_firecracker_containerd(node):
-    every_verb(node, conflist("firecracker"), "ports")
+    return as_documented(node, "firecracker", "ports")
+
+
+def scenario_firecracker_containerd_in_1_1_0(node):
+    return in_1_1_0(node, "firecracker", "ports")
 
 
 def scenario_firecracker_go_sdk(node):
-    every_verb(node, conflist("firecracker-sdk"), "ports", "egress")
+    return as_documented(node, "firecracker-sdk", "ports", "egress", "held", "gone")
+
+
+def scenario_firecracker_go_sdk_in_1_1_0(node):
+    return in_1_1_0(node, "firecracker-sdk", "ports", "egress", "held", "gone")
 
 
 def three_plugins(**bridge):
@@ -116,15 +297,18 @@ def scenario_gc_removes_what_a_runtime_forgot_and_nothing_else(node):
     other = Libcni({**three_plugins(name="cni0"), "name": "others"})
     other.conf["plugins"][0]["ipam"]["ranges"] = [[{"subnet": "10.89.0.0/24"}]]
     other.conf["plugins"][0]["bridge"] = "cni1"
+    node.sysctls = networks.SYSCTLS
     kept = [attach(network, f"kept{each}", mapping(8000 + each)) for each in range(3)]
-    for each in range(5):
-        attach(network, f"lost{each}", mapping(8100 + each), mapping(8100 + each, 53, "udp"))
     foreign = attach(other, "foreign", mapping(8200))
-    for each in range(5):
-        sh("ip", "netns", "delete", f"lost{each}")
+    left = Left(node, *kept, foreign)
+    lost = [attach(network, f"lost{each}", mapping(8100 + each), mapping(8100 + each, protocol="udp")) for each in range(5)]
+    for each, pod in enumerate(lost):
+        node.prove(pod, 8100 + each, BOTH)
+        # Of some a process lives on.
+        (unname if each % 2 else end)(pod)
     network.attachments = {}
     network.gc(*[pod.name for pod in kept])
-    expect([line for line in node.leftovers() if "lost" in line], [], "left by the GC")
+    expect(left.now(), [], "left by the GC")
     for each, pod in enumerate(kept):
         node.prove(pod, 8000 + each, families=(4, 6))
     node.prove(foreign, 8200)
@@ -138,31 +322,17 @@ def scenario_gc_removes_what_a_runtime_forgot_and_nothing_else(node):
 def scenario_status_beside_many_adds(node):
     """kubelet asks every 5 s, here it asks all the time, and is never told that the node is not ready."""
     network = Libcni(three_plugins())
-    stop, asked, failures = threading.Event(), [], []
-
-    def ask():
-        while not stop.is_set():
-            try:
-                network.status()
-                asked.append(1)
-            except Failed as error:
-                failures.append(str(error))
-
-    asker = threading.Thread(target=ask, daemon=True)
-    asker.start()
-    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+    with Asked(network, 0) as asked:
         names = [f"pod{each}" for each in range(20)]
-        adds = [pool.submit(network.add, name, sandbox(name), [mapping(8000 + n)]) for n, name in enumerate(names)]
-        for done in adds:
-            done.result()
-        for done in [pool.submit(network.delete, name) for name in names]:
-            done.result()
-    stop.set()
-    asker.join()
-    expect(failures, [], "STATUS")
+        with concurrent.futures.ThreadPoolExecutor(10) as pool:
+            adds = [pool.submit(network.add, name, sandbox(name), [mapping(8000 + n)]) for n, name in enumerate(names)]
+            for done in adds:
+                done.result()
+            for done in [pool.submit(network.delete, name) for name in names]:
+                done.result()
     for name in names:
         sh("ip", "netns", "delete", name)
-    return f"nothing; STATUS was asked {len(asked)} times"
+    return f"nothing; STATUS was asked {asked.times} times"
 
 
 def scenario_status_tells_of_a_full_range(node):
@@ -196,7 +366,7 @@ def scenario_cnitool(node):
     cnitool("status")
     result = json.loads(cnitool("add", netns))
     pod = Pod("pod", netns, [ip["address"].split("/")[0] for ip in result["ips"]])
-    Server(pod.netns, 80, "pod")
+    pod.serve(80)
     node.prove(pod, 8080, families=(4, 6), leave_out=("itself",))
     cnitool("check", netns)
     cnitool("gc")
