@@ -1,15 +1,19 @@
 """Podman 4 with its CNI backend: networks of bridge, portmap, tuning, and firewall, which is Debian's Go plugin."""
 
 import filecmp
+import glob
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 
 import image
-from node import GO, NODE4, OURS, Failed, Pod, Skip, expect, hear, sh, write
+import networks
+from hold import Held
+from node import BIN, GO, NODE4, OURS, Failed, Pod, Skip, expect, hear, read, sh, silent, write
 
 CONTAINERS = """
 [containers]
@@ -31,6 +35,8 @@ driver = "overlay"
 graphroot = "/var/lib/containers/storage"
 runroot = "/run/containers/storage"
 """
+# cnitool is where the plugins under test are, and the commands that it tells are for a shell.
+PATH = f"{OURS}:{os.environ['PATH']}"
 BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 
 
@@ -54,8 +60,23 @@ def start(node, runtime):
     podman("load", "-q", "-i", image.build())
 
 
-def network(name, number, *more):
+def network(node, name, number, *more, sysctls=networks.SYSCTLS):
+    """A network whose tuning sets sysctls, as who edits Podman's file can have it."""
     podman("network", "create", "--subnet", f"10.89.{number}.0/24", *more, name)
+    path = f"/etc/cni/net.d/{name}.conflist"
+    conf = json.loads(read(path))
+    next(plugin for plugin in conf["plugins"] if plugin["type"] == "tuning")["sysctl"] = sysctls
+    write(path, json.dumps(conf))
+    node.sysctls = sysctls
+
+
+def reload(node, name, port):
+    """As after a firewall's restart, which flushes everybody's rules: the port is dead before and lives after it."""
+    node.prove(pod(name), port)
+    sh("nft", "flush", "ruleset")
+    expect(silent(node.client, NODE4, port), True, "the port is dead without its rules")
+    podman("network", "reload", name)
+    node.prove(pod(name), port, BOTH)
 
 
 def run(name, *arguments):
@@ -74,15 +95,13 @@ def pod(name):
 
 def published_ports(node, runtime):
     start(node, runtime)
-    network("one", 1, "--ipv6", "--subnet", "fd00:88:1::/64")
+    network(node, "one", 1, "--ipv6", "--subnet", "fd00:88:1::/64")
     ports = ["-p", "8080:80", "-p", "8080:53/udp", "-p", f"{NODE4}:8081:80"]
-    seen = run("first", "--network", "one", *ports, "--sysctl", "net.core.somaxconn=517")
-    expect(seen.netns.sysctl("net.core.somaxconn"), "517", "the sysctl")
+    seen = run("first", "--network", "one", *ports)
     seen.serve(53)
     node.prove(seen, 8080, BOTH)
     expect(hear(node.client, NODE4, 8081), "first", "the port of one host address")
-    podman("network", "reload", "first")
-    node.prove(pod("first"), 8080, BOTH)
+    reload(node, "first", 8080)
     podman("restart", "-t", "0", "first")
     seen = pod("first")
     seen.serve(53)
@@ -104,8 +123,9 @@ def scenario_published_ports_restart_and_reload_with_crun(node):
 
 def scenario_two_networks_disconnect_and_connect(node):
     start(node, "crun")
-    network("one", 1)
-    network("two", 2)
+    # A namespace has each sysctl once: what one network has set goes with it, whatever the other wants.
+    network(node, "one", 1, sysctls={})
+    network(node, "two", 2, sysctls={})
     # Two networks in one command are attached in any order, and the first has the default route.
     run("both", "--network", "one", "-p", "8080:80")
     podman("network", "connect", "two", "both")
@@ -136,7 +156,7 @@ def scenario_two_networks_disconnect_and_connect(node):
 
 def scenario_egress_through_a_forward_drop_policy(node):
     start(node, "crun")
-    network("one", 1)
+    network(node, "one", 1)
     for program in ["iptables", "ip6tables"]:
         sh(program, "-P", "FORWARD", "DROP")
     # The firewall plugin opens the way out and for answers; nobody opens a published port for those outside.
@@ -147,7 +167,7 @@ def scenario_egress_through_a_forward_drop_policy(node):
 def scenario_kill_9_of_conmon_and_the_container(node):
     """conmon would have called DEL at the container's end; `podman rm` has to."""
     start(node, "crun")
-    network("one", 1)
+    network(node, "one", 1)
     seen = run("first", "--network", "one", "-p", "8080:80")
     node.prove(seen, 8080)
     state = json.loads(podman("inspect", "first"))[0]["State"]
@@ -161,6 +181,77 @@ def scenario_kill_9_of_conmon_and_the_container(node):
     expect(node.leftovers(), [], "left by podman rm")
     node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080)
     podman("rm", "-f", "-t", "0", "first")
+
+
+def killed(verb, plugin, *arguments):
+    """Podman is killed when it has just called that plugin; the plugin goes on, and nobody hears its answer."""
+    with Held(verb, plugin) as held:
+        process = subprocess.Popen(["podman", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # conmon runs a Podman of its own that cleans up after a container.
+        held.kill(process, "/usr/bin/podman")
+
+
+def tidied(node, kept, port, before):
+    """`podman rm`, then the operator: what `cnitool inspect` calls left over goes by the commands that it tells.
+
+    Go's firewall has no GC, so its rules are nobody's. Returns how many commands it took.
+    """
+    names = [name for name in podman("ps", "-a", "--format", "{{.Names}}").split() if name != kept.name]
+    seen = json.loads(podman("inspect", kept.name))[0]
+    for mount in [line.split()[4] for line in read("/proc/self/mountinfo").splitlines()]:
+        # What it has mounted for a container that was never started, Podman forgets.
+        if "/overlay-containers/" in mount and seen["Id"] not in mount:
+            sh("umount", mount)
+    if names:
+        podman("rm", "-f", "-t", "0", *names)
+    for path in glob.glob("/run/netns/netns-*"):
+        if path != seen["NetworkSettings"]["SandboxKey"]:
+            sh("ip", "netns", "delete", os.path.basename(path))
+    commands = 0
+    while True:
+        left = json.loads(sh("cnitool", "inspect", "--json", check=False, CNI_PATH=BIN, PATH=PATH))["leftOver"]
+        if not left:
+            break
+        sh("sh", "-c", left[0]["command"], CNI_PATH=BIN, PATH=PATH)
+        commands += 1
+        expect(commands < 100, True, f"the commands have an end; the last: {left[0]}")
+    found = [line for line in node.leftovers() if line not in before and not re.search(r"-A CNI-FORWARD -[sd] ", line)]
+    expect(found, [], "left by podman rm and cnitool")
+    node.prove(pod(kept.name), port)
+    return commands
+
+
+def scenario_kill_9_of_podman_in_the_middle_of_run(node):
+    start(node, "crun")
+    network(node, "one", 1, "--ipv6", "--subnet", "fd00:88:1::/64")
+    kept = run("kept", "--network", "one", "-p", "8080:80")
+    before = node.leftovers()
+    for number, plugin in enumerate(["host-local", "bridge", "portmap", "firewall", "tuning"]):
+        ports = ["-p", f"{8081 + number}:80", "-p", f"{8081 + number}:53/udp"]
+        killed("ADD", plugin, "run", "-d", "--name", f"pod{number}", "--network", "one", *ports, image.NAME)
+    commands = tidied(node, kept, 8080, before)
+    # The ports and the addresses are free again.
+    for number in range(5):
+        node.prove(run(f"pod{number}", "--network", "one", "-p", f"{8081 + number}:80"), 8081 + number)
+    podman("rm", "-f", "-t", "0", "-a")
+    for program in ["iptables", "ip6tables"]:
+        sh(program, "-F", "CNI-FORWARD")
+    return f"nothing; {commands} commands of cnitool inspect were needed"
+
+
+def scenario_kill_9_of_podman_in_the_middle_of_rm(node):
+    start(node, "crun")
+    network(node, "one", 1, "--ipv6", "--subnet", "fd00:88:1::/64")
+    kept = run("kept", "--network", "one", "-p", "8080:80")
+    before = node.leftovers()
+    plugins = ["tuning", "firewall", "portmap", "bridge", "host-local"]
+    for number in range(5):
+        run(f"pod{number}", "--network", "one", "-p", f"{8081 + number}:80", "-p", f"{8081 + number}:53/udp")
+    for number, plugin in enumerate(plugins):
+        killed("DEL", plugin, "rm", "-f", "-t", "0", f"pod{number}")
+    commands = tidied(node, kept, 8080, before)
+    podman("rm", "-f", "-t", "0", "kept")
+    return f"nothing; {commands} commands of cnitool inspect were needed"
 
 
 def scenario_the_image_of_the_containerfile_installs_on_a_node_and_goes_back(node):
