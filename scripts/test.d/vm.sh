@@ -38,6 +38,7 @@ vm_part() {
         sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"profile":{[^}]*"test":true}.*"executable":"\([^"]*\)".*/\1 \2/p' >"$work/vm-tests"
     # shellcheck disable=SC2016  # for the shell in the virtual machine
     step "a virtual machine" scripts/vm -t 120 -- bash -c 'ip link add dummy0 type dummy && ip link add br0 type bridge vlan_filtering 1' || return 0
+    step "what scripts/vm promises" scripts/vm.d/check && figures "$work/step"
     local cpus names=()
     if [ "${CNI_TEST_VM:-}" = skipped ]; then
         mapfile -t names < <(sed -n 's/^SKIP \([a-z_0-9]*::[a-z_0-9:]*[a-z_0-9]\): .*/\1/p' "$work/skips" | grep -vE '^(cnitool|operator|install|paths|docs)::' | sort -u)
