@@ -24,16 +24,18 @@ mod input;
 pub mod iptables;
 mod machine;
 pub mod nft;
+pub mod proc;
 pub mod resolv;
 pub mod result;
 pub mod store;
+pub mod sums;
 pub mod tuning;
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All of them, each with the name of its folder below `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 14] = [
     ("args", args::run),
     ("cache", cache::run),
     ("config", config::run),
@@ -42,8 +44,10 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("index", index::run),
     ("iptables", iptables::run),
     ("nft", nft::run),
+    ("proc", proc::run),
     ("resolv", resolv::run),
     ("result", result::run),
     ("store", store::run),
+    ("sums", sums::run),
     ("tuning", tuning::run),
 ];

@@ -52,4 +52,30 @@ macro_rules! replayed {
     };
 }
 
-replayed! { args cache config conflist conntrack index iptables nft resolv result store tuning }
+replayed! { args cache config conflist conntrack index iptables nft proc resolv result store sums tuning }
+
+/// The crate that libFuzzer is built from is outside the workspace: nothing here compiles it.
+#[test]
+fn libfuzzer_has_every_target_and_no_other() {
+    let folder = corpus().with_file_name("targets");
+    let mut files = Vec::new();
+    for entry in fs::read_dir(&folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        let calls = format!("|data: &[u8]| cni_fuzz::{name}::run(data)");
+        assert!(fs::read_to_string(&path).unwrap().contains(&calls), "{} should call {name}", path.display());
+        files.push(name);
+    }
+    files.sort();
+    assert_eq!(files, TARGETS.map(|(name, _)| name));
+
+    let manifest = fs::read_to_string(corpus().with_file_name("Cargo.toml")).unwrap();
+    let value = |key: &str, text: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(" = "));
+        line.unwrap_or_else(|| panic!("no {key} in {text}")).trim_matches('"').to_owned()
+    };
+    let programs: Vec<_> =
+        manifest.split("[[bin]]").skip(1).map(|text| (value("name", text), value("path", text))).collect();
+    let expected = TARGETS.map(|(name, _)| (name.to_owned(), format!("targets/{name}.rs")));
+    assert_eq!(programs, expected);
+}

@@ -242,7 +242,7 @@ fn proc_locks() -> io::Result<String> {
 
 /// Finds the holder in the text of `/proc/locks`. Lines with an arrow are waiters. Some file systems show another
 /// device there than in `stat`, so an equal inode alone counts if nothing matches better.
-fn holder_in(locks: &str, (major, minor): (u64, u64), inode: u64) -> Option<u32> {
+pub(crate) fn holder_in(locks: &str, (major, minor): (u64, u64), inode: u64) -> Option<u32> {
     let mut by_inode = None;
     for line in locks.lines() {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();

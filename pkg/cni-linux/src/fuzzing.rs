@@ -1,9 +1,10 @@
 //! For pkg/cni-fuzz alone: writers and readers of the firewall's bytes and texts.
 
-use crate::conntrack::Entry;
+use crate::conntrack::{self, Entry};
 use crate::error::Result;
 use crate::firewall::iptables::{self, Chain, Edit, Rule};
 use crate::firewall::nft::{self, Batch, Family, Listed, Table};
+use crate::firewall::portmap::Protocol;
 use crate::route;
 
 /// A rule as its own netlink message, header included.
@@ -59,4 +60,14 @@ pub fn saved_chains(text: &str) -> Vec<(String, Chain)> {
 /// What names an entry to the kernel.
 pub fn conntrack_key(entry: &Entry) -> &[u8] {
     entry.key()
+}
+
+/// The connections to these ports in a text like `/proc/net/nf_conntrack`; `None` if something in it is not understood.
+pub fn conntrack_text(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
+    conntrack::entries_in(text, ports)
+}
+
+/// The process that holds an flock of this file, in a text like `/proc/locks`.
+pub fn lock_holder(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
+    iptables::lock_holder_in(locks, device, inode)
 }

@@ -78,6 +78,12 @@ impl Entry {
     }
 }
 
+/// The entries of these ports in a text like `/proc/net/nf_conntrack`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn entries_in(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
+    text::parse(text, &Wanted { ports: ports.iter().copied().collect(), family: 0 })
+}
+
 /// A connection to the kernel's table in the network namespace it was opened in.
 pub struct Conntrack {
     socket: Socket,

@@ -216,7 +216,7 @@ fn locks() -> io::Result<String> {
 
 /// The process that holds an flock of this inode. A line with an arrow is somebody who waits. Some file systems have
 /// another device there than in `stat`, so the inode alone counts where nothing fits better.
-fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
+pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
     let mut second_best = None;
     for line in locks.lines() {
         let words: Vec<&str> = line.split_ascii_whitespace().collect();

@@ -1,0 +1,72 @@
+//! Texts of the kernel's: `/proc/net/nf_conntrack`, from which connections are deleted, and `/proc/locks`, from which who
+//! holds a lock is told. What is taken from the first is a connection to a port that was asked for, and its key names
+//! that very one; of the second, by each of its two readers, nobody is said to hold a lock whom the text does not name as
+//! a holder of that inode, and one who is named in full always is.
+
+use cni_linux::conntrack::{Entry, entry};
+use cni_linux::firewall::nft::decode::Message;
+use cni_linux::firewall::portmap::Protocol;
+use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
+
+const NEW: u16 = 0x100;
+const NESTED: u16 = 1 << 15;
+const TUPLE_REPLY: u16 = 2;
+const TUPLE_IP: u16 = 1;
+
+/// The file whose lock is asked for: its device and inode.
+const DEVICE: (u64, u64) = (0xfd, 1);
+const INODE: u64 = 77;
+
+/// The target.
+pub fn run(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    connections(&text);
+    locks(&text);
+}
+
+fn connections(text: &str) {
+    let ports = [(Protocol::Udp, 53), (Protocol::Tcp, 80), (Protocol::Sctp, 80), (Protocol::Tcp, 8080)];
+    for wanted in [&ports[..], &ports[..1]] {
+        let Some(found) = conntrack_text(text, wanted) else { continue };
+        assert!(found.len() <= text.lines().count());
+        for found in found {
+            assert!(wanted.contains(&(found.protocol, found.destination.port())), "{found:?}");
+            assert_eq!(again(&found), Some(found));
+        }
+    }
+}
+
+/// What the kernel would say of the entry that the key names, if this one answered it.
+fn again(found: &Entry) -> Option<Entry> {
+    let (kind, address) = match found.answered_by {
+        std::net::IpAddr::V4(address) => (1, address.octets().to_vec()),
+        std::net::IpAddr::V6(address) => (3, address.octets().to_vec()),
+    };
+    let reply = attribute(TUPLE_REPLY | NESTED, &attribute(TUPLE_IP | NESTED, &attribute(kind, &address)));
+    let payload = [conntrack_key(found), &reply].concat();
+    entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &payload })
+}
+
+/// All values here are of whole words.
+fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(value.len() + 4).expect("a short value");
+    [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
+}
+
+fn locks(text: &str) {
+    for read in [lock_holder, cni_ipam::fuzzing::lock_holder] {
+        let holder = |text: &str| read(text, DEVICE, INODE);
+        if let Some(pid) = holder(text) {
+            let names = |line: &str| {
+                let words: Vec<&str> = line.split_ascii_whitespace().collect();
+                let [_, "FLOCK", _, _, process, file, ..] = words[..] else { return false };
+                let inode = file.rsplit(':').next().and_then(|number| number.parse().ok());
+                process.parse() == Ok(pid) && inode == Some(INODE)
+            };
+            assert!(pid != 0 && text.lines().any(names), "{pid} in {text:?}");
+        }
+        let line = format!("9: FLOCK  ADVISORY  WRITE 4242 fd:01:{INODE} 0 EOF\n");
+        assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line names it in full");
+        assert!(holder(&format!("{text}\n{line}")).is_some());
+    }
+}
