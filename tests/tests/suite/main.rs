@@ -7,6 +7,7 @@
 mod bridge;
 mod cnitool;
 mod delegation;
+mod files;
 mod gc;
 mod host_local;
 mod install;
@@ -16,6 +17,7 @@ mod mixed;
 mod operator;
 mod paths;
 mod portmap;
+mod programs;
 mod protocol;
 mod rights;
 mod status;

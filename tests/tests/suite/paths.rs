@@ -2,7 +2,8 @@
 //! programs' names: none may lead out of the folder that is meant, and none may run what the administrator has not put
 //! on CNI_PATH.
 //!
-//! After each refusal everything below the node's folder is as it was, and no decoy has run.
+//! After each refusal everything below the node's folder, and where plugins keep what is theirs if nobody says another
+//! place, is as it was, and no decoy has run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -40,18 +41,37 @@ fn config(node: &Node, plugin: &str) -> Value {
     patched(json!({"cniVersion": "1.0.0", "name": "net1", "ipam": ipam(node, &["10.1.0.0/24"])}), tuned)
 }
 
-/// Runs the call and holds it to having failed, for a reason of its own, and having touched nothing.
+/// All that a plugin could write by a path: the node's folder, and the folders of plugins on the node.
+pub(crate) fn files(node: &Node) -> BTreeMap<String, (u32, Vec<u8>)> {
+    let mut found = tree(node.dir());
+    found.extend(node.enter(|| [tree(Path::new("/run")), tree(Path::new("/var/lib"))].into_iter().flatten()));
+    found
+}
+
+/// Runs the call and holds it to having changed no file.
 #[track_caller]
-fn refused(node: &Node, call: Invocation<'_>) -> Outcome {
-    let before = tree(node.dir());
+pub(crate) fn harmless(node: &Node, call: Invocation<'_>) -> Outcome {
+    let before = files(node);
     let outcome = call.run();
-    let failure = outcome.failure();
-    assert_ne!(failure.code, Some(0), "{}", outcome.report());
-    let after = tree(node.dir());
+    let after = files(node);
     assert_eq!(after.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>(), "{}", outcome.report());
     assert_eq!(after, before, "{}", outcome.report());
     outcome
 }
+
+/// Runs the call and holds it to having failed, for a reason of its own, and having touched nothing.
+#[track_caller]
+fn refused(node: &Node, call: Invocation<'_>) -> Outcome {
+    let outcome = harmless(node, call);
+    assert_ne!(outcome.failure().code, Some(0), "{}", outcome.report());
+    outcome
+}
+
+/// Names that want to be other files than those of an attachment.
+const IDS: [&str; 9] = ["..", ".", "../victim", "/victim", "a/../../net1", "a\nb", "a b", "", "\u{2024}."];
+const IFNAMES: [&str; 8] = ["..", ".", "../../x", "/x", "a/b", "a\nb", "sixteen-bytes-xx", ""];
+const NETWORKS: [&str; 10] =
+    ["..", ".", "../victim", "/victim", "net1/../../victim", ".cni", "net1\0", "net1/", "", "n\u{e9}t"];
 
 #[test]
 fn no_container_interface_or_network_is_a_path() {
@@ -61,20 +81,46 @@ fn no_container_interface_or_network_is_a_path() {
         node.file("victim/10.1.0.2", "victim\r\neth0");
         node.file("tuning/victim_eth0.json", "{}");
         let config = config(&node, plugin);
-        for verb in ["ADD", "DEL"] {
+        for verb in ["ADD", "DEL", "CHECK"] {
             let call = || node.plugin(plugin).command(verb).container(&container);
-            for id in ["..", ".", "../victim", "/victim", "a/../../net1", "a\nb", "a b", "", "\u{2024}."] {
-                refused(&node, call().id(id).bad_config(&config));
+            for id in IDS {
+                refused(&node, call().id(id).bad_config(&config)).fails_with(4, "");
             }
-            for ifname in ["..", ".", "../../x", "/x", "a/b", "a\nb", "sixteen-bytes-xx", ""] {
-                refused(&node, call().ifname(ifname).bad_config(&config));
+            for ifname in IFNAMES {
+                refused(&node, call().ifname(ifname).bad_config(&config)).fails_with(4, "");
             }
-            for name in
-                ["..", ".", "../victim", "/victim", "net1/../../victim", ".cni", "net1\0", "net1/", "", "n\u{e9}t"]
-            {
-                refused(&node, call().bad_config(&patched(config.clone(), json!({ "name": name }))));
+            for name in NETWORKS {
+                refused(&node, call().bad_config(&patched(config.clone(), json!({ "name": name })))).fails_with(7, "");
             }
         }
+    }
+}
+
+/// STATUS has no attachment, and GC has many: each is only compared with what is there, and none is a file's name.
+#[test]
+fn no_network_of_a_status_or_a_gc_is_a_path_and_no_attachment_that_is_said_to_be_valid() {
+    for plugin in PLUGINS {
+        let node = Node::new();
+        node.file("victim/10.1.0.2", "victim\r\neth0");
+        node.file("tuning/victim_eth0.json", "{}");
+        let config = patched(config(&node, plugin), json!({"cniVersion": "1.1.0", "cni.dev/valid-attachments": []}));
+        for (verb, name) in ["STATUS", "GC"].into_iter().flat_map(|verb| NETWORKS.map(|name| (verb, name))) {
+            let config = patched(config.clone(), json!({ "name": name }));
+            refused(&node, node.plugin(plugin).command(verb).bad_config(&config)).fails_with(7, "");
+        }
+        let pairs = IDS
+            .into_iter()
+            .zip(IFNAMES.into_iter().cycle())
+            .filter(|(id, ifname)| !id.is_empty() && !ifname.is_empty());
+        let valid: Vec<Value> = pairs.map(|(id, ifname)| json!({"containerID": id, "ifname": ifname})).collect();
+        let config = patched(config, json!({"cni.dev/valid-attachments": valid}));
+        let before = files(&node);
+        node.plugin(plugin).command("GC").bad_config(&config).run().success();
+        let after = files(&node);
+        assert!(before.iter().all(|file| after.get(file.0) == Some(file.1)), "{plugin}: {before:?} {after:?}");
+        let made: Vec<&String> = after.keys().filter(|name| !before.contains_key(*name)).collect();
+        let network = node.data_dir().display().to_string();
+        assert!(made.iter().all(|name| name.starts_with(&network)), "{plugin}: {made:?}");
     }
 }
 
@@ -128,13 +174,13 @@ fn a_very_long_container_id_is_no_file_s_name_where_there_is_none_of_that_length
 }
 
 /// What is never to run; it says so if it does.
-fn decoy(node: &Node, path: &str, mode: u32) {
+pub(crate) fn decoy(node: &Node, path: &str, mode: u32) {
     let script = format!("#!/bin/sh\necho {path} >> {}\n", node.dir().join("ran").display());
     fs::set_permissions(node.file(path, script), fs::Permissions::from_mode(mode)).unwrap();
 }
 
 /// Types that are no plain name of a regular, executable file on CNI_PATH; decoys lie where they might lead.
-fn wrong_types(node: &Node) -> Vec<String> {
+pub(crate) fn wrong_types(node: &Node) -> Vec<String> {
     for (path, mode) in [("outside", 0o755), ("bin/plain", 0o644), ("bin/folder/inner", 0o755), ("bin/good", 0o755)] {
         decoy(node, path, mode);
     }
