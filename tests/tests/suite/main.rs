@@ -20,6 +20,7 @@ mod portmap;
 mod programs;
 mod protocol;
 mod rights;
+mod seccomp;
 mod status;
 mod storm;
 mod tuning;

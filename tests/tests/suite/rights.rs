@@ -14,7 +14,7 @@ fn call(node: &Node, verb: &str, container: &Container, config: &Value, without:
 }
 
 /// Links, rules, sysctls and reservations: all that a plugin could leave half done.
-fn state(node: &Node, container: &Container) -> String {
+pub(crate) fn state(node: &Node, container: &Container) -> String {
     let links = |json: Value| {
         let mut names: Vec<String> =
             json.as_array().into_iter().flatten().map(|link| link["ifname"].to_string()).collect();

@@ -1,0 +1,202 @@
+//! System calls that are forbidden for good, as a seccomp profile does it: where one call that fails is tried again or done
+//! another way, here the other way may be shut, too. A clear error, nothing half done, and a DEL without the profile cleans.
+//!
+//! A small program sets the filter and becomes the plugin; what the plugin runs inherits it.
+
+use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir, probe, require};
+use conformance::{attach, bridge, patched};
+use nix::libc;
+use serde_json::{Value, json};
+
+use crate::rights::state;
+
+/// Arguments: the calls by number, `NUMBER:FIRST-ARGUMENT` if they are forbidden with that one alone, then the program.
+const LAUNCHER: &str = r#"
+import ctypes, os, struct, sys
+calls, program = sys.argv[1].split(","), sys.argv[2]
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+ALLOW, EPERM = 0x7FFF0000, 0x00050000 | 1
+low = 0 if sys.byteorder == "little" else 4
+code = []
+for call in calls:
+    number, _, argument = call.partition(":")
+    code.append((LOAD, 0, 0, 0))
+    if argument:
+        code += [(EQUAL, 0, 3, int(number)), (LOAD, 0, 0, 16 + low), (EQUAL, 0, 1, int(argument))]
+    else:
+        code.append((EQUAL, 0, 1, int(number)))
+    code.append((RETURN, 0, 0, EPERM))
+code.append((RETURN, 0, 0, ALLOW))
+text = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+filter = Program(len(code), ctypes.addressof(text))
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+long = ctypes.c_ulong
+if prctl(38, long(1), long(0), long(0), long(0)) or prctl(22, long(2), ctypes.byref(filter), long(0), long(0)):
+    sys.exit("no filter: " + os.strerror(ctypes.get_errno()))
+os.execv(program, [program])
+"#;
+
+/// What a profile forbids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Forbidden {
+    /// Entering another namespace.
+    Setns,
+    /// Netlink, of every protocol.
+    Netlink,
+    /// Starting programs and threads.
+    Start,
+    /// What no plugin has a use for.
+    Rest,
+}
+
+use Forbidden::{Netlink, Rest, Setns, Start};
+
+impl Forbidden {
+    fn calls(self) -> String {
+        let all: Vec<i64> = match self {
+            Setns => vec![libc::SYS_setns],
+            Netlink => return format!("{}:{}", libc::SYS_socket, libc::AF_NETLINK),
+            Start => vec![
+                libc::SYS_clone,
+                libc::SYS_clone3,
+                #[cfg(target_arch = "x86_64")]
+                libc::SYS_fork,
+                #[cfg(target_arch = "x86_64")]
+                libc::SYS_vfork,
+            ],
+            Rest => vec![libc::SYS_bpf, libc::SYS_mount, libc::SYS_umount2, libc::SYS_unshare, libc::SYS_ptrace],
+        };
+        all.iter().map(i64::to_string).collect::<Vec<_>>().join(",")
+    }
+}
+
+const PYTHON: &str = "/usr/bin/python3";
+
+fn call(node: &Node, verb: &str, container: &Container, config: &Value, forbidden: Option<Forbidden>) -> Outcome {
+    let plugin = bin_dir().join(config["type"].as_str().unwrap());
+    let call = match forbidden {
+        None => Invocation::new(node, plugin),
+        Some(forbidden) => Invocation::new(node, PYTHON).arg("-c").arg(LAUNCHER).arg(forbidden.calls()).arg(plugin),
+    };
+    call.command(verb).cni_path(bin_dir()).container(container).config(config).run()
+}
+
+/// Whether a filter can be set here, and forbids.
+fn filters() -> Result<(), String> {
+    if !std::path::Path::new(PYTHON).exists() {
+        return Err(format!("no {PYTHON}"));
+    }
+    let node = Node::new();
+    let run =
+        |program: &str| Invocation::new(&node, PYTHON).arg("-c").arg(LAUNCHER).arg(Netlink.calls()).arg(program).run();
+    match (run("/bin/true"), run("/sbin/ip")) {
+        (fine, refused) if fine.status == Some(0) && refused.stderr.contains("ot permitted") => Ok(()),
+        (fine, refused) => Err(format!("no seccomp filter here: {}{}", fine.report(), refused.report())),
+    }
+}
+
+/// A plugin of the list, and what it cannot do its work without.
+struct Link {
+    config: Value,
+    needs: &'static [Forbidden],
+}
+
+fn chained(kind: &str, prev: &Value, keys: Value) -> Value {
+    patched(json!({"cniVersion": "1.0.0", "name": "net1", "type": kind, "prevResult": prev}), keys)
+}
+
+/// What is to be seen of the node, the containers' links with their flags.
+fn all(node: &Node, container: &Container) -> String {
+    let lo = container.link("lo").map(|lo| lo["flags"].to_string());
+    format!("{}\n{lo:?}", state(node, container))
+}
+
+#[test]
+fn what_a_profile_forbids_fails_whole_and_is_cleaned_by_a_del_without_it() {
+    require!(filters());
+    require!(probe::nft());
+    require!(probe::iptables());
+    for plugin in ["bridge", "portmap", "tuning", "loopback"] {
+        require!(probe::plugin(plugin));
+    }
+    let node = Node::new();
+    let network = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipMasq": true, "ipMasqBackend": "nftables"}));
+    // A neighbour, which has made what is everybody's, and must not notice anything.
+    let (living, neighbour, neighbours) = attach(&node, &network, 1).remove(0);
+    let container = node.container();
+    let first = Link { config: network.clone(), needs: &[Setns, Netlink, Start] };
+    refused_whole(&node, &container, &first);
+    let result = call(&node, "ADD", &container, &network, None).success();
+    let ports = |backend: &str| {
+        let mappings = json!([{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]);
+        chained("portmap", &result, json!({"backend": backend, "runtimeConfig": {"portMappings": mappings}}))
+    };
+    let later = [
+        Link {
+            config: chained(
+                "tuning",
+                &result,
+                json!({"sysctl": {"net.core.somaxconn": "77"}, "mtu": 1400,
+                "dataDir": node.dir().join("tuning")}),
+            ),
+            needs: &[Setns, Netlink],
+        },
+        Link { config: ports("nftables"), needs: &[Netlink] },
+        Link { config: ports("iptables"), needs: &[Netlink, Start] },
+        Link { config: chained("loopback", &result, json!({"prevResult": null})), needs: &[Setns, Netlink] },
+    ];
+    for link in &later {
+        refused_whole(&node, &container, link);
+        cleaned_in_the_end(&node, &container, &link.config);
+    }
+    call(&node, "DEL", &container, &network, None).success();
+    let before = all(&node, &container);
+    cleaned_in_the_end(&node, &container, &network);
+    assert_eq!(all(&node, &container), before);
+    neighbour.check(&neighbours).success();
+    living.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    neighbour.del_with(&neighbours).success();
+}
+
+/// ADD says what was refused and has undone everything, or did not need it, and then DEL takes it back.
+#[track_caller]
+fn refused_whole(node: &Node, container: &Container, link: &Link) {
+    // The first of all makes what all share, and that stays.
+    call(node, "ADD", container, &link.config, None).success();
+    call(node, "DEL", container, &link.config, None).success();
+    for forbidden in [Setns, Netlink, Start, Rest] {
+        let before = all(node, container);
+        let outcome = call(node, "ADD", container, &link.config, Some(forbidden));
+        assert_eq!(outcome.status != Some(0), link.needs.contains(&forbidden), "{forbidden:?}\n{}", outcome.report());
+        if outcome.status != Some(0) {
+            speaks_of_it(&outcome, forbidden);
+        } else {
+            call(node, "DEL", container, &link.config, Some(forbidden)).success();
+        }
+        assert_eq!(all(node, container), before, "{forbidden:?}\n{}", outcome.report());
+    }
+}
+
+/// DEL may fail, says so then, and without the profile finds everything.
+#[track_caller]
+fn cleaned_in_the_end(node: &Node, container: &Container, config: &Value) {
+    for forbidden in [Setns, Netlink, Start] {
+        call(node, "ADD", container, config, None).success();
+        let outcome = call(node, "DEL", container, config, Some(forbidden));
+        if outcome.status != Some(0) {
+            speaks_of_it(&outcome, forbidden);
+        }
+        call(node, "DEL", container, config, None).success();
+    }
+}
+
+#[track_caller]
+fn speaks_of_it(outcome: &Outcome, forbidden: Forbidden) {
+    let failure = outcome.failure();
+    // A delegate that could not be started, or the plugin's own work.
+    let is_right = |code| (forbidden == Start && code == 5) || (100..999).contains(&code);
+    assert!(failure.code.is_some_and(is_right), "{forbidden:?}\n{}", outcome.report());
+    assert!(failure.msg.contains("ot permitted"), "{forbidden:?}\n{}", outcome.report());
+}
