@@ -52,20 +52,6 @@ impl Folder {
         announce: &mut dyn FnMut(&Record),
     ) -> io::Result<Linked> {
         let step = Step::begin();
-        let made = self.create_unheard(address, content, boot, announce);
-        let taken = if matches!(made, Ok(Linked::Exists)) { ", which exists" } else { "" };
-        step.end(format_args!("create {}/{address}{taken}", self.path.display()), &made);
-        made
-    }
-
-    fn create_unheard(
-        &self,
-        address: IpAddr,
-        content: &str,
-        boot: u64,
-        announce: &mut dyn FnMut(&Record),
-    ) -> io::Result<Linked> {
-        let name = address.to_string();
         let record = |file: &File| -> io::Result<Record> {
             let metadata = file.metadata()?;
             Ok(Record {
@@ -77,36 +63,45 @@ impl Folder {
                 boot,
             })
         };
-        let mut announce = |file: &File| -> io::Result<()> {
+        let name = address.to_string();
+        let placed = self.place(content, &name, &mut |file| {
             let record = record(file)?;
             announce(&Record { ctime: (record.ctime.0, LINKING), ..record });
             Ok(())
+        });
+        let made = match placed {
+            Ok(Some(file)) => record(&file).map(Linked::Made).inspect_err(|_| drop(self.unlink(&name))),
+            Ok(None) => Ok(Linked::Exists),
+            Err(error) => Err(error),
         };
+        let taken = if matches!(made, Ok(Linked::Exists)) { ", which exists" } else { "" };
+        step.end(format_args!("create {}/{address}{taken}", self.path.display()), &made);
+        made
+    }
+
+    /// Writes a file and gives it its name, in the best of three ways; `None` if there is something of that name.
+    fn place(
+        &self,
+        content: &str,
+        name: &str,
+        announce: &mut dyn FnMut(&File) -> io::Result<()>,
+    ) -> io::Result<Option<File>> {
         let unnamed = self.unnamed(content).and_then(|file| {
             announce(&file)?;
-            self.link(&file, &name).map(|()| file)
+            self.link(&file, name).map(|()| file)
         });
-        let file = match unnamed {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(Linked::Exists),
+        let named = match unnamed {
             // Out of space or of rights: another way to write would end the same.
-            Err(error) if is_final(&error) => return Err(error),
-            Err(_) => match self.by_temporary(content, &name, &mut announce) {
-                Ok(file) => file,
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(Linked::Exists),
-                Err(error) if is_final(&error) => return Err(error),
-                Err(_) => match self.as_go_does(content, &name)? {
-                    Some(file) => file,
-                    None => return Ok(Linked::Exists),
-                },
-            },
-        };
-        match record(&file) {
-            Ok(record) => Ok(Linked::Made(record)),
-            Err(error) => {
-                let _ = self.unlink(&name);
-                Err(error)
+            Err(error) if !is_final(&error) && error.kind() != io::ErrorKind::AlreadyExists => {
+                self.by_temporary(content, name, announce)
             }
+            named => named,
+        };
+        match named {
+            Ok(file) => Ok(Some(file)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+            Err(error) if is_final(&error) => Err(error),
+            Err(_) => self.as_go_does(content, name),
         }
     }
 
