@@ -2,6 +2,9 @@
 
 use std::cell::RefCell;
 
+use cni_testkit::probe::Probed;
+use cni_testkit::require;
+
 use super::*;
 
 /// A machine whose boot began `up` seconds ago.
@@ -14,16 +17,11 @@ fn booted(root: &Path, boot: &str, up: &str) -> Host {
     Host::read(root)
 }
 
-/// Only what outlives a reboot can be of an earlier boot; says so aloud where the tests' folder does not.
-fn is_on_disk(net: &Net) -> bool {
-    let local = crate::store::reboot::is_local(&File::open(net.data.path()).unwrap());
-    if !local {
-        use std::io::Write;
-        let text =
-            format!("\nSKIP store::tests::reboot: {} is not on a local disk; set TMPDIR\n", net.data.path().display());
-        std::io::stderr().write_all(text.as_bytes()).unwrap();
-    }
-    local
+/// Only what outlives a reboot can be of an earlier boot.
+fn on_disk(net: &Net) -> Probed {
+    let folder = net.data.path();
+    let local = crate::store::reboot::is_local(&File::open(folder).unwrap());
+    if local { Ok(()) } else { Err(format!("{} is not on a local disk; set TMPDIR", folder.display())) }
 }
 
 type Lines = Rc<RefCell<Vec<String>>>;
@@ -47,9 +45,7 @@ fn header(net: &Net) -> index::header::Header {
 #[test]
 fn the_first_add_of_a_boot_says_what_it_released_and_the_second_has_nothing_to_look_for() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29"]));
-    if !is_on_disk(&net) {
-        return;
-    }
+    require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
     for id in ["a", "b", "c"] {
         add(&first, id, &pool).unwrap();
@@ -71,9 +67,7 @@ fn the_first_add_of_a_boot_says_what_it_released_and_the_second_has_nothing_to_l
 #[test]
 fn status_counts_what_the_next_add_would_release_as_free_and_releases_nothing() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29", "10.1.0.0/24"]));
-    if !is_on_disk(&net) {
-        return;
-    }
+    require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
     for id in ["a", "b", "c", "d"] {
         add(&first, id, &pool).unwrap();
@@ -97,9 +91,7 @@ fn status_counts_what_the_next_add_would_release_as_free_and_releases_nothing() 
 #[test]
 fn a_clock_that_is_set_late_puts_it_off_without_a_search_each_time() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
-    if !is_on_disk(&net) {
-        return;
-    }
+    require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
     add(&first, "a", &pool).unwrap();
     // A boot that seems to have begun before the reservation was made.
@@ -115,9 +107,7 @@ fn a_clock_that_is_set_late_puts_it_off_without_a_search_each_time() {
 #[test]
 fn very_many_are_released_at_once_and_leave_a_true_index() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
-    if !is_on_disk(&net) {
-        return;
-    }
+    require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
     for id in 0..200 {
         add(&first, &format!("c{id}"), &pool).unwrap();
@@ -133,9 +123,7 @@ fn a_reservation_whose_maker_was_killed_before_the_index_had_it_dies_with_its_bo
     let pool = sets(&["10.0.0.0/24"]);
     for (name, between) in [("nothing", None), ("another ADD", Some("b"))] {
         let (net, root) = (Net::new(), tempfile::tempdir().unwrap());
-        if !is_on_disk(&net) {
-            return;
-        }
+        require!(on_disk(&net));
         let (first, _) = store(&net, booted(root.path(), "one", "1000"));
         add(&first, "a", &pool).unwrap();
         let mut locked = first.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
