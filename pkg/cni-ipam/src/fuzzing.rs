@@ -186,7 +186,7 @@ impl Honest {
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
-            Holder::Nobody | Holder::Unknown => None,
+            Holder::Nobody | Holder::Unknown | Holder::Unread => None,
         }
     }
 

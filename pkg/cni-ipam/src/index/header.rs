@@ -64,6 +64,8 @@ pub(crate) struct Header {
     pub(crate) clean: bool,
     /// Whether nobody can have changed the folder unseen since the last rebuild: no change of ours is in between.
     pub(crate) exact: bool,
+    /// Whether there may be files that could not be read when the folder was.
+    pub(crate) unread: bool,
     pub(crate) slots: u64,
     pub(crate) used: u64,
     pub(crate) stamp: Stamp,
@@ -115,7 +117,7 @@ impl Header {
     /// The bytes of the page that matter; the rest of it is unused.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = Writer(Vec::with_capacity(512));
-        body.u64(u64::from(self.exact));
+        body.u64(u64::from(self.exact) | u64::from(self.unread) << 1);
         body.u64(self.slots);
         body.u64(self.used);
         body.u64(self.stamp.device);
@@ -161,7 +163,8 @@ impl Header {
         if hash(body.0) != sum {
             return None;
         }
-        let mut header = Header { clean, exact: body.u64()? == 1, ..Header::default() };
+        let flags = body.u64()?;
+        let mut header = Header { clean, exact: flags & 1 != 0, unread: flags & 2 != 0, ..Header::default() };
         (header.slots, header.used) = (body.u64()?, body.u64()?);
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
@@ -196,6 +199,7 @@ mod tests {
         Header {
             clean: true,
             exact: true,
+            unread: true,
             slots: 512,
             used: 7,
             stamp: Stamp { device: 1, inode: 2, mtime: (-3, 4), ctime: (5, 999_999_999) },

@@ -28,6 +28,7 @@
 //! What a newcomer gets wrong: without step 3 this would be unsound. The kernel's clock for mtime ticks every few
 //! milliseconds, so two changes may leave the same mtime.
 
+mod answers;
 mod asked;
 pub(crate) mod bits;
 pub(crate) mod header;
@@ -46,7 +47,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::host::{Host, Moment};
 use crate::ranges::{Range, RangeSets, number};
 use header::{Counter, Header, STATE, Stamp};
-use record::{RECORD, family, to_address};
+use record::{RECORD, family};
 use table::{HEADER, Key, PAYLOAD, Storage, Table, TableError};
 
 pub(crate) use asked::Asked;
@@ -151,7 +152,9 @@ impl Index {
     /// this is, and goes on remembering what was asked for, if that was in this boot.
     pub(crate) fn of(records: &[Record], former: &Header, host: &Host) -> Result<Index, TableError> {
         let asked = if former.boot == host.boot() { former.asked.clone() } else { Asked::default() };
-        let header = Header { machine: host.machine(), boot: host.boot(), exact: true, asked, ..Header::default() };
+        let unread = records.iter().any(|record| record.holder == Holder::Unread);
+        let header =
+            Header { machine: host.machine(), boot: host.boot(), exact: true, unread, asked, ..Header::default() };
         // Two entries per record, and the words of the tree: few, unless the addresses lie far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };
@@ -331,41 +334,8 @@ impl Index {
         Ok(())
     }
 
-    /// What is known of an address.
-    pub(crate) fn record(&self, address: IpAddr) -> Result<Option<Record>, TableError> {
-        let key = Record::key(address);
-        Ok(self.table.get(&key)?.map(|payload| Record::decode(&key, &payload)))
-    }
-
-    /// Everything that is known.
-    pub(crate) fn records(&self) -> io::Result<Vec<Record>> {
-        let mut records = Vec::new();
-        self.table.for_each(|key, payload| {
-            if key.tag == RECORD {
-                records.push(Record::decode(key, payload));
-            }
-        })?;
-        Ok(records)
-    }
-
-    /// The addresses whose files have a content of this hash, in no order.
-    pub(crate) fn held(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
-        let mut held = Vec::new();
-        while let Some(address) = self.held_at(hash, held.len() as u32)? {
-            held.push(address);
-        }
-        Ok(held)
-    }
-
     fn held_key(hash: u64, rank: u32) -> Key {
         Key { tag: HOLDER, family: 0, rank, number: u128::from(hash) }
-    }
-
-    fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
-        let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&payload[..16]);
-        Ok(Some(to_address(payload[16], u128::from_le_bytes(bytes))))
     }
 
     fn put_held(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
@@ -373,21 +343,6 @@ impl Index {
         payload[..16].copy_from_slice(&number(address).to_le_bytes());
         payload[16] = family(address).number();
         self.table.put(&Index::held_key(hash, rank), &payload)
-    }
-
-    /// How many addresses are listed under a hash; ranks have no gaps, so this is a search and no count.
-    fn count_held(&self, hash: u64) -> Result<u32, TableError> {
-        let (mut low, mut high) = (0, 1);
-        while self.held_at(hash, high - 1)?.is_some() {
-            (low, high) = (high, high.saturating_mul(2));
-        }
-        // Ranks below `low` exist, `high - 1` does not.
-        high -= 1;
-        while low < high {
-            let middle = low + (high - low) / 2;
-            if self.held_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }
-        }
-        Ok(low)
     }
 
     fn remove_held(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {
@@ -398,23 +353,6 @@ impl Index {
             self.put_held(hash, rank as u32, held[last])?;
         }
         self.table.remove(&Index::held_key(hash, last as u32))
-    }
-
-    /// The lowest free address from `from` on, in its family.
-    pub(crate) fn next_free(&self, from: IpAddr) -> Result<Option<IpAddr>, TableError> {
-        let family = family(from);
-        let found = bits::next_free(&self.table, family, number(from))?;
-        Ok(found.map(|number| to_address(family.number(), number)))
-    }
-
-    /// Whether an address is taken.
-    pub(crate) fn is_occupied(&self, address: IpAddr) -> Result<bool, TableError> {
-        bits::is_occupied(&self.table, family(address), number(address))
-    }
-
-    /// How many addresses of a range are taken, if the range is among the counted ones.
-    pub(crate) fn counted(&self, range: &Range) -> Option<u64> {
-        self.header.counters.iter().find(|counter| is_of(counter, range)).map(|counter| counter.used)
     }
 
     /// How many addresses of a range are taken. A range that is new here costs one pass over the table, and is

@@ -53,7 +53,7 @@ pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
 /// Everything in the folder that is named as an address, in no order. `known` are records of an earlier time.
 ///
 /// # Errors
-/// The folder cannot be read. A single file that cannot be read is taken and held by nobody we know.
+/// The folder cannot be read. A single file that cannot be read is taken, and read again next time.
 pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) -> io::Result<Vec<Record>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
     let mut records = Vec::with_capacity(known.len());
@@ -67,7 +67,9 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
             Err(error) => return Err(error),
         };
         let record = match known.get(&address) {
-            Some(known) if is_same(known, &metadata) => Record { ctime: ctime(&metadata), ..*known },
+            Some(known) if known.holder != Holder::Unread && is_same(known, &metadata) => {
+                Record { ctime: ctime(&metadata), ..*known }
+            }
             _ => fresh(address, &metadata, read(folder, address), now),
         };
         records.push(record);
@@ -101,7 +103,8 @@ fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
         Ok(Content::Blank | Content::Absent) => Holder::Nobody,
-        Ok(Content::Foreign) | Err(_) => Holder::Unknown,
+        Ok(Content::Foreign) => Holder::Unknown,
+        Err(_) => Holder::Unread,
     };
     let ctime = if settled { ctime(metadata) } else { (0, 0) };
     Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
@@ -195,6 +198,25 @@ mod tests {
         assert_eq!(classify(b"x"), Content::Text(b"x".to_vec()), "a short text is an old reservation");
         assert_eq!(classify(b"\xff \n"), Content::Text(b"\xff".to_vec()));
         assert_eq!(classify(&vec![b'x'; LONGEST as usize + 1]), Content::Foreign);
+    }
+
+    #[test]
+    fn what_could_not_be_read_is_taken_and_read_again_though_nothing_has_changed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("10.0.0.2");
+        std::fs::write(&path, "a").unwrap();
+        // No folder, so that nothing in it can be read.
+        let (open, broken) = (File::open(folder.path()).unwrap(), File::open(&path).unwrap());
+        let mut records = scan(folder.path(), &broken, &HashMap::new()).unwrap();
+        assert_eq!((records[0].holder, records[0].is_occupied()), (Holder::Unread, true));
+        // As if long ago.
+        records[0].ctime = ctime(&std::fs::metadata(&path).unwrap());
+        let known = HashMap::from([(records[0].address, records[0])]);
+        let again = scan(folder.path(), &open, &known).unwrap();
+        assert_eq!(again[0].holder, Holder::Content(hash(b"a")));
+        let known = HashMap::from([(again[0].address, Record { ctime: records[0].ctime, ..again[0] })]);
+        let kept = scan(folder.path(), &broken, &known).unwrap();
+        assert_eq!(kept[0].holder, again[0].holder, "what is known is not read");
     }
 
     #[test]

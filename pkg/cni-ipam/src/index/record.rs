@@ -26,6 +26,8 @@ pub(crate) enum Holder {
     Nobody,
     /// The name is taken by something that is no reservation: a directory, a link, a huge file.
     Unknown,
+    /// The file could not be read when the folder was: it may be anybody's.
+    Unread,
     /// The hash of the file's trimmed content.
     Content(u64),
 }
@@ -68,6 +70,7 @@ impl Record {
         let holder = match self.holder {
             Holder::Nobody => 0,
             Holder::Unknown => 1,
+            Holder::Unread => 2,
             Holder::Content(hash) => hash,
         };
         payload[24..32].copy_from_slice(&holder.to_le_bytes());
@@ -89,6 +92,7 @@ impl Record {
             holder: match word(24) {
                 0 => Holder::Nobody,
                 1 => Holder::Unknown,
+                2 => Holder::Unread,
                 hash => Holder::Content(hash),
             },
             boot: word(32),

@@ -113,8 +113,8 @@ type Slot = [u8; SLOT];
 /// FNV-1a with a finaliser: stable across builds, as a file format must be.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    // Reserves 0 and 1 for "nobody" and "not ours to know".
-    mix(fnv).max(2)
+    // Reserves 0 to 2 for "nobody", "not ours to know" and "not read".
+    mix(fnv).max(3)
 }
 
 fn mix(mut h: u64) -> u64 {

@@ -42,6 +42,7 @@ proptest! {
                     let holder = match holder {
                         0 => Holder::Nobody,
                         1 => Holder::Unknown,
+                        2 => Holder::Unread,
                         hash => Holder::Content(hash),
                     };
                     index.put(&record(address, holder)).unwrap();
@@ -50,7 +51,7 @@ proptest! {
             }
             index.finish().unwrap();
         }
-        for hash in 2..6 {
+        for hash in 3..6 {
             let mut held = index.held(hash).unwrap();
             held.sort_unstable();
             let expected: Vec<IpAddr> =

@@ -9,6 +9,7 @@
 //! address that is no regular file, is never removed.
 
 mod folder;
+mod held;
 mod reboot;
 mod release;
 mod reserve;
@@ -33,7 +34,7 @@ use cni::{Code, Error, Result};
 use crate::host::Host;
 use crate::index::header::Stamp;
 use crate::index::table::TableError;
-use crate::index::{self, Content, Index};
+use crate::index::{self, Index};
 use crate::lock::{self, Guard, Missing, Sigterm};
 use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
@@ -148,7 +149,7 @@ pub struct Store {
     told: Rc<Cell<Told>>,
 }
 
-/// Whether the operator has been told that the index cannot be kept.
+/// Whether the operator has been told something that is said once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Told {
     #[default]
@@ -166,6 +167,8 @@ pub struct Locked {
     trust: Trust,
     /// What an ADD asks for: a new index counts it from the start.
     asking: Option<RangeSets>,
+    /// Whether files that cannot be read have been told.
+    told: Told,
 }
 
 /// How far the files of the sidecar are believed; each disappointment leads one step down.
@@ -292,7 +295,8 @@ impl Store {
         let locked = lock::acquire(&self.path, missing, sigterm, limit, machine)?;
         let Some(Guard { lock, folder }) = locked else { return Ok(None) };
         let folder = Folder { file: folder, path: self.path.clone(), sidecar: self.sidecar.clone() };
-        Ok(Some(Locked { folder, _lock: lock, store: self.clone(), index: None, trust: Trust::Index, asking: None }))
+        let (store, told) = (self.clone(), Told::NotYet);
+        Ok(Some(Locked { folder, _lock: lock, store, index: None, trust: Trust::Index, asking: None, told }))
     }
 
     fn io(&self, doing: &str, error: std::io::Error) -> Error {
@@ -338,10 +342,12 @@ impl Locked {
     fn index(&mut self) -> Result<&mut Index, Trouble> {
         if self.index.is_none() {
             let found = if self.trust == Trust::Index { self.open_index()? } else { None };
-            self.index = match found {
-                Some(index) => Some(index),
-                None => Some(self.rebuild()?),
+            let index = match found {
+                Some(index) => index,
+                None => self.rebuild()?,
             };
+            // A file that could not be read when the folder was may be the very one that is looked for.
+            self.index = Some(if self.could_read_more(&index)? { self.rebuild()? } else { index });
         }
         // Just set.
         self.index.as_mut().ok_or(Trouble::Stale)
@@ -399,72 +405,5 @@ impl Locked {
         folder::create_sidecar(&self.folder.sidecar)?;
         folder::sweep(&self.folder.sidecar);
         index::mark(&self.folder.file)
-    }
-
-    /// Reads the reservation of one address.
-    fn read(&self, address: IpAddr) -> Result<Content> {
-        let doing = || format!("failed to read {}/{address}", self.folder.path.display());
-        index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
-    }
-
-    /// The addresses whose files have the content that `hash` is of, each read and compared.
-    fn held(&mut self, hash: u64, content: &[u8]) -> Result<Vec<IpAddr>, Trouble> {
-        let mut held = self.index()?.held(hash)?;
-        held.sort_unstable();
-        let exact = self.index()?.is_exact();
-        let mut kept = Vec::with_capacity(held.len());
-        for address in held {
-            match self.read(address)? {
-                Content::Text(text) if text == content => kept.push(address),
-                // Two contents of one hash, or a file that somebody wrote to in place.
-                _ if exact => {}
-                _ => return Err(Trouble::Stale),
-            }
-        }
-        Ok(kept)
-    }
-
-    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID alone.
-    fn held_by_owner(&mut self, owner: &Owner) -> Result<Vec<IpAddr>, Trouble> {
-        let [exact, old] = owner.hashes();
-        let held = self.held(exact, owner.content().trim().as_bytes())?;
-        if held.is_empty() { self.held(old, owner.id.as_bytes()) } else { Ok(held) }
-    }
-
-    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of its ID alone.
-    ///
-    /// # Errors
-    /// Code 5 if the folder or one of these files cannot be read.
-    pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.held_by_owner(owner))
-    }
-
-    /// Every reservation, in the order of the addresses. Reads all of them.
-    ///
-    /// # Errors
-    /// Code 5 if the folder cannot be read.
-    pub fn list(&mut self) -> Result<Vec<Reservation>> {
-        let mut addresses = self.attempt(|locked| {
-            let records = locked.index()?.records().map_err(TableError::Io)?;
-            Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
-        })?;
-        addresses.sort_unstable();
-        let mut reservations = Vec::with_capacity(addresses.len());
-        for address in addresses {
-            if let Content::Text(text) = self.read(address)? {
-                reservations.push(Reservation::of(&self.folder, address, &text));
-            }
-        }
-        Ok(reservations)
-    }
-
-    /// Who holds an address, in words, for messages: `10.0.0.2 is held by <id> <ifname>`.
-    fn describe(&self, address: IpAddr) -> String {
-        match self.read(address) {
-            Ok(Content::Text(text)) => Reservation::of(&self.folder, address, &text).to_string(),
-            Ok(Content::Foreign) => format!("{}/{address} is no reservation", self.folder.path.display()),
-            Ok(Content::Absent | Content::Blank) => format!("{address} has just been released"),
-            Err(error) => error.to_string(),
-        }
     }
 }

@@ -9,9 +9,10 @@ use std::net::IpAddr;
 
 use cni::{Code, Error, Result};
 
+use super::held::Held;
 use super::{Locked, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
-use crate::index::{Content, Holder, Index, hash};
+use crate::index::{Content, Holder, Index, Record, hash};
 
 /// Above this many changes a new index is cheaper and simpler than that many changes in place.
 const MANY: usize = 32;
@@ -33,9 +34,10 @@ impl Locked {
     /// # Errors
     /// Code 5, after trying everything.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        let held = self.reserved_by(owner)?;
-        let (removed, error) = self.remove(&held);
-        error.map_or(Ok(removed), Err)
+        let Held { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
+        let (removed, error) = self.remove(&addresses);
+        errors.extend(error);
+        Error::join(errors).map_or(Ok(removed), Err)
     }
 
     /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID is in `valid` with
@@ -49,7 +51,8 @@ impl Locked {
         let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
         let held = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
-            Ok(records.into_iter().filter(|record| matches!(record.holder, Holder::Content(_))).collect::<Vec<_>>())
+            let held = |record: &Record| matches!(record.holder, Holder::Content(_) | Holder::Unread);
+            Ok(records.into_iter().filter(held).collect::<Vec<_>>())
         })?;
         let mut doomed = Vec::new();
         let mut errors = Vec::new();
@@ -81,17 +84,19 @@ impl Locked {
     /// # Errors
     /// Code 5, after trying everything.
     pub fn release_chosen(&mut self, chosen: &[Reservation]) -> Result<Vec<IpAddr>> {
-        let mut unchanged = Vec::with_capacity(chosen.len());
+        let (mut unchanged, mut errors) = (Vec::with_capacity(chosen.len()), Vec::new());
         for reservation in chosen {
-            // Go's plugin keeps to the lock, an operator's script may not.
-            if let Content::Text(text) = self.read(reservation.address)?
-                && Reservation::of(&self.folder, reservation.address, &text) == *reservation
-            {
-                unchanged.push(reservation.address);
+            let now = |text: &[u8]| Reservation::of(&self.folder, reservation.address, text);
+            match self.read(reservation.address) {
+                // Go's plugin keeps to the lock, an operator's script may not.
+                Ok(Content::Text(text)) if now(&text) == *reservation => unchanged.push(reservation.address),
+                Ok(_) => {}
+                Err(error) => errors.push(error),
             }
         }
         let (removed, error) = self.remove(&unchanged);
-        error.map_or(Ok(removed), Err)
+        errors.extend(error);
+        Error::join(errors).map_or(Ok(removed), Err)
     }
 
     /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going on errors.

@@ -117,7 +117,7 @@ impl Locked {
         requested: Option<IpAddr>,
     ) -> Result<Pick, Trouble> {
         let [exact, old] = owner.hashes();
-        let mut held = self.held(exact, owner.content().trim().as_bytes())?;
+        let mut held = self.held(exact, owner.content().trim().as_bytes())?.all()?;
         if self.store.options.again == Again::Reuse {
             // Of the exact form only: one of the container's ID alone may be another interface's.
             let wanted = |address: &IpAddr| requested.is_none_or(|requested| requested == *address);
@@ -137,7 +137,7 @@ impl Locked {
             }
         }
         // Both forms: whoever holds an address of the set in either gets no second one.
-        held.extend(self.held(old, owner.id().as_bytes())?);
+        held.extend(self.held(old, owner.id().as_bytes())?.all()?);
         if let Some(address) = held.iter().find(|address| set.find(**address).is_some()) {
             let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
             let held: Vec<String> = held.iter().take(NAMED).map(|address| self.describe(*address)).collect();

@@ -10,12 +10,12 @@ use cni_testkit::{Attachment, Container, Invocation, Node, Outcome, probe, requi
 use conformance::{attach, host_local, patched};
 use serde_json::{Value, json};
 
-fn config(node: &Node) -> Value {
+pub(super) fn config(node: &Node) -> Value {
     patched(host_local(node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"cniVersion": "1.1.0"}))
 }
 
 /// A verb of host-local that must not take long, with these capabilities taken away (`-dac_override,...`).
-fn run(node: &Node, verb: &str, container: &Container, config: &Value, without: &str) -> Outcome {
+pub(super) fn run(node: &Node, verb: &str, container: &Container, config: &Value, without: &str) -> Outcome {
     let plugin = cni_testkit::bin_dir().join("host-local");
     let call = if without.is_empty() {
         Invocation::new(node, plugin)
@@ -184,7 +184,8 @@ fn what_cannot_be_removed_is_named_and_the_rest_goes() {
     attachment.del().success();
 }
 
-const POWERLESS: &str = "-dac_override,-dac_read_search,-fowner";
+/// Without the capabilities to read and to change what is somebody else's.
+pub(super) const POWERLESS: &str = "-dac_override,-dac_read_search,-fowner";
 
 #[test]
 fn files_of_another_user_without_the_right_to_read_them() {
@@ -194,6 +195,9 @@ fn files_of_another_user_without_the_right_to_read_them() {
     let path = node.data_dir().join("net1/10.1.0.2");
     let content = fs::read(&path).unwrap();
     chown(&path, Some(4321), Some(4321)).unwrap();
+    // The folder is to be read anew, and it is this address's turn.
+    fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+    fs::write(node.data_dir().join("net1/last_reserved_ip.0"), "10.1.0.1").unwrap();
     let late = node.container();
     let result = run(&node, "ADD", &late, &one.config, POWERLESS).success();
     assert_eq!(result["ips"][0]["address"], "10.1.0.3/24", "what cannot be read is taken");
@@ -201,7 +205,8 @@ fn files_of_another_user_without_the_right_to_read_them() {
     run(&node, "DEL", &late, &one.config, POWERLESS).success();
     let mut gc = one.config.clone();
     gc["cni.dev/valid-attachments"] = json!([{"containerID": one.id, "ifname": "eth0"}]);
-    run(&node, "GC", &late, &gc, POWERLESS);
+    // Whose it is cannot be told, so neither can whether it may stay.
+    run(&node, "GC", &late, &gc, POWERLESS).fails_naming(5, &["net1/10.1.0.2", "Permission denied"]);
     assert_eq!(fs::read(&path).unwrap(), content, "and stays");
     one.del().success();
 }

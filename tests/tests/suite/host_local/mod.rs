@@ -9,3 +9,4 @@ mod reboot;
 mod requested;
 mod store;
 mod surroundings;
+mod unread;

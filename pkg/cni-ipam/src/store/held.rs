@@ -1,0 +1,122 @@
+//! Who holds what: by the index, and each by its file before it counts.
+//!
+//! Nothing is changed here. What a newcomer gets wrong: a file that cannot be read (a broken disk, no memory, somebody
+//! else's rights) is no reason to do nothing about the others, and no proof of whose it is. One that the index knows to
+//! be the owner's is an error, beside what could be read; one that nobody could read so far is tried by every verb, and
+//! told: an error would keep all containers of the network from ending.
+
+use std::net::IpAddr;
+
+use cni::{Code, Error, Result};
+
+use super::{Locked, Owner, Reservation, Told, Trouble};
+use crate::index::table::TableError;
+use crate::index::{self, Content, Index};
+
+/// What somebody holds, as far as it can be read.
+pub(super) struct Held {
+    /// The addresses whose files say so.
+    pub(super) addresses: Vec<IpAddr>,
+    /// Why the others could not be read.
+    pub(super) errors: Vec<Error>,
+}
+
+impl Held {
+    /// All of them, or why that is not known.
+    pub(super) fn all(self) -> Result<Vec<IpAddr>> {
+        Error::join(self.errors).map_or(Ok(self.addresses), Err)
+    }
+}
+
+impl Locked {
+    /// Reads the reservation of one address.
+    pub(super) fn read(&self, address: IpAddr) -> Result<Content> {
+        let doing = || format!("failed to read {}/{address}", self.folder.path.display());
+        index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
+    }
+
+    /// Whether files that this index could not read can be read by now. Those that still cannot are told.
+    pub(super) fn could_read_more(&mut self, index: &Index) -> Result<bool, Trouble> {
+        let mut errors = Vec::new();
+        for address in index.unread().map_err(TableError::Io)? {
+            match self.read(address) {
+                Ok(_) => return Ok(true),
+                Err(error) => errors.push(error),
+            }
+        }
+        if let ([first, others @ ..], Told::NotYet) = (&errors[..], self.told) {
+            self.told = Told::Once;
+            let others = if others.is_empty() { String::new() } else { format!(", like {} others", others.len()) };
+            self.store
+                .options
+                .notes
+                .note(format_args!("{first}{others}; whose it is is not known, so no DEL releases it"));
+        }
+        Ok(false)
+    }
+
+    /// The addresses whose files have the content that `hash` is of, each read and compared.
+    pub(super) fn held(&mut self, hash: u64, content: &[u8]) -> Result<Held, Trouble> {
+        let mut listed = self.index()?.held(hash)?;
+        listed.sort_unstable();
+        let exact = self.index()?.is_exact();
+        let mut held = Held { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
+        for address in listed {
+            match self.read(address) {
+                Ok(Content::Text(text)) if text == content => held.addresses.push(address),
+                // Two contents of one hash, or a file that somebody wrote to in place.
+                Ok(_) if exact => {}
+                Ok(_) => return Err(Trouble::Stale),
+                Err(error) => held.errors.push(error),
+            }
+        }
+        Ok(held)
+    }
+
+    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID alone.
+    pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Held, Trouble> {
+        let [exact, old] = owner.hashes();
+        let held = self.held(exact, owner.content().trim().as_bytes())?;
+        let none = held.addresses.is_empty() && held.errors.is_empty();
+        if none { self.held(old, owner.id.as_bytes()) } else { Ok(held) }
+    }
+
+    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of its ID alone.
+    ///
+    /// # Errors
+    /// Code 5 if the folder or one of these files cannot be read.
+    pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
+        self.attempt(|locked| locked.held_by_owner(owner))?.all()
+    }
+
+    /// Every reservation, in the order of the addresses. Reads all of them. What cannot be read is told and left out.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    pub fn list(&mut self) -> Result<Vec<Reservation>> {
+        let mut addresses = self.attempt(|locked| {
+            let records = locked.index()?.records().map_err(TableError::Io)?;
+            Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
+        })?;
+        addresses.sort_unstable();
+        let mut reservations = Vec::with_capacity(addresses.len());
+        for address in addresses {
+            match self.read(address) {
+                Ok(Content::Text(text)) => reservations.push(Reservation::of(&self.folder, address, &text)),
+                Ok(_) => {}
+                Err(error) => self.store.options.notes.note(error),
+            }
+        }
+        Ok(reservations)
+    }
+
+    /// Who holds an address, in words, for messages: `10.0.0.2 is held by <id> <ifname>`.
+    pub(super) fn describe(&self, address: IpAddr) -> String {
+        match self.read(address) {
+            Ok(Content::Text(text)) => Reservation::of(&self.folder, address, &text).to_string(),
+            Ok(Content::Foreign) => format!("{}/{address} is no reservation", self.folder.path.display()),
+            Ok(Content::Absent | Content::Blank) => format!("{address} has just been released"),
+            Err(error) => error.to_string(),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! A reservation that cannot be read, for a moment or for good: it hides no address, and keeps no container from ending.
+//!
+//! The index is thrown away before, so that whoever comes next reads the whole folder and may fail to.
+
+use std::fs;
+use std::os::unix::fs::chown;
+
+use cni_testkit::trace::{self, Act, Hit, Plan};
+use cni_testkit::{Attachment, Node, Outcome, probe, require};
+use conformance::attach;
+use nix::errno::Errno;
+use serde_json::{Value, json};
+
+use super::bad_disks::{POWERLESS, config, run};
+
+/// Runs a verb whose `at`-th call fails, with no index to begin with.
+fn failing(
+    node: &Node,
+    attachment: &Attachment<'_>,
+    verb: &str,
+    prev: Option<&Value>,
+    at: u64,
+) -> (Outcome, Option<Hit>) {
+    fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+    let plan = Plan { victim: "host-local".into(), at, act: Act::Fail(Errno::EIO) };
+    let traced = attachment.invocation(verb, prev).traced(&plan);
+    (traced.outcome, traced.hit)
+}
+
+#[test]
+fn a_del_that_fails_to_read_says_so_or_has_left_nothing() {
+    require!(trace::supported());
+    let node = Node::new();
+    let (_staying, staying, _) = attach(&node, &config(&node), 1).remove(0);
+    let before = node.reservations("net1");
+    let mut succeeded = 0;
+    for at in 1.. {
+        let (_container, attachment, _) = attach(&node, &staying.config, 1).remove(0);
+        let (outcome, hit) = failing(&node, &attachment, "DEL", None, at);
+        if outcome.status != Some(0) {
+            attachment.del().success();
+        }
+        assert_eq!(node.reservations("net1"), before, "{hit:?} failed at {at}: {}", outcome.report());
+        if hit.is_none() {
+            break;
+        }
+        succeeded += u32::from(outcome.status == Some(0));
+    }
+    assert!(succeeded > 10, "only {succeeded} failures were got over");
+    staying.del().success();
+}
+
+#[test]
+fn what_another_one_failed_to_read_is_found_by_del_and_by_gc() {
+    require!(trace::supported());
+    let node = Node::new();
+    let (_staying, staying, result) = attach(&node, &config(&node), 1).remove(0);
+    let before = node.reservations("net1");
+    let mut at = 1;
+    loop {
+        let mut hit = None;
+        for verb in ["DEL", "GC"] {
+            let (_container, attachment, _) = attach(&node, &staying.config, 1).remove(0);
+            hit = failing(&node, &staying, "CHECK", Some(&result), at).1;
+            match verb {
+                "DEL" => attachment.del().success(),
+                _ => attachment.gc(&[(&staying.id, "eth0")]).success(),
+            };
+            assert_eq!(node.reservations("net1"), before, "after {verb}, {hit:?} failed at {at}");
+        }
+        if hit.is_none() {
+            break;
+        }
+        at += 1;
+    }
+    assert!(at > 40, "only {at} calls");
+    staying.del().success();
+}
+
+/// Two containers; the first one's IPv4 reservation belongs to somebody else.
+fn with_a_foreign_file(node: &Node) -> Vec<(cni_testkit::Container, Attachment<'_>, Value)> {
+    let all = attach(node, &config(node), 2);
+    chown(node.data_dir().join("net1/10.1.0.2"), Some(4321), Some(4321)).unwrap();
+    all
+}
+
+fn addresses(node: &Node) -> Vec<String> {
+    node.reservations("net1").into_iter().map(|(address, _)| address).collect()
+}
+
+#[test]
+fn a_del_releases_what_it_can_read_and_names_the_rest() {
+    require!(probe::tool("setpriv"));
+    let node = Node::new();
+    let all = with_a_foreign_file(&node);
+    let (container, attachment, _) = &all[0];
+    for _ in 0..2 {
+        let outcome = run(&node, "DEL", container, &attachment.config, POWERLESS);
+        outcome.fails_naming(5, &["net1/10.1.0.2", "Permission denied"]);
+        assert_eq!(addresses(&node), ["10.1.0.2", "10.1.0.3", "fd00:1::3"]);
+    }
+    for (_, attachment, _) in &all {
+        attachment.del().success();
+    }
+    assert_eq!(addresses(&node), [""; 0]);
+}
+
+#[test]
+fn what_nobody_can_read_keeps_no_container_from_ending_and_is_found_as_soon_as_it_can_be() {
+    require!(probe::tool("setpriv"));
+    for verb in ["DEL", "GC"] {
+        let node = Node::new();
+        let all = with_a_foreign_file(&node);
+        fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+        for (container, attachment, _) in all.iter().rev() {
+            // It may be anybody's: told, and no error, or no DEL of this network would ever succeed.
+            let outcome = run(&node, "DEL", container, &attachment.config, POWERLESS);
+            outcome.success();
+            assert!(outcome.stderr.contains("net1/10.1.0.2: Permission denied"), "{}", outcome.report());
+        }
+        assert_eq!(addresses(&node), ["10.1.0.2"]);
+        let (container, attachment, _) = &all[0];
+        let mut gc = attachment.config.clone();
+        gc["cni.dev/valid-attachments"] = json!([]);
+        run(&node, "GC", container, &gc, POWERLESS).fails_naming(5, &["net1/10.1.0.2", "Permission denied"]);
+        match verb {
+            "DEL" => attachment.del().success(),
+            _ => attachment.gc(&[]).success(),
+        };
+        assert_eq!(addresses(&node), [""; 0], "after {verb}");
+    }
+}
