@@ -304,6 +304,8 @@ fn a_file_touched_in_any_way_is_kept() {
     kept(|_, folder| each(folder, |path| fs::set_permissions(path, fs::Permissions::from_mode(0o640)).unwrap()));
 }
 
+/// A machine cloned with its ID, file by file: the boot is another one and the ID the same. Of a disk cloned block by block
+/// nothing tells it but the boot, as after a reboot, and nothing of what it has on record lives on the clone.
 #[test]
 fn a_data_dir_copied_with_all_its_times_is_kept() {
     require!(possible());
