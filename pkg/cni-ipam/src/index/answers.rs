@@ -6,10 +6,11 @@
 use std::io;
 use std::net::IpAddr;
 
-use super::record::{RECORD, family, to_address};
+use super::oldest::{oldest_key, oldest_of};
+use super::record::{RECORD, family, from_payload, to_address};
 use super::table::TableError;
 use super::{Holder, Index, Record, bits, is_of};
-use crate::ranges::{Range, number};
+use crate::ranges::{Range, RangeSet, number};
 
 impl Index {
     /// What is known of an address.
@@ -38,6 +39,16 @@ impl Index {
         Ok(unread.map(|record| record.address).collect())
     }
 
+    /// Those of a set's addresses that have been taken longest, the oldest first: what a rebuild for this set has found,
+    /// which is true while the index is exact. Otherwise a pass over the table finds them.
+    pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
+        let mut known = Vec::new();
+        while let Some(payload) = self.table.get(&oldest_key(set, known.len() as u32))? {
+            known.push(from_payload(&payload));
+        }
+        if known.is_empty() { Ok(oldest_of(&self.records()?, set)) } else { Ok(known) }
+    }
+
     /// The addresses whose files have a content of this hash, in no order.
     pub(crate) fn held(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
         let mut held = Vec::new();
@@ -49,9 +60,7 @@ impl Index {
 
     fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
         let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&payload[..16]);
-        Ok(Some(to_address(payload[16], u128::from_le_bytes(bytes))))
+        Ok(Some(from_payload(&payload)))
     }
 
     /// How many addresses are listed under a hash; ranks have no gaps, so this is a search and no count.

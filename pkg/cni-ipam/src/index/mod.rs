@@ -32,6 +32,7 @@ mod answers;
 mod asked;
 pub(crate) mod bits;
 pub(crate) mod header;
+mod oldest;
 mod rebuild;
 mod record;
 pub(crate) mod table;
@@ -47,8 +48,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::host::{Host, Moment};
 use crate::ranges::{Range, RangeSets, number};
 use header::{Counter, Header, STATE, Stamp};
-use record::{RECORD, family};
-use table::{HEADER, Key, PAYLOAD, Storage, Table, TableError};
+use record::{RECORD, family, to_payload};
+use table::{HEADER, Key, Storage, Table, TableError};
 
 pub(crate) use asked::Asked;
 pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
@@ -339,10 +340,7 @@ impl Index {
     }
 
     fn put_held(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
-        let mut payload = [0; PAYLOAD];
-        payload[..16].copy_from_slice(&number(address).to_le_bytes());
-        payload[16] = family(address).number();
-        self.table.put(&Index::held_key(hash, rank), &payload)
+        self.table.put(&Index::held_key(hash, rank), &to_payload(address))
     }
 
     fn remove_held(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {

@@ -56,6 +56,21 @@ pub(super) fn to_address(family: u8, number: u128) -> IpAddr {
     }
 }
 
+/// An address as a payload.
+pub(super) fn to_payload(address: IpAddr) -> Payload {
+    let mut payload = [0; PAYLOAD];
+    payload[..16].copy_from_slice(&number(address).to_le_bytes());
+    payload[16] = family(address).number();
+    payload
+}
+
+/// The address that a payload is.
+pub(super) fn from_payload(payload: &Payload) -> IpAddr {
+    let mut bytes = [0; 16];
+    bytes.copy_from_slice(&payload[..16]);
+    to_address(payload[16], u128::from_le_bytes(bytes))
+}
+
 impl Record {
     pub(super) fn key(address: IpAddr) -> Key {
         Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }

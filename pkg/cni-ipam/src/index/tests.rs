@@ -71,6 +71,47 @@ proptest! {
 }
 
 #[test]
+fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
+    let aged = |n: u32, ctime: (i64, u32), holder| Record { ctime, ..record(v4(n), holder) };
+    let held = Holder::Content(9);
+    let mut records: Vec<Record> = (10..200).map(|n| aged(n, (1000 - i64::from(n), 7), held)).collect();
+    records.extend([
+        aged(1, (0, 0), held),
+        aged(2, (5, 0), Holder::Nobody),
+        aged(3, (6, 0), Holder::Unknown),
+        aged(4, (7, LINKING), Holder::Unread),
+        aged(5, (4, 0), held),
+    ]);
+    let set = |address: &str| {
+        let conf = crate::RangeConf {
+            subnet: Some("10.0.0.0/24".to_owned()),
+            gateway: Some(address.to_owned()),
+            ..Default::default()
+        };
+        crate::RangeSet::check(&[conf]).unwrap()
+    };
+    let (all, some) = (set("10.0.0.254"), set("10.0.0.5"));
+    let mut index = Index::of(&records, &Header::default(), &Host::default()).unwrap();
+    let expected = [v4(5), v4(3), v4(4)];
+    assert_eq!(index.oldest(&all).unwrap(), expected);
+    index.find_oldest(&all, &records).unwrap();
+    let before = index.accesses();
+    assert_eq!(index.oldest(&all).unwrap(), expected);
+    assert!(index.accesses() - before < 10, "found again without a pass over the table");
+    let few = Index::of(&records[188..], &Header::default(), &Host::default()).unwrap();
+    assert_eq!(few.oldest(&some).unwrap(), [v4(3), v4(4), v4(199)], "no gateway");
+    let few = Index::of(&records[190..194], &Header::default(), &Host::default()).unwrap();
+    assert_eq!(
+        few.oldest(&all).unwrap(),
+        [v4(3), v4(4), v4(1)],
+        "just changed when it was read, so new; blank is nobody's"
+    );
+    let mut unread = index.unread().unwrap();
+    assert_eq!(unread.pop(), Some(v4(4)));
+    assert!(unread.is_empty());
+}
+
+#[test]
 fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
     let many: Vec<Record> = (2..60_002).map(|n| record(v4(n), Holder::Content(u64::from(n) + 1000))).collect();
     let range = range("10.0.0.0/14");

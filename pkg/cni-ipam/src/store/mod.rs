@@ -390,6 +390,7 @@ impl Locked {
         let mut index = Index::of(&records, &former, host)?;
         if let Some(asking) = &self.asking {
             index.remember(asking);
+            asking.sets().iter().try_for_each(|set| index.find_oldest(set, &records))?;
         }
         index.set_earlier(self.earlier_in(&records));
         if let Some(stamp) = mark {

@@ -158,27 +158,23 @@ impl Locked {
             Some(address) => Ok(Pick { address, held: false }),
             // Something may have been removed without the lock and unseen; reading the folder once will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            None => Err(self.exhausted(set, last)?.into()),
+            None => Err(self.exhausted(set)?.into()),
         }
     }
 
     /// The error that says that a set is used up, by how many and by whom.
-    fn exhausted(&mut self, set: &RangeSet, last: Option<IpAddr>) -> Result<Error, Trouble> {
+    fn exhausted(&mut self, set: &RangeSet) -> Result<Error, Trouble> {
         let total = set.capacity();
         let mut error = Error::new(
             Code::TRY_AGAIN,
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
-        // In a round robin those next in turn are those held longest; so no need to look at all.
-        let mut oldest = Vec::new();
-        let mut at = last;
-        for _ in 0..total.min(3) {
-            at = allocator::next(set, at, &mut Everything)?;
-            oldest.extend(at.map(|address| self.describe_with_age(address)));
-        }
+        // Not those next in turn: who came when another had left has its place in the round robin.
+        let oldest = self.index()?.oldest(set)?;
+        let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
         if !oldest.is_empty() {
             error = error.with_details(format!(
-                "next in turn, so most likely held longest: {}; if these containers are gone, DEL or GC frees their addresses, \
+                "held longest: {}; if these containers are gone, DEL or GC frees their addresses, \
                  and `cnitool ipam gc {} --unknown` what no runtime remembers; else the network needs a larger range",
                 oldest.join(", "),
                 self.store.network(),
@@ -286,17 +282,6 @@ impl Locked {
         }
         errors.extend(self.remove(&still).1);
         Error::join(errors).map_or(Ok(()), Err)
-    }
-}
-
-/// Occupied by nothing: to walk the round robin itself.
-struct Everything;
-
-impl Occupied for Everything {
-    type Error = Trouble;
-
-    fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Trouble> {
-        Ok(Some(from))
     }
 }
 

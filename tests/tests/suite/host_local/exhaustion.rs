@@ -9,15 +9,21 @@ use serde_json::{Value, json};
 #[test]
 fn the_error_says_how_full_who_and_what_to_do() {
     let node = Node::new();
-    let all = attach(&node, &host_local(&node, &["10.1.0.0/29"]), 5);
+    let mut all = attach(&node, &host_local(&node, &["10.1.0.0/29"]), 5);
+    // The youngest stands between the oldest, where the round robin goes on.
+    all.remove(1).1.del().success();
+    all.extend(attach(&node, &all[0].1.config.clone(), 1));
     let late = node.container();
     let failure = Attachment::new(&node, &late, all[0].1.config.clone()).add().fails_with(
         11,
         "failed to allocate for range 0: no IP addresses available in range set: 10.1.0.1-10.1.0.6; 5 of 5 are used",
     );
-    let oldest = ["10.1.0.2 is held by container-0 eth0 since", "10.1.0.3 is held by", "10.1.0.4 is held by"];
+    let oldest =
+        ["held longest: 10.1.0.2 is held by container-0 eth0 since", "10.1.0.4 is held by", "10.1.0.5 is held by"];
+    let mut said = failure.details.as_str();
     for words in oldest.into_iter().chain(["DEL or GC", "cnitool ipam gc net1", "a larger range"]) {
-        assert!(failure.details.contains(words), "{words:?} in {failure:?}");
+        let Some((_, rest)) = said.split_once(words) else { panic!("{words:?} in {failure:?}") };
+        said = rest;
     }
     for (_, attachment, _) in all {
         attachment.del().success();

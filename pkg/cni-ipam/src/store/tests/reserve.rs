@@ -75,6 +75,20 @@ fn exhaustion_is_code_11_with_figures_and_is_found_again_without_reading_the_fol
 }
 
 #[test]
+fn exhaustion_names_those_who_have_held_longest_and_not_those_next_in_turn() {
+    let net = Net::new();
+    let pool = sets(&["10.0.0.0/29"]);
+    for id in ["a", "b", "c", "d", "e"] {
+        net.add(id, &pool).unwrap();
+    }
+    assert_eq!(net.del("b"), ["10.0.0.3"]);
+    assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.3"]);
+    let error = net.add("g", &pool).unwrap_err();
+    assert!(error.details().starts_with("held longest: 10.0.0.2 is held by a eth0 since"), "{}", error.details());
+    assert_eq!(error.details().matches(" is held by ").count(), 3, "{}", error.details());
+}
+
+#[test]
 fn what_a_killed_go_plugin_left_empty_is_free() {
     let net = Net::new();
     net.write("10.0.0.2", "");

@@ -1,0 +1,49 @@
+//! Who has held the addresses of a set longest: what the error of a set that is used up says.
+//!
+//! It is found when the folder is read anew, and kept in the table: a node without a free address is asked every second,
+//! and going through 65,000 records each time would take longer than all the rest. What a newcomer gets wrong: nobody
+//! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild.
+
+use std::net::IpAddr;
+
+use super::record::{Record, to_payload};
+use super::table::{Key, TableError};
+use super::{Index, hash};
+use crate::host::Moment;
+use crate::ranges::RangeSet;
+
+/// How many are found.
+const OLDEST: usize = 3;
+/// The tag of their entries in the table.
+const TAG: u8 = 4;
+
+pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
+    Key { tag: TAG, family: 0, rank, number: u128::from(hash(set.to_string().as_bytes())) }
+}
+
+/// The addresses of a set that have been taken longest, as far as these records tell, the oldest first.
+pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
+    let mut oldest: Vec<(Moment, IpAddr)> = Vec::with_capacity(OLDEST + 1);
+    for record in records {
+        // What had just changed when the folder was read was new then.
+        let since = if record.ctime == (0, 0) { (i64::MAX, 0) } else { record.ctime };
+        let entry = (since, record.address);
+        let is_older = oldest.len() < OLDEST || oldest.last() > Some(&entry);
+        let is_meant = |address| set.find(address).is_some() && !set.is_gateway(address);
+        if is_older && record.is_occupied() && is_meant(record.address) {
+            oldest.insert(oldest.partition_point(|other| *other < entry), entry);
+            oldest.truncate(OLDEST);
+        }
+    }
+    oldest.into_iter().map(|(_, address)| address).collect()
+}
+
+impl Index {
+    /// Finds them in `records`, which are all that this index was made of.
+    pub(crate) fn find_oldest(&mut self, set: &RangeSet, records: &[Record]) -> Result<(), TableError> {
+        for (rank, address) in oldest_of(records, set).into_iter().enumerate() {
+            self.table.put(&oldest_key(set, rank as u32), &to_payload(address))?;
+        }
+        if self.table.is_crowded() { self.grow() } else { Ok(()) }
+    }
+}
