@@ -3,8 +3,8 @@
 # fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments.
 #
 # Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
-# of how many. CNI_SOAK=N makes N times as many storms and rounds under held locks (1). CNI_SEED=N repeats what a run has
-# chosen.
+# how many of how many, and a test that has not come through the first fails. CNI_SOAK=N makes N times as many storms and
+# rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
 
 soak_needs() { need iptables nft ping; }
 

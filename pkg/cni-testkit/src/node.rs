@@ -166,6 +166,15 @@ impl Node {
         self.enter(|| write_sysctl(path, value));
     }
 
+    /// The processes on this node, this one's threads aside: plugins, what they have started, what outlives them.
+    /// Those that have ended and wait to be reaped are gone.
+    pub fn processes(&self) -> Vec<u32> {
+        let mnt = fs::read_link(fd_path(&self.inner.mnt)).expect("an open namespace has a name");
+        let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let numbers = numbers.filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok());
+        numbers.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/mnt")).is_ok_and(|link| link == mnt)).collect()
+    }
+
     /// A file of the node's below `/proc/net`; nothing if there is none.
     pub fn proc_net(&self, name: &str) -> String {
         // Of the thread that is in the node: `/proc/net` would be the main thread's.

@@ -14,6 +14,12 @@ pub(crate) const SYSCTL: &str = "net/ipv4/ip_unprivileged_port_start";
 /// The plugins of the list, in the order of an ADD.
 pub(crate) const PLUGINS: [&str; 3] = ["bridge", "tuning", "portmap"];
 
+/// Those whose DEL comes after that of `plugin`.
+pub(crate) fn dels_after(plugin: &str) -> impl Iterator<Item = &'static str> {
+    let after = PLUGINS.iter().rev().skip_while(move |one| **one != plugin).skip(1);
+    after.copied()
+}
+
 /// The results of the plugins that have been added, in order.
 pub(crate) type Links = Vec<Value>;
 
@@ -39,11 +45,6 @@ impl<'w> Chain<'w> {
         self.version = "1.0.0";
         self.container = self.container.by(folder);
         self
-    }
-
-    /// The container's ID.
-    pub(crate) fn id(&self) -> &str {
-        &self.container.id
     }
 
     /// The configuration of one plugin, as a runtime writes it.
@@ -107,6 +108,12 @@ impl<'w> Chain<'w> {
     /// The same, going on; what failed.
     pub(crate) fn try_del_all(&self, prev: Option<&Value>) -> Vec<String> {
         let outcomes = PLUGINS.iter().rev().map(|plugin| self.call(plugin, "DEL", prev).run());
+        outcomes.filter_map(not_silent).collect()
+    }
+
+    /// DEL of those that come after `plugin` in a DEL; what failed.
+    pub(crate) fn try_del_after(&self, plugin: &str, prev: Option<&Value>) -> Vec<String> {
+        let outcomes = dels_after(plugin).map(|plugin| self.call(plugin, "DEL", prev).run());
         outcomes.filter_map(not_silent).collect()
     }
 

@@ -14,10 +14,10 @@ const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Vict
 
 /// A sweep with SIGKILL over what every backend has, and `others`.
 #[track_caller]
-fn killed(backend: Backend, verb: Verb, share: u64, victims: &[Victim]) {
+fn killed(backend: Backend, verb: Verb, floor: u64, victims: &[Victim]) {
     require!(trace::supported());
     require!(backend.probe());
-    sweep::none(&Sweep { backend, verb, act: Act::Signal(Signal::SIGKILL), share }.over(victims, patience()));
+    sweep::none(&Sweep { backend, verb, act: Act::Signal(Signal::SIGKILL), share: 6, floor }.over(victims, patience()));
 }
 
 #[test]
@@ -25,7 +25,7 @@ fn during_add_with_nftables() {
     killed(
         Backend::Nftables,
         Verb::Add,
-        6,
+        25,
         &[
             victim("bridge", "bridge", 150),
             victim("bridge", "bridge+fork", 5),
@@ -41,7 +41,7 @@ fn during_add_with_iptables() {
     killed(
         Backend::IptablesNft,
         Verb::Add,
-        6,
+        38,
         &[
             victim("bridge", "bridge", 265),
             victim("bridge", "bridge+fork", 17),
@@ -60,7 +60,7 @@ fn during_del_with_nftables() {
     killed(
         Backend::Nftables,
         Verb::Del,
-        6,
+        25,
         &[
             victim("bridge", "bridge", 115),
             victim("bridge", "bridge+fork", 5),
@@ -76,7 +76,7 @@ fn during_del_with_iptables() {
     killed(
         Backend::IptablesNft,
         Verb::Del,
-        6,
+        24,
         &[
             victim("bridge", "bridge", 170),
             victim("bridge", "bridge+fork", 5),

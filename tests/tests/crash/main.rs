@@ -10,7 +10,9 @@
 
 mod chain;
 mod errors;
+mod judge;
 mod kill;
+mod kinds;
 mod measure;
 mod orphans;
 mod storm;

@@ -5,11 +5,13 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Started, bin_dir, require};
+use cni_testkit::{Started, bin_dir, patience, require};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::chain::{Chain, Links, left_inside};
+use crate::judge::ORPHAN;
+use crate::kinds::Kind;
 use crate::measure::{Dice, figure, seed, soak};
 use crate::sweep;
 use crate::world::{Backend, World};
@@ -39,6 +41,22 @@ fn nap(dice: &mut Dice, longest: u64) {
     sleep(Duration::from_micros(dice.below(longest * 1000)));
 }
 
+/// Waits until nobody is at work on the node any more: whoever outlives a dead plugin does what it does until then.
+fn all_gone(world: &World) -> Vec<String> {
+    let deadline = Instant::now() + patience(ORPHAN);
+    loop {
+        let alive = world.node.processes();
+        if alive.is_empty() {
+            return Vec::new();
+        }
+        if Instant::now() > deadline {
+            let names = alive.iter().map(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default());
+            return names.map(|name| format!("{} lives on after its plugin", name.trim())).collect();
+        }
+        sleep(Duration::from_millis(1));
+    }
+}
+
 /// One round: hold, kill, DEL at once, let go, look.
 fn round(world: &World, dice: &mut Dice) -> Vec<String> {
     let container = world.node.container();
@@ -60,24 +78,26 @@ fn round(world: &World, dice: &mut Dice) -> Vec<String> {
     nap(dice, 60);
     slay(&victim);
     let _ = victim.finish();
-    // At once: while whoever waited for the lock would still be waiting.
+    let mut complaints = Vec::new();
+    if dice.below(2) == 0 {
+        // A child that waited for a lock would wait on.
+        complaints.extend(all_gone(world));
+    }
+    // Else at once: while it would still be waiting.
     let prev = (verb == "DEL").then(|| links.last()).flatten();
-    let mut del = chain.call("bridge", "DEL", prev).start();
+    let mut del = chain.call(plugin, "DEL", prev).start();
     del.release();
     nap(dice, 30);
     drop(locks);
-    let mut complaints = Vec::new();
     let outcome = del.finish();
     if outcome.status != Some(0) {
         complaints.push(outcome.report());
     }
-    if plugin == "bridge" {
-        // A late one would come now, and the next DEL would hide it.
-        sleep(Duration::from_millis(20));
-        let reserved = world.node.reservations("net1").into_iter().filter(|(_, of)| of.starts_with(chain.id()));
-        complaints.extend(reserved.map(|(address, _)| format!("{address} was reserved after the DEL")));
-    }
-    // bridge's part of the DEL was the one to race; now the list's.
+    // A late one has the lock now. What it does, the next DEL would hide.
+    complaints.extend(all_gone(world));
+    let left = world.left_now().into_iter().filter(|line| Kind::of(line).plugin() == Some(plugin));
+    complaints.extend(left.map(|left| format!("after the DEL of {plugin}: {left}")));
+    // The DEL of one was there to race; now the list's.
     complaints.extend(chain.try_del_all(prev));
     complaints.extend(left_inside(&container));
     complaints.extend(world.left());
@@ -112,49 +132,47 @@ fn rounds(backend: Backend) {
     sweep::none(&complaints);
 }
 
-/// host-local stopped before its first step, the plugin killed, DEL, and host-local told to go on.
+/// host-local held back before its first step, the plugin killed, DEL, and host-local let go. It hangs on a pipe, for a
+/// stopped one would die of the SIGHUP that the kernel sends to what is stopped and orphaned.
 #[test]
 fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let container = world.node.container();
     let chain = Chain::new(&world, &container);
-    let told = world.node.dir().join("pid");
-    let real = bin_dir().join("host-local");
+    let (told, gate) = (world.node.dir().join("pid"), world.node.dir().join("gate"));
+    nix::unistd::mkfifo(&gate, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
     let script = format!(
-        "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || exec {0}\necho $$ > {1}.new\nmv {1}.new {1}\nkill -STOP $$\nexec {0}\n",
-        real.display(),
-        told.display()
+        "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || exec {0}\necho $$ > {1}.new\nmv {1}.new {1}\nread -r go < {2}\nexec {0}\n",
+        bin_dir().join("host-local").display(),
+        told.display(),
+        gate.display()
     );
     let path = world.node.file("slow/host-local", script);
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     let mut victim = chain.call("bridge", "ADD", None).cni_path(path.parent().unwrap()).start();
     victim.release();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    let stopped = loop {
+    let deadline = Instant::now() + patience(Duration::from_secs(20));
+    while !told.exists() {
         assert!(Instant::now() < deadline, "host-local was never started");
-        let pid = fs::read_to_string(&told).ok().and_then(|text| text.trim().parse::<i32>().ok());
-        let state = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default().contains(" T ");
-        if let Some(pid) = pid.filter(state) {
-            break Pid::from_raw(pid);
-        }
         sleep(Duration::from_millis(2));
-    };
+    }
     slay(&victim);
     let _ = victim.finish();
     chain.call("bridge", "DEL", None).run().success();
     // host-local takes its reservation back when nobody hears its answer, but that is not to be relied on.
-    let state = fs::read_to_string(format!("/proc/{stopped}/stat")).unwrap_or_default();
-    let lives = !state.is_empty() && !state.contains(" Z ");
-    let _ = kill(stopped, Signal::SIGCONT);
-    sleep(Duration::from_millis(100));
-    let left = world.left();
+    let held = fs::read_to_string(&told).unwrap();
+    let lives = fs::read_link(format!("/proc/{}/exe", held.trim())).is_ok();
+    let mut options = File::options();
+    let open = std::os::unix::fs::OpenOptionsExt::custom_flags(options.write(true), nix::libc::O_NONBLOCK).open(&gate);
+    drop(open);
+    let left = [all_gone(&world), world.left_now()].concat();
     if left.is_empty() {
         world.close();
     } else {
         world.node.abandon();
     }
-    assert!(!lives && left.is_empty(), "the orphan lived on after the DEL: {state}: {left:?}");
+    assert!(!lives && left.is_empty(), "the orphan lived on after the DEL: {left:?}");
 }
 
 #[test]

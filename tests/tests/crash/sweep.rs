@@ -5,17 +5,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use cni_testkit::trace::{Act, Hit, Plan, Traced};
-use nix::errno::Errno;
-use nix::sys::signal::Signal;
+use cni_testkit::{Container, rounds};
 use serde_json::Value;
 
 use crate::chain::{Chain, Links, PLUGINS, SYSCTL, left_inside};
+use crate::judge::{NOT_RESTORED, kept_going};
+use crate::kinds::Inside;
 use crate::measure::{Dice, figure, found, seed, soak};
 use crate::world::{Backend, World};
-
-/// Longer than any child may outlive its plugin: it is to be killed with it. On a machine with a lot to do even that takes
-/// a while; one that waits for a lock would take 30 s.
-const ORPHAN: Duration = Duration::from_secs(10);
 
 /// During which verb it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +29,7 @@ impl Verb {
 
 /// What the runtime does afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+pub(crate) enum Way {
     /// DEL of the list, the namespace being there.
     Del,
     /// The namespace is gone, the DEL lost: GC.
@@ -55,6 +52,9 @@ pub(crate) struct Sweep {
     pub(crate) act: Act,
     /// How many points of each victim an ordinary run tries, on a machine that is not slow.
     pub(crate) share: u64,
+    /// How many points an ordinary run tries at least there, of all victims together: four fifths of what it did when this
+    /// was written.
+    pub(crate) floor: u64,
 }
 
 /// How many times a soak run walks over a victim's points, each time over every 16th.
@@ -82,12 +82,14 @@ impl Walk {
         format!("{program} in {plugin}: {} of {}", self.points, self.calls)
     }
 
-    /// Whether fewer points were tried than there must have been.
+    /// Whether fewer points were tried than there must have been: all that the passes made stand for and, however soon
+    /// the time was up, what the first pass of a soak run is.
     fn complaint(&self) -> Option<String> {
         let Walk { victim, calls, step, points, passes } = self;
         // Runs differ by a few calls: how often an answer was not there yet.
         let expected = calls.saturating_sub(*step) * 9 * passes;
-        let few = *calls < victim.floor || *passes == 0 || points * step * 10 < expected;
+        let first = if soak().is_some() { victim.floor / PASSES } else { 1 };
+        let few = *calls < victim.floor || points * step * 10 < expected || *points < first;
         few.then(|| format!("{victim:?}: only {points} points of {calls} calls, every {step}th, {passes} times over"))
     }
 }
@@ -110,18 +112,19 @@ impl Sweep {
         let mut world = World::new(self.backend);
         let mut walks: Vec<Walk> = Vec::new();
         for victim in victims {
-            let whole = self.attempt(&world, victim, u64::MAX, Way::Del);
+            let whole = self.attempt(&world, victim, u64::MAX, Way::Del, false);
             complaints.extend(whole.complaints);
-            let step = if soak().is_some() { PASSES } else { (whole.calls / cni_testkit::rounds(self.share)).max(1) };
+            let step = if soak().is_some() { PASSES } else { (whole.calls / rounds(self.share)).max(1) };
             walks.push(Walk { victim: *victim, calls: whole.calls, step, points: 0, passes: 0 });
         }
         let passes = if soak().is_some() { PASSES } else { 1 };
-        let mut in_time = true;
+        let (mut in_time, mut tried) = (true, 0);
         for pass in 0..passes {
             for walk in &mut walks {
                 let mut at = 1 + if passes == 1 { dice.below(walk.step) } else { scattered(pass) };
-                while in_time && self.try_point(&mut world, walk, at, &mut complaints) {
+                while in_time && self.try_point(&mut world, walk, at, tried, &mut complaints) {
                     walk.points += 1;
+                    tried += 1;
                     at += walk.step;
                     in_time = soak().is_none() || began.elapsed() < within;
                 }
@@ -130,10 +133,10 @@ impl Sweep {
         }
         world.neighbour_lives();
         world.close();
-        let tried: u64 = walks.iter().map(|walk| walk.points).sum();
+        let all: u64 = walks.iter().map(|walk| walk.calls).sum();
         let figures: Vec<String> = walks.iter().map(Walk::figure).collect();
         figure(&format!(
-            "{} during {}, {:?}: {tried} points in {:.0} s{}, seed {seed} ({})",
+            "{} during {}, {:?}: tried {tried} points of {all} in {:.0} s{}, seed {seed} ({})",
             name(self.act),
             self.verb.text(),
             self.backend,
@@ -142,14 +145,19 @@ impl Sweep {
             figures.join(", ")
         ));
         complaints.extend(walks.iter().filter_map(Walk::complaint));
+        if soak().is_none() && tried < rounds(self.floor) {
+            complaints.push(format!("only {tried} points of {} were tried", rounds(self.floor)));
+        }
         if !complaints.is_empty() {
             complaints.insert(0, format!("{self:?}, CNI_SEED={seed}: {} of {tried} points:", complaints.len()));
         }
         complaints
     }
 
-    /// One point, in a soak run both ways; whether the program came so far.
-    fn try_point(self, world: &mut World, walk: &Walk, at: u64, complaints: &mut Vec<String>) -> bool {
+    /// One point, in a soak run both ways; whether the program came so far. `number` points were tried before.
+    fn try_point(self, world: &mut World, walk: &Walk, at: u64, number: u64, complaints: &mut Vec<String>) -> bool {
+        // A share looks at the next ADD after one in four, which go either way.
+        let again = soak().is_some() || matches!(number % 8, 0 | 5);
         // A share goes the two ways in turn.
         let ways = match (soak(), walk.points % 2) {
             (Some(_), _) => &[Way::Del, Way::Gc][..],
@@ -158,7 +166,7 @@ impl Sweep {
         };
         let mut hit = false;
         for way in ways {
-            let trial = self.attempt(world, &walk.victim, at, *way);
+            let trial = self.attempt(world, &walk.victim, at, *way, again);
             hit = trial.hit.is_some();
             if !trial.complaints.is_empty() {
                 let (Victim { plugin, program, .. }, hit) = (walk.victim, trial.hit);
@@ -173,37 +181,39 @@ impl Sweep {
     }
 
     /// A trial whose failed assertions are complaints.
-    fn attempt(self, world: &World, victim: &Victim, at: u64, way: Way) -> Trial {
-        catch_unwind(AssertUnwindSafe(|| self.trial(world, victim, at, way))).unwrap_or_else(|panic| {
+    fn attempt(self, world: &World, victim: &Victim, at: u64, way: Way, again: bool) -> Trial {
+        let trial = || self.trial(world, victim, at, way, again);
+        catch_unwind(AssertUnwindSafe(trial)).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "a panic of the test".to_owned());
             Trial { hit: Some(Hit::default()), calls: 0, complaints: vec![text] }
         })
     }
 
-    fn trial(self, world: &World, victim: &Victim, at: u64, way: Way) -> Trial {
+    fn trial(self, world: &World, victim: &Victim, at: u64, way: Way, again: bool) -> Trial {
         let plan = Plan { victim: victim.program.to_owned(), at, act: self.act };
         let container = world.node.container();
         let chain = Chain::new(world, &container);
         let (traced, prev, mut complaints) = match self.verb {
-            Verb::Add => self.adding(world, &chain, victim, &plan),
-            Verb::Del => self.deleting(&chain, victim, &plan),
+            Verb::Add => self.adding(world, &chain, &container, victim, &plan),
+            Verb::Del => self.deleting(world, &chain, &container, victim, &plan, way),
         };
         if way == Way::Gc {
             container.destroy();
             complaints.extend(chain.try_gc_all());
             complaints.extend(world.left());
+            if complaints.is_empty() && again {
+                let next = world.node.container();
+                complaints.extend(lives(world, &Chain::new(world, &next)));
+            }
         } else {
             complaints.extend(chain.try_del_all(prev.as_ref()));
             // A sysctl that the kernel does not take back at DEL is told and no error: it keeps no container from ending.
-            let told = self.verb == Verb::Del && traced.outcome.stderr.contains("not restored: ");
+            let told = self.verb == Verb::Del && traced.outcome.stderr.contains(NOT_RESTORED);
             complaints.extend(left_inside(&container).into_iter().filter(|left| !(told && left.starts_with(SYSCTL))));
             complaints.extend(world.left());
-            if complaints.is_empty() && self.verb == Verb::Add && (soak().is_some() || at.is_multiple_of(4)) {
-                let links = chain.add_all();
-                chain.check_all(&links);
-                world.neighbour_lives();
-                chain.del_all(links.last());
-                complaints.extend(world.left());
+            // The same container again, as after a failed start.
+            if complaints.is_empty() && again {
+                complaints.extend(lives(world, &chain));
             }
         }
         Trial { hit: traced.hit, calls: traced.calls, complaints }
@@ -214,6 +224,7 @@ impl Sweep {
         self,
         world: &World,
         chain: &Chain<'_>,
+        container: &Container,
         victim: &Victim,
         plan: &Plan,
     ) -> (Traced, Option<Value>, Vec<String>) {
@@ -222,12 +233,13 @@ impl Sweep {
         for plugin in rest.by_ref().take_while(|plugin| **plugin != victim.plugin) {
             links.push(chain.call(plugin, "ADD", links.last()).run().success());
         }
-        let before = world.state();
+        let (before, inside) = (world.state(), Inside::of(container));
         let traced = chain.call(victim.plugin, "ADD", links.last()).traced(plan);
         let mut complaints = self.judge(&traced, victim);
         if traced.outcome.status != Some(0) {
             if traced.outcome.status.is_some() {
-                let left = world.left_after(&before);
+                let mut left = world.left_after(&before);
+                left.extend(Inside::of(container).differs_from(&inside));
                 if !left.is_empty() {
                     complaints.push(format!("a failed ADD left {}\n{}", left.join("\n"), traced.outcome.report()));
                 }
@@ -238,64 +250,53 @@ impl Sweep {
         for plugin in rest {
             links.push(chain.call(plugin, "ADD", links.last()).run().success());
         }
+        // Whoever went on after an error has missed nothing.
+        if traced.hit.is_some() {
+            chain.check_all(&links);
+        }
         (traced, links.pop(), complaints)
     }
 
     /// ADD of all, DEL up to the victim's plugin. The runtime keeps the result until all have succeeded.
-    fn deleting(self, chain: &Chain<'_>, victim: &Victim, plan: &Plan) -> (Traced, Option<Value>, Vec<String>) {
-        let prev = chain.add_all().pop();
+    fn deleting(
+        self,
+        world: &World,
+        chain: &Chain<'_>,
+        container: &Container,
+        victim: &Victim,
+        plan: &Plan,
+        way: Way,
+    ) -> (Traced, Option<Value>, Vec<String>) {
+        let mut links = Links::new();
+        // What tuning finds, and has to bring back.
+        let mut untuned = None;
+        for plugin in PLUGINS {
+            if plugin == "tuning" && victim.plugin == "tuning" {
+                untuned = Some(Inside::of(container));
+            }
+            links.push(chain.call(plugin, "ADD", links.last()).run().success());
+        }
+        let prev = links.pop();
         for plugin in PLUGINS.iter().rev().take_while(|plugin| **plugin != victim.plugin) {
             chain.call(plugin, "DEL", prev.as_ref()).run().success();
         }
         let traced = chain.call(victim.plugin, "DEL", prev.as_ref()).traced(plan);
-        let complaints = self.judge(&traced, victim);
+        let mut complaints = self.judge(&traced, victim);
+        if matches!(self.act, Act::Fail(_)) {
+            let inside = untuned.map(|untuned| Inside::of(container).differs_from(&untuned)).unwrap_or_default();
+            complaints.extend(kept_going(world, chain, victim, &traced, inside, (prev.as_ref(), way)));
+        }
         (traced, prev, complaints)
     }
+}
 
-    /// How the plugin may end.
-    fn judge(self, traced: &Traced, victim: &Victim) -> Vec<String> {
-        let Traced { outcome, hit, outlived, .. } = traced;
-        let mut complaints = Vec::new();
-        let mut complain = |what: &str| complaints.push(format!("{what}\n{}", outcome.report()));
-        if *outlived > ORPHAN {
-            complain(&format!("a child lives on for {outlived:?}"));
-        }
-        if outcome.stderr.contains("panicked at") {
-            complain("a panic");
-        }
-        let says_nothing = outcome.stdout.is_empty();
-        match outcome.status {
-            Some(0) if (self.verb == Verb::Add) == outcome.json.is_some() => {}
-            Some(0) => complain("success with the wrong thing on stdout"),
-            Some(_) => {
-                let error = outcome.json.as_ref().filter(|json| json["code"].is_u64() && json["msg"].is_string());
-                // What cannot write its error has said all that it can.
-                let mute =
-                    says_nothing && hit.as_ref().is_some_and(|hit| hit.call.starts_with("write") || hit.starting);
-                if error.is_none() && !mute {
-                    complain("a failure without an error object");
-                }
-                if hit.is_none() {
-                    complain("a failure for no reason");
-                }
-            }
-            None if self.act == Act::Signal(Signal::SIGKILL) && victim.program == victim.plugin => {
-                if !says_nothing && outcome.json.is_none() {
-                    complain("half a document");
-                }
-            }
-            // The runtime library of the language gives up.
-            None if hit.as_ref().is_some_and(|hit| hit.starting) && says_nothing => {}
-            // A thread that cannot leave a container's namespace must not go on in it; the DEL cleans up.
-            None if outcome.stderr.contains("failed to leave a network namespace") => {}
-            None => complain("ended by a signal"),
-        }
-        let retries = self.act == Act::Fail(Errno::EINTR) && hit.as_ref().is_some_and(|hit| hit.waits && !hit.starting);
-        if retries && outcome.status != Some(0) && victim.program == victim.plugin {
-            complain("EINTR was not met by another try");
-        }
-        complaints
-    }
+/// The next ADD works, beside the neighbour, and goes again; what of it did not.
+fn lives(world: &World, chain: &Chain<'_>) -> Vec<String> {
+    let links = chain.add_all();
+    chain.check_all(&links);
+    world.neighbour_lives();
+    chain.del_all(links.last());
+    world.left()
 }
 
 /// Fails the test if there is anything to complain of.

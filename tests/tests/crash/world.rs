@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -90,11 +90,11 @@ impl World {
         ids.map(|id| json!({"containerID": id, "ifname": "eth0"})).collect()
     }
 
-    pub(crate) fn data_dir(&self) -> std::path::PathBuf {
+    pub(crate) fn data_dir(&self) -> PathBuf {
         self.node.data_dir()
     }
 
-    pub(crate) fn backups(&self) -> std::path::PathBuf {
+    pub(crate) fn backups(&self) -> PathBuf {
         self.node.dir().join("tuning")
     }
 
@@ -118,6 +118,11 @@ impl World {
             }
             sleep(Duration::from_millis(2));
         }
+    }
+
+    /// What is different from the beginning at this moment. Nothing in a DEL's wake is late but the end of a namespace.
+    pub(crate) fn left_now(&self) -> Vec<String> {
+        self.state().differs_from(&self.before)
     }
 
     /// The neighbour still reaches its gateway.
@@ -179,7 +184,7 @@ impl State {
         if self.rules != before.rules {
             let only = |these: &[String], those: &[String], how: &str| -> Vec<String> {
                 let these = these.iter().filter(|line| !those.contains(line));
-                these.map(|line| format!("rule {how}: {}", line.trim())).collect()
+                these.map(|line| format!("rule {how}: {line}")).collect()
             };
             let count = lines.len();
             lines.extend(only(&self.rules, &before.rules, "left"));
@@ -225,7 +230,7 @@ fn held(folders: &[&Path]) -> BTreeSet<String> {
     held
 }
 
-/// All rules and chains, without what packets change.
+/// All rules and chains, each with the table and the chain that it is in, without what packets change.
 fn rules(world: &World) -> Vec<String> {
     let mut text = world.node.exec(&["nft", "list", "ruleset"]);
     if world.backend == Backend::IptablesLegacy {
@@ -233,7 +238,8 @@ fn rules(world: &World) -> Vec<String> {
         text += &world.node.exec(&["ip6tables-legacy-save", "-t", "nat"]);
     }
     let without_counters = |line: &str| {
-        let line = line.split(" [").next().unwrap_or(line);
+        // `:POSTROUTING ACCEPT [3:180]`, of iptables-save.
+        let line = if line.starts_with(':') { line.split(" [").next().unwrap_or(line) } else { line };
         let mut words: Vec<&str> = line.split(' ').collect();
         for at in 1..words.len() {
             if matches!(words[at - 1], "packets" | "bytes") {
@@ -242,5 +248,17 @@ fn rules(world: &World) -> Vec<String> {
         }
         words.join(" ")
     };
-    text.lines().filter(|line| !line.starts_with('#')).map(without_counters).collect()
+    let (mut table, mut chain) = ("", "");
+    let mut rules = Vec::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let line = line.trim();
+        match line.strip_suffix(" {").unwrap_or(line) {
+            name if name.starts_with("table ") || name.starts_with('*') => (table, chain) = (name, ""),
+            name if name.starts_with("chain ") => chain = name,
+            "" | "}" => continue,
+            _ => {}
+        }
+        rules.push(format!("{table}, {chain}: {}", without_counters(line)));
+    }
+    rules
 }

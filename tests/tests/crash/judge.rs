@@ -1,0 +1,143 @@
+//! How a plugin may end that was killed or met an error, what it has to say, and what it may leave.
+
+use std::time::Duration;
+
+use cni_testkit::trace::{Act, Traced};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::chain::{Chain, dels_after};
+use crate::kinds::{Kind, kinds};
+use crate::sweep::{Sweep, Verb, Victim, Way};
+use crate::world::World;
+
+/// Longer than any child may outlive its plugin: it is to be killed with it. On a machine with a lot to do even that takes
+/// a while; one that waits for a lock would take 30 s.
+pub(crate) const ORPHAN: Duration = Duration::from_secs(10);
+
+/// How tuning's DEL says what it could not put back.
+pub(crate) const NOT_RESTORED: &str = "not restored: ";
+
+impl Sweep {
+    /// How the plugin may end.
+    pub(crate) fn judge(self, traced: &Traced, victim: &Victim) -> Vec<String> {
+        let Traced { outcome, hit, outlived, .. } = traced;
+        let mut complaints = Vec::new();
+        let mut complain = |what: &str| complaints.push(format!("{what}\n{}", outcome.report()));
+        if *outlived > ORPHAN {
+            complain(&format!("a child lives on for {outlived:?}"));
+        }
+        if outcome.stderr.contains("panicked at") {
+            complain("a panic");
+        }
+        let says_nothing = outcome.stdout.is_empty();
+        match outcome.status {
+            Some(0) if (self.verb == Verb::Add) == outcome.json.is_some() => {}
+            Some(0) => complain("success with the wrong thing on stdout"),
+            Some(_) => {
+                let error = outcome.json.as_ref().filter(|json| json.is_object());
+                // What cannot write its error has said all that it can.
+                let mute =
+                    says_nothing && hit.as_ref().is_some_and(|hit| hit.call.starts_with("write") || hit.starting);
+                if error.is_none() && !mute {
+                    complain("a failure without an error object");
+                }
+                if let Some(what) = error.and_then(|error| unclear(error, self.act, victim)) {
+                    complain(what);
+                }
+                if hit.is_none() {
+                    complain("a failure for no reason");
+                }
+            }
+            None if self.act == Act::Signal(Signal::SIGKILL) && victim.program == victim.plugin => {
+                if !says_nothing && outcome.json.is_none() {
+                    complain("half a document");
+                }
+            }
+            // The runtime library of the language gives up.
+            None if hit.as_ref().is_some_and(|hit| hit.starting) && says_nothing => {}
+            // A thread that cannot leave a container's namespace must not go on in it; the DEL cleans up.
+            None if outcome.stderr.contains("failed to leave a network namespace") => {}
+            None => complain("ended by a signal"),
+        }
+        let retries = self.act == Act::Fail(Errno::EINTR) && hit.as_ref().is_some_and(|hit| hit.waits && !hit.starting);
+        if retries && outcome.status != Some(0) && victim.program == victim.plugin {
+            complain("EINTR was not met by another try");
+        }
+        complaints
+    }
+}
+
+/// The codes of `pkg/cni` that a call may fail with.
+const CODES: [u64; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 50, 51, 100, 101, 102, 999];
+
+/// What an error lacks for whoever reads it: a code of ours, a text that is more than a word, and why it came to it.
+fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
+    let text = |key: &str| error[key].as_str().unwrap_or_default();
+    let all = format!("{} {}", text("msg"), text("details"));
+    // An errno by its number, for the words are the C library's.
+    let said = match act {
+        Act::Fail(errno) => all.contains(&format!("(os error {})", errno as i32)),
+        Act::Signal(_) => all.contains("signal"),
+    };
+    // A delegate that its runtime library ends before it begins can say nothing; who called it knows the signal.
+    let named = victim.program == "host-local" && all.contains("host-local: ") && all.contains("killed by signal");
+    if !error["code"].as_u64().is_some_and(|code| CODES.contains(&code)) {
+        Some("an error with a code that is none of ours")
+    } else if text("msg").trim().len() <= 15 {
+        Some("an error without a text")
+    } else if !said && !named {
+        Some("an error that does not say why")
+    } else {
+        None
+    }
+}
+
+/// Whether the plugin ended before it had begun, or could not go on: the exceptions from [`kept_going`].
+fn could_not_go_on(traced: &Traced, victim: &Victim) -> bool {
+    let Traced { outcome, hit, .. } = traced;
+    // Its runtime library gave up, it could not take over the signals, or it does not know what to take away: nothing
+    // has been tried yet.
+    let began = !hit.as_ref().is_some_and(|hit| hit.starting) && !outcome.stdout.contains("error reading from stdin");
+    // A thread that cannot leave a container's namespace would do harm there.
+    let stranded = outcome.stderr.contains("failed to leave a network namespace");
+    victim.program == victim.plugin && outcome.status != Some(0) && (!began || stranded)
+}
+
+/// What a DEL has left in which one call failed, before anybody is asked a second time: nothing if it claims to have
+/// succeeded, else one kind, and of its own; and once those that come after it have made their DEL, no more than that.
+/// `inside` is what tuning has not brought back.
+pub(crate) fn kept_going(
+    world: &World,
+    chain: &Chain<'_>,
+    victim: &Victim,
+    traced: &Traced,
+    inside: Vec<String>,
+    (prev, way): (Option<&Value>, Way),
+) -> Vec<String> {
+    let outcome = &traced.outcome;
+    let later: Vec<&str> = dels_after(victim.plugin).collect();
+    let is_later = |line: &String| Kind::of(line).plugin().is_some_and(|plugin| later.contains(&plugin));
+    let left: Vec<String> = world.left_now().into_iter().chain(inside).filter(|line| !is_later(line)).collect();
+    let of = kinds(&left);
+    let most = match outcome.status {
+        // What the kernel does not take back is told and no error: the namespace is about to go.
+        Some(0) if victim.plugin == "tuning" && outcome.stderr.contains(NOT_RESTORED) => 1,
+        Some(0) => 0,
+        _ if could_not_go_on(traced, victim) => usize::MAX,
+        _ => 1,
+    };
+    let mut complaints = Vec::new();
+    if of.len() > most || of.iter().any(|kind| kind.plugin() != Some(victim.plugin)) {
+        complaints.push(format!("a DEL that could go on left {of:?}:\n{}\n{}", left.join("\n"), outcome.report()));
+    }
+    if way == Way::Del {
+        complaints.extend(chain.try_del_after(victim.plugin, prev));
+        let left = world.left_now();
+        if !kinds(&left).is_subset(&of) {
+            complaints.push(format!("with {of:?} left by {}, the other DELs left\n{}", victim.plugin, left.join("\n")));
+        }
+    }
+    complaints
+}
