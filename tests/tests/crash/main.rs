@@ -13,6 +13,7 @@ mod errors;
 mod judge;
 mod kill;
 mod kinds;
+mod locks;
 mod measure;
 mod orphans;
 mod storm;

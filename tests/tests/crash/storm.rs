@@ -1,19 +1,24 @@
 //! A crowd of attachments that come and go side by side, are killed on the way, lose their DELs, and are collected.
 //!
-//! A GC runs alone, as the specification wants it, with the list that is true at that moment. All calls have a deadline:
-//! a deadlock, or a wait for somebody dead, is a failure.
+//! A GC runs alone, as the specification wants it, with the list that is true at that moment. All calls have a deadline, so
+//! a deadlock is a failure; so is a call of ours that gives up a lock, as any other that was not killed and fails; and a
+//! lock whose holder is dead ([`locks`]).
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::fs;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Container, Outcome, bin_dir, crowd, go_bin_dir, probe, require};
+use cni_testkit::{Container, Outcome, Started, bin_dir, crowd, go_bin_dir, probe, require};
 use conformance::addresses;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::chain::{Chain, Links, PLUGINS};
+use crate::locks;
 use crate::measure::{Dice, figure, seed, soak};
 use crate::orphans::slay;
 use crate::sweep;
@@ -47,6 +52,10 @@ struct Storm<'w> {
     living: Mutex<BTreeMap<String, (Chain<'w>, Links)>>,
     complaints: Mutex<Vec<String>>,
     killed: AtomicUsize,
+    /// Calls of which a child was killed: the delegate, iptables.
+    bereft: AtomicUsize,
+    /// ADDs and DELs by Go's.
+    go_calls: AtomicUsize,
     /// ADDs and DELs of Go's that failed beside ours.
     go_failed: AtomicUsize,
     collected: AtomicUsize,
@@ -82,9 +91,13 @@ impl<'w> Storm<'w> {
         let mut started = chain.call(plugin, verb, prev).timeout(Duration::from_secs(100)).start();
         started.release();
         if let Some(fate) = fate {
-            let usual = self.usual.load(Ordering::Relaxed) as u64;
-            thread::sleep(Duration::from_micros(fate % usual.max(1)));
-            slay(&started);
+            if is_a_childs(fate) {
+                self.bereft.fetch_add(usize::from(slay_child(&started, fate)), Ordering::Relaxed);
+            } else {
+                let usual = self.usual.load(Ordering::Relaxed) as u64;
+                thread::sleep(Duration::from_micros(fate % usual.max(1)));
+                slay(&started);
+            }
         }
         let outcome = started.finish();
         let took = began.elapsed();
@@ -100,14 +113,23 @@ impl<'w> Storm<'w> {
 
     /// ADD of the list; `None` if it was killed or, being Go's, failed.
     fn add(&self, chain: &Chain<'_>, go: bool, dice: &mut Dice) -> Option<Links> {
-        let doomed = (!go && dice.below(5) == 0).then(|| dice.below(PLUGINS.len() as u64));
+        let doomed = (!go && dice.below(5) == 0).then(|| dice.below(u64::MAX));
+        // Those that have a child: bridge, and portmap where iptables is a program.
+        let parents = if self.world.backend.program().is_some() { &["bridge", "portmap"][..] } else { &["bridge"] };
+        let doomed = doomed.map(|fate| {
+            let of = if is_a_childs(fate) { parents } else { &PLUGINS[..] };
+            (of[dice.below(of.len() as u64) as usize], fate)
+        });
         let mut links = Links::new();
-        for (number, plugin) in PLUGINS.iter().enumerate() {
-            let fate = (doomed == Some(number as u64)).then(|| dice.below(u64::MAX));
+        for plugin in PLUGINS {
+            self.go_calls.fetch_add(usize::from(go), Ordering::Relaxed);
+            let fate = doomed.and_then(|(of, fate)| (of == plugin).then_some(fate));
             let outcome = self.call(chain, plugin, "ADD", links.last(), fate);
             match (outcome.status, outcome.json.clone()) {
                 (Some(0), Some(result)) => links.push(result),
                 (None, _) if fate.is_some() => return None,
+                // It has to say so, and to have taken back what it did: its DEL may never come.
+                (Some(_), Some(error)) if fate.is_some_and(is_a_childs) && error["msg"].is_string() => return None,
                 _ if go => {
                     self.go_failed.fetch_add(1, Ordering::Relaxed);
                     return None;
@@ -156,8 +178,10 @@ impl<'w> Storm<'w> {
         let by_go = go && dice.below(2) == 0;
         for plugin in PLUGINS.iter().rev() {
             let chain = Chain::new(self.world, &container);
-            if by_go && self.call(&chain.by(go_bin_dir()), plugin, "DEL", prev, None).status != Some(0) {
-                self.go_failed.fetch_add(1, Ordering::Relaxed);
+            if by_go {
+                self.go_calls.fetch_add(1, Ordering::Relaxed);
+                let failed = self.call(&chain.by(go_bin_dir()), plugin, "DEL", prev, None).status != Some(0);
+                self.go_failed.fetch_add(usize::from(failed), Ordering::Relaxed);
             }
             let chain = Chain::new(self.world, &container);
             let outcome = self.call(&chain, plugin, "DEL", prev, None);
@@ -234,32 +258,53 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
             living: Mutex::default(),
             complaints: Mutex::default(),
             killed: AtomicUsize::new(0),
+            bereft: AtomicUsize::new(0),
+            go_calls: AtomicUsize::new(0),
             go_failed: AtomicUsize::new(0),
             collected: AtomicUsize::new(0),
             longest: AtomicUsize::new(0),
             usual: AtomicUsize::new(20_000),
         };
-        thread::scope(|scope| {
-            for worker in 0..size.abreast {
-                let storm = &storm;
-                scope.spawn(move || storm.work(worker + round as usize * 1000));
-            }
+        let over = AtomicBool::new(false);
+        let waited = thread::scope(|scope| {
+            let watch = scope.spawn(|| locks::watch(&world, &over));
+            // Also after a panic: the watch is waited for.
+            let end = Ended(&over);
+            thread::scope(|scope| {
+                for worker in 0..size.abreast {
+                    let storm = &storm;
+                    scope.spawn(move || storm.work(worker + round as usize * 1000));
+                }
+            });
+            drop(end);
+            watch.join().unwrap()
         });
         storm.collect();
         let count = |number: &AtomicUsize| number.load(Ordering::Relaxed);
         figure(&format!(
-            "storm, {backend:?}, {whose:?}: {} attachments, {} at a time, in {:.0} s, seed {}; {} killed, {} GCs, {} \
-             failures of Go's, longest call {} ms",
+            "storm, {backend:?}, {whose:?}: {} attachments, {} at a time, in {:.0} s, seed {}; {} killed, {} lost a \
+             child, {} GCs, {} of {} calls of Go's failed, longest call {} ms",
             size.crowd,
             size.abreast,
             began.elapsed().as_secs_f64(),
             seed(),
             count(&storm.killed),
+            count(&storm.bereft),
             count(&storm.collected),
             count(&storm.go_failed),
+            count(&storm.go_calls),
             count(&storm.longest),
         ));
+        let (failed, calls) = (count(&storm.go_failed), count(&storm.go_calls));
         let mut complaints = storm.complaints.into_inner().unwrap();
+        complaints.extend(waited);
+        // None did when this was written; they have no lock of their own, and try some things once.
+        if failed > 2 && failed * 10 > calls {
+            complaints.push(format!("{failed} of {calls} calls of Go's failed beside ours"));
+        }
+        if size.crowd >= 100 && (count(&storm.bereft) == 0 || count(&storm.killed) == 0) {
+            complaints.push("nobody was killed, or no child of anybody".to_owned());
+        }
         complaints.extend(world.left());
         if complaints.is_empty() {
             world.neighbour_lives();
@@ -270,6 +315,41 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
         }
         sweep::none(&complaints);
     }
+}
+
+/// Says so when it is dropped.
+struct Ended<'a>(&'a AtomicBool);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whether a call's fate is to lose its child.
+fn is_a_childs(fate: u64) -> bool {
+    fate.is_multiple_of(2)
+}
+
+/// SIGKILL for the first child that the plugin has, at some moment of its life. Many plugins have none.
+fn slay_child(started: &Started, fate: u64) -> bool {
+    let process = format!("/proc/{}", started.pid());
+    let child = || {
+        let tasks = fs::read_dir(format!("{process}/task")).into_iter().flatten().flatten();
+        let mut children = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+        children.find_map(|text| text.split(' ').next()?.parse::<i32>().ok())
+    };
+    let ended = || !fs::read_to_string(format!("{process}/stat")).is_ok_and(|stat| !stat.contains(") Z "));
+    let first = loop {
+        match child() {
+            None if ended() => return false,
+            None => thread::sleep(Duration::from_micros(300)),
+            Some(first) => break first,
+        }
+    };
+    thread::sleep(Duration::from_micros(fate / 2 % 3000));
+    // Its parent has not reaped it, so the number is still its own.
+    child() == Some(first) && kill(Pid::from_raw(first), Signal::SIGKILL).is_ok()
 }
 
 const WHOLE: Size = Size { crowd: 500, abreast: 64 };

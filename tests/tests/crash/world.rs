@@ -98,6 +98,16 @@ impl World {
         self.node.dir().join("tuning")
     }
 
+    /// The lock files that there are, as paths on the node.
+    pub(crate) fn lock_files(&self) -> Vec<PathBuf> {
+        let store = self.data_dir().join("net1");
+        let folders = [store.as_path(), Path::new("/run/cni"), Path::new("/run")];
+        self.node.enter(|| {
+            let files = folders.iter().flat_map(fs::read_dir).flatten().flatten().map(|entry| entry.path());
+            files.filter(|path| path.is_file() && path.to_string_lossy().ends_with("lock")).collect()
+        })
+    }
+
     /// What is on the node now.
     pub(crate) fn state(&self) -> State {
         State::of(self)
