@@ -127,8 +127,9 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         let (undo, addresses) = (container.clone(), layer3.addresses());
         let (inner_index, was_up) = (inner.index, inner.up);
         rollback.push(format!("take our addresses off {}", inner.name), move || {
-            purge_addresses(&undo, inner_index, &addresses)?;
-            if was_up { Ok(()) } else { undo.set_down(inner_index) }
+            let purged = purge_addresses(&undo, inner_index, &addresses);
+            let down = if was_up { Ok(()) } else { undo.set_down(inner_index) };
+            purged.and(down)
         });
         note_addresses(&host, &link, &mark, result.ips.len(), layer3.ips.len())?;
         let gateway = gateway_link(&host, &bridge, conf)?;
@@ -248,10 +249,13 @@ pub(crate) fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr])
 /// Takes a marked link off its bridge and gives it its alias back.
 pub(crate) fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     let Some(port_mark) = link.alias.as_deref().and_then(PortMark::parse) else { return Ok(()) };
-    if link.master.is_some() {
-        host.unset_master(link.index)?;
-    }
+    take_off(host, link)?;
     host.set_alias(link.index, &port_mark.before)
+}
+
+/// Takes a marked link off its bridge. It stays marked.
+pub(crate) fn take_off(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
+    if link.master.is_some() { host.unset_master(link.index) } else { Ok(()) }
 }
 
 #[cfg(test)]

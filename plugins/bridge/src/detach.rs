@@ -18,7 +18,7 @@ use cni::{Cidr, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mac, Mark, Netlink, Netns};
 
-use crate::chained::{PortMark, give_back, purge_addresses};
+use crate::chained::{PortMark, give_back, purge_addresses, take_off};
 use crate::conf::DEFAULT_BRIDGE;
 use crate::{attach, mark, masquerade};
 
@@ -66,12 +66,11 @@ fn remove_links(call: &Call<'_>, mark: &Mark, prev: Option<&AddResult>) -> Resul
         // Gone, unmounted, or a path that never was one: nothing can be inside it.
         Some(Err(error)) if error.is_no_netns() => None,
         Some(Err(error)) => {
-            return Err(
-                Error::join([error.into()].into_iter().chain(by_mark(&host, mark).err())).unwrap_or_else(no_error)
-            );
+            let outside = by_mark(&host, mark, Port::TakenOff);
+            return Err(Error::join([error.into()].into_iter().chain(outside.err())).unwrap_or_else(no_error));
         }
     };
-    let Some(netns) = netns else { return by_mark(&host, mark) };
+    let Some(netns) = netns else { return by_mark(&host, mark, Port::GivenBack) };
     let inside = || -> Result<bool> {
         let container = host.open_in(&netns)?;
         let Some(inner) = container.find_link(&call.ifname)? else { return Ok(false) };
@@ -80,7 +79,11 @@ fn remove_links(call: &Call<'_>, mark: &Mark, prev: Option<&AddResult>) -> Resul
     let inside = inside();
     // And the host's end of an earlier ADD whose DEL was lost. Where there is no CNI_IFNAME either, somebody may have
     // renamed both ends.
-    let outside = if matches!(inside, Ok(false)) { by_mark(&host, mark) } else { by_name(&host, mark).map(drop) };
+    let outside = match inside {
+        Ok(true) => by_name(&host, mark).map(drop),
+        Ok(false) => by_mark(&host, mark, Port::GivenBack),
+        Err(_) => by_mark(&host, mark, Port::TakenOff),
+    };
     match Error::join([inside.err(), outside.err()].into_iter().flatten()) {
         Some(error) => Err(error),
         None => Ok(()),
@@ -111,6 +114,7 @@ fn remove_inner(
             let (first, count) = port_mark.addresses;
             let ours = prev.into_iter().flat_map(|prev| prev.ips.iter().skip(first).take(count));
             let ours: Vec<Cidr> = ours.map(|ip| ip.address).collect();
+            // Where one cannot be taken away the port is taken off the bridge by its mark, and keeps that.
             purge_addresses(container, inner.index, &ours)?;
             give_back(host, outer)?;
         }
@@ -171,6 +175,16 @@ fn expected_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
     inner.mac.parse().ok()
 }
 
+/// What becomes of a port that another plugin made.
+#[derive(Clone, Copy)]
+enum Port {
+    /// It is off the bridge and has its own alias: nothing of ours is left on it.
+    GivenBack,
+    /// It is off the bridge, so that our addresses, which may still be in the container, answer nobody. By the mark that it
+    /// keeps the next DEL finds them.
+    TakenOff,
+}
+
 /// The host's end by the names it may have; several, where an ADD was cut off and another one followed. Returns whether
 /// there was one.
 fn by_name(host: &Netlink, mark: &Mark) -> Result<bool> {
@@ -184,16 +198,32 @@ fn by_name(host: &Netlink, mark: &Mark) -> Result<bool> {
 
 /// Without a namespace: the host's end by its names. If there is none, somebody may have renamed it, or a port that
 /// another plugin made may still be on the bridge; either can have any name, so all links are looked at.
-fn by_mark(host: &Netlink, mark: &Mark) -> Result<()> {
-    if by_name(host, mark)? {
-        return Ok(());
+fn by_mark(host: &Netlink, mark: &Mark, port: Port) -> Result<()> {
+    let mut errors: Vec<Error> = Vec::new();
+    match by_name(host, mark) {
+        Ok(true) => return Ok(()),
+        Ok(false) => {}
+        Err(error) => errors.push(error),
     }
-    for link in host.list_links()? {
-        if link.is_veth() && mark.is_on(link.alias.as_deref()) {
-            host.purge_link(link.index)?;
+    let links = host.list_links().unwrap_or_else(|error| {
+        errors.push(error.into());
+        Vec::new()
+    });
+    for link in links {
+        let done = if link.is_veth() && mark.is_on(link.alias.as_deref()) {
+            host.purge_link(link.index).map(drop)
         } else if link.alias.as_deref().and_then(PortMark::parse).is_some_and(|port_mark| port_mark.is(mark)) {
-            give_back(host, &link)?;
-        }
+            match port {
+                Port::GivenBack => give_back(host, &link),
+                Port::TakenOff => take_off(host, &link),
+            }
+        } else {
+            Ok(())
+        };
+        errors.extend(done.err().map(Error::from));
     }
-    Ok(())
+    match Error::join(errors) {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
 }

@@ -60,13 +60,15 @@ pub struct Traced {
     pub outcome: Outcome,
     /// How many calls the victim made, the one in question included.
     pub calls: u64,
+    /// Those, in order.
+    pub all: Vec<Hit>,
     /// The call at which it happened; `None` if the victim never came so far.
     pub hit: Option<Hit>,
     /// How long the last process has outlived the first program.
     pub outlived: Duration,
 }
 
-/// A call at which something was made to happen.
+/// A call at which something was made to happen, or could be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hit {
     /// The call, by its name, or by its number if it has none here.
@@ -120,7 +122,7 @@ fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
     let (status, ended) = seen.ended.expect("the first program ends");
     let outcome = started.outcome(status);
     assert!(!late.load(Ordering::SeqCst), "still running at its deadline, {:?}\n{}", seen.hit, outcome.report());
-    Traced { outcome: outcome.validated(), calls: seen.calls, hit: seen.hit, outlived: ended.elapsed() }
+    Traced { outcome: outcome.validated(), calls: seen.calls, all: seen.all, hit: seen.hit, outlived: ended.elapsed() }
 }
 
 struct Tracer<'p> {
@@ -136,6 +138,7 @@ struct Tracer<'p> {
 #[derive(Default)]
 struct Seen {
     calls: u64,
+    all: Vec<Hit>,
     has_read: bool,
     hit: Option<Hit>,
     /// The thread whose call is to fail, from its entry to its exit.
@@ -243,11 +246,12 @@ impl Tracer<'_> {
         self.seen.calls += 1;
         let starting = !self.seen.has_read;
         self.seen.has_read |= registers::reads_stdin(thread, number);
+        let hit = Hit { call: registers::name(number), starting, waits: registers::waits(number) };
+        self.seen.all.push(hit.clone());
         if self.seen.calls != self.plan.at {
             return false;
         }
-        let waits = registers::waits(number);
-        self.seen.hit = Some(Hit { call: registers::name(number), starting, waits });
+        self.seen.hit = Some(hit);
         match self.plan.act {
             Act::Signal(signal) => {
                 let process = self.process(thread);

@@ -1,7 +1,7 @@
 //! bridge: a container on a layer-2 or layer-3 network, asked of the kernel and not only of the result.
 
 mod addressing;
-mod chained;
+pub(crate) mod chained;
 mod check;
 mod del;
 mod dummy;

@@ -1,0 +1,80 @@
+//! DEL keeps going: a system call of it fails, whichever, and all that does not hang on that call is cleaned all the same;
+//! what went wrong is told, and the next DEL finds the rest.
+//!
+//! ENOBUFS on a netlink socket is told at once, where other errors are met by another try.
+
+use cni_testkit::trace::{self, Act, Plan, Traced};
+use cni_testkit::{Attachment, Node, require, rounds};
+use conformance::bridge;
+use nix::errno::Errno;
+
+use crate::bridge::chained::made_before;
+
+/// So many complaints say it all.
+const ENOUGH: usize = 20;
+
+/// Lives once for each call of those names that a DEL makes, and has that call fail. `live` adds, hands its DEL over, and
+/// says what it finds wrong after it.
+#[track_caller]
+fn with_each_failing(victim: &str, names: &[&str], live: impl Fn(&Plan) -> (Traced, Vec<String>)) {
+    let never = Plan { victim: victim.to_owned(), at: u64::MAX, act: Act::Fail(Errno::ENOBUFS) };
+    // The first life finds less on the node than all later ones.
+    live(&never);
+    let (honest, mut complaints) = live(&never);
+    honest.outcome.success();
+    let is_meant = |hit: &trace::Hit| !hit.starting && names.contains(&hit.call.as_str());
+    let points: Vec<u64> = (1..).zip(&honest.all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
+    assert!(points.len() > 3, "{names:?} are not what a DEL of {victim} calls: {:?}", honest.all);
+    let some = usize::try_from(rounds(points.len() as u64)).unwrap();
+    for at in points.iter().copied().step_by(points.len().div_ceil(some)) {
+        if complaints.len() > ENOUGH {
+            break;
+        }
+        let (traced, wrong) = live(&Plan { at, ..never.clone() });
+        let call = traced.hit.as_ref().map_or("none", |hit| hit.call.as_str());
+        complaints.extend(wrong.iter().map(|wrong| format!("call {at}, {call}: {wrong}\n{}", traced.outcome.report())));
+    }
+    assert!(complaints.is_empty(), "{} complaints\n{}", complaints.len(), complaints.join("\n"));
+}
+
+/// Whatever a DEL says that went well, nothing may be left.
+fn unless_told(traced: &Traced, left: &[String]) -> Option<String> {
+    (traced.outcome.status == Some(0) && !left.is_empty()).then(|| format!("not a word of {left:?}"))
+}
+
+/// What stays with the earlier plugin is the interface, so an address in the container answers as long as the port is there.
+#[test]
+fn bridge_takes_the_port_or_the_address_away_and_the_next_del_the_other() {
+    require!(trace::supported());
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
+    let left = || {
+        let port = node.link("host0").expect("it is the other plugin's to delete");
+        let mut left: Vec<String> = container.addresses("eth0");
+        left.extend(port["master"].as_str().map(str::to_owned));
+        (left.len(), left, port["ifalias"].as_str().map(str::to_owned))
+    };
+    with_each_failing("bridge", &["open", "openat", "setns", "sendto", "recvfrom"], |plan| {
+        let result = attachment.add_after(&prev).success();
+        let traced = attachment.invocation("DEL", Some(&result)).traced(plan);
+        let mut wrong = Vec::new();
+        let (count, what, _) = left();
+        if count > 1 {
+            wrong.push(format!("{what:?} are both left"));
+        }
+        wrong.extend(unless_told(&traced, &what));
+        attachment.del_with(&result).success();
+        let (count, what, alias) = left();
+        if count > 0 || alias.is_some() || !node.reservations("net1").is_empty() {
+            wrong.push(format!("after another DEL {what:?} is left, and the port's alias {alias:?}"));
+            for address in container.addresses("eth0") {
+                container.exec(&["ip", "address", "del", &address, "dev", "eth0"]);
+            }
+            node.exec(&["ip", "link", "set", "host0", "nomaster", "alias", ""]);
+        }
+        (traced, wrong)
+    });
+    node.exec(&["ip", "link", "del", "host0"]);
+}
