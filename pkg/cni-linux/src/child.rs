@@ -103,7 +103,7 @@ impl Running {
                 exit => exit.map_err(RunError::Io)?,
             };
             // After the end too: what the child wrote is in the pipe. What a grandchild may still write is not awaited.
-            feed(&mut self.stdin, &mut input);
+            feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
             // Standard error is only ever shown; a fault of it is no reason to fail.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
@@ -143,21 +143,24 @@ impl Drop for Running {
     }
 }
 
-/// Writes what fits; closes the pipe after the last byte, or when nobody reads.
-fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) {
+/// Writes what fits; closes the pipe after the last byte, or when nobody reads. Any other failure is one: a program that
+/// is content with half of its input, or none, would end well without having done what it was told.
+fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
             *pipe = None;
-            return;
+            break;
         }
         match stdin.write(input) {
             Ok(written) => *input = &input[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
             // A child need not read its input.
-            Err(_) => *pipe = None,
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => *pipe = None,
+            Err(error) => return Err(error),
         }
     }
+    Ok(())
 }
 
 /// Reads what is there, up to a little beyond `max`; closes the pipe at its end.

@@ -4,9 +4,10 @@
 //! ENOBUFS on a netlink socket is told at once, where other errors are met by another try.
 
 use cni_testkit::trace::{self, Act, Plan, Traced};
-use cni_testkit::{Attachment, Node, require, rounds};
-use conformance::bridge;
+use cni_testkit::{Attachment, Node, probe, require, rounds};
+use conformance::{bridge, choose_iptables, patched};
 use nix::errno::Errno;
+use serde_json::json;
 
 use crate::bridge::chained::made_before;
 
@@ -77,4 +78,45 @@ fn bridge_takes_the_port_or_the_address_away_and_the_next_del_the_other() {
         (traced, wrong)
     });
     node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[track_caller]
+fn one_family_goes_without_the_other(variant: &str) {
+    require!(trace::supported());
+    require!(probe::tool(&format!("iptables-{variant}")));
+    let node = Node::new();
+    choose_iptables(&node, variant);
+    let container = node.container();
+    let network = json!({"ipMasq": true, "ipMasqBackend": "iptables"});
+    let attachment =
+        Attachment::new(&node, &container, patched(bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]), network));
+    let left = || {
+        let families = ["iptables-save", "ip6tables-save"].into_iter();
+        let with_rules = families.filter(|save| node.exec(&[save, "-t", "nat"]).contains(&container.id));
+        with_rules.map(str::to_owned).collect::<Vec<_>>()
+    };
+    // A program that has been told nothing ends well.
+    with_each_failing("bridge", &["open", "openat", "sendto", "recvfrom", "write"], |plan| {
+        let result = attachment.add().success();
+        assert_eq!(left().len(), 2);
+        let traced = attachment.invocation("DEL", Some(&result)).traced(plan);
+        let what = left();
+        let mut wrong: Vec<String> = unless_told(&traced, &what).into_iter().collect();
+        if what.len() > 1 {
+            wrong.push("the rules of both families are left".to_owned());
+        }
+        attachment.del_with(&result).success();
+        wrong.extend(left().iter().map(|what| format!("after another DEL {what} is left")));
+        (traced, wrong)
+    });
+}
+
+#[test]
+fn bridge_takes_the_masquerade_rules_of_one_family_where_it_cannot_those_of_the_other() {
+    one_family_goes_without_the_other("nft");
+}
+
+#[test]
+fn bridge_takes_the_masquerade_rules_of_one_family_where_it_cannot_those_of_the_other_in_the_older_iptables_either() {
+    one_family_goes_without_the_other("legacy");
 }

@@ -148,7 +148,8 @@ impl<'m> Iptables<'m> {
                 holders.push(Variant::Nft);
             }
         }
-        if legacy_has_nat(family) {
+        // Where that cannot be told its reading tells it, or why not.
+        if legacy_has_nat(family).unwrap_or(true) {
             holders.push(Variant::Legacy);
         }
         Ok(holders)
@@ -165,7 +166,7 @@ impl<'m> Iptables<'m> {
         let (mut nft, mut read) = (None, BTreeMap::new());
         match variant {
             Variant::Nft => nft = self.nft.as_mut(),
-            Variant::Legacy if legacy_has_nat(family) => {
+            Variant::Legacy if legacy_has_nat(family)? => {
                 let tool = self.tool(family, variant, Job::Save)?;
                 read = parse(&tool::save(self.runner, &tool)?);
             }
@@ -420,13 +421,18 @@ fn find_chain(nft: &mut Nft, family: Family, name: &str) -> Result<Option<nft::C
 }
 
 /// Whether the kernel has made a legacy table `nat` for this namespace. That of the thread, not of the process.
-fn legacy_has_nat(family: Family) -> bool {
+fn legacy_has_nat(family: Family) -> Result<bool> {
+    use std::io::ErrorKind::{NotFound, PermissionDenied};
     let path = match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",
         Family::V6 => "/proc/thread-self/net/ip6_tables_names",
     };
-    // Without legacy tables in the kernel there is no such file.
-    std::fs::read_to_string(path).is_ok_and(|names| names.lines().any(|name| name == "nat"))
+    match std::fs::read_to_string(path) {
+        Ok(names) => Ok(names.lines().any(|name| name == "nat")),
+        // Without legacy tables in the kernel there is no such file. And who may not read it may not change them either.
+        Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
+        Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),
+    }
 }
 
 /// Reads what a save program wrote of one table.

@@ -17,6 +17,7 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
+use super::first_error;
 use super::iptables::{FAMILIES, Folders, Iptables};
 use super::nft::Nft;
 use crate::error::{Cause, Error, Result};
@@ -176,7 +177,7 @@ impl<'m> Masquerade<'m> {
         ])
     }
 
-    /// Plans a removal in every family and variant that may hold one of the chains.
+    /// Plans a removal in every family and variant that may hold one of the chains, whatever becomes of the others.
     fn clean(
         &self,
         chains: &[&str],
@@ -185,15 +186,22 @@ impl<'m> Masquerade<'m> {
         let mut iptables = self.iptables(OnSigterm::Finish)?;
         let mut results = Vec::new();
         for family in FAMILIES {
-            for variant in iptables.holders(family, chains)? {
-                if iptables.can_remove(family, variant)? {
-                    results.push(iptables.change(family, variant, &mut plan));
-                } else {
-                    self.notes.note(format_args!(
-                        "iptables-{variant} has a table nat for {family:?}, but its programs are not installed: masquerade \
-                         rules may be left in it",
-                    ));
-                }
+            let variants = iptables.holders(family, chains).unwrap_or_else(|error| {
+                results.push(Err(error));
+                Vec::new()
+            });
+            for variant in variants {
+                results.push(match iptables.can_remove(family, variant) {
+                    Ok(true) => iptables.change(family, variant, &mut plan),
+                    Ok(false) => {
+                        self.notes.note(format_args!(
+                            "iptables-{variant} has a table nat for {family:?}, but its programs are not installed: \
+                             masquerade rules may be left in it",
+                        ));
+                        Ok(())
+                    }
+                    Err(error) => Err(error),
+                });
             }
         }
         self.kept.borrow_mut().iptables.push(iptables);
@@ -267,13 +275,6 @@ fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
 
 fn of_family(addresses: &[Cidr], family: Family) -> impl Iterator<Item = Cidr> {
     addresses.iter().copied().filter(move |cidr| Family::of(cidr.address()) == family)
-}
-
-/// The first failure, with the others behind it.
-fn first_error(results: impl IntoIterator<Item = Result<()>>) -> Result<()> {
-    let mut errors = results.into_iter().filter_map(Result::err);
-    let Some(first) = errors.next() else { return Ok(()) };
-    Err(errors.fold(first, |first, other| first.context(format_args!("{other}; and"))))
 }
 
 #[cfg(test)]
