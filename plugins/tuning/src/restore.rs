@@ -39,6 +39,8 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
+/// Interface and sysctls, whatever becomes of the other.
+///
 /// # Errors
 /// Only where the namespace could not be looked into: then another DEL may succeed.
 fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
@@ -49,7 +51,7 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         call.notes.note("nothing is restored: the backup is of an earlier namespace of this container");
         return Ok(());
     }
-    if record.has_link() {
+    let interface = || -> Result<()> {
         let netlink = netns.run(Netlink::open)??;
         if let Some(link) = netlink.find_link(&call.ifname)? {
             let saved = attachment.and_then(|attachment| attachment.interface.as_ref());
@@ -57,13 +59,17 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
                 restore_link(call, &netlink, &link, record);
             }
         }
-    }
-    if !record.sysctls.is_empty() {
+        Ok(())
+    };
+    let sysctls = || -> Result<()> {
         for line in netns.run(|| restore_sysctls(record))? {
             call.notes.note(line);
         }
-    }
-    Ok(())
+        Ok(())
+    };
+    let interface = if record.has_link() { interface() } else { Ok(()) };
+    let sysctls = if record.sysctls.is_empty() { Ok(()) } else { sysctls() };
+    Error::join([interface.err(), sysctls.err()].into_iter().flatten()).map_or(Ok(()), Err)
 }
 
 /// In the reverse of ADD's order.

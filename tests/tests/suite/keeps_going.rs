@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use serde_json::json;
 
 use crate::bridge::chained::made_before;
+use crate::tuning::{self, data_dir, pod, prev, tuned};
 
 /// So many complaints say it all.
 const ENOUGH: usize = 20;
@@ -119,4 +120,40 @@ fn bridge_takes_the_masquerade_rules_of_one_family_where_it_cannot_those_of_the_
 #[test]
 fn bridge_takes_the_masquerade_rules_of_one_family_where_it_cannot_those_of_the_other_in_the_older_iptables_either() {
     one_family_goes_without_the_other("legacy");
+}
+
+#[test]
+fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
+    require!(trace::supported());
+    let node = Node::new();
+    let container = pod(&node);
+    let keys = json!({"mtu": 1400, "sysctl": {"net.ipv4.conf.all.arp_filter": "1"}});
+    let attachment = tuned(&node, &container, keys);
+    let left = || {
+        let mtu = tuning::state(&container).1;
+        let mut left: Vec<String> =
+            Some(mtu).filter(|mtu| *mtu != 1500).map(|mtu| format!("mtu {mtu}")).into_iter().collect();
+        left.extend((container.sysctl("net/ipv4/conf/all/arp_filter") != "0").then(|| "arp_filter".to_owned()));
+        left
+    };
+    with_each_failing("tuning", &["socket", "bind", "sendto", "recvfrom"], |plan| {
+        let result = attachment.add_after(&prev(&container)).success();
+        let traced = attachment.invocation("DEL", Some(&result)).traced(plan);
+        let what = left();
+        let mut wrong = Vec::new();
+        if what.iter().any(|what| what == "arp_filter") {
+            wrong.push(format!("{what:?} are left"));
+        }
+        if traced.outcome.status != Some(0) && std::fs::read_dir(data_dir(&node)).unwrap().count() == 0 {
+            wrong.push("it fails and leaves no backup to the next DEL".to_owned());
+        }
+        attachment.del_with(&result).success();
+        // What the kernel did not take back was told, and does not keep a container from ending.
+        let told = traced.outcome.stderr.contains("not restored: ");
+        if !told {
+            wrong.extend(left().iter().map(|what| format!("after another DEL {what} is left")));
+        }
+        container.ip(&["link set eth0 mtu 1500"]);
+        (traced, wrong)
+    });
 }

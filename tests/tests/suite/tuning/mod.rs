@@ -29,7 +29,7 @@ const ARP_FILTER: &str = "net/ipv4/conf/eth0/arp_filter";
 
 /// A container with an `eth0`.
 #[track_caller]
-fn pod(node: &Node) -> Container {
+pub(crate) fn pod(node: &Node) -> Container {
     let container = node.container();
     equip(&container);
     container
@@ -46,17 +46,17 @@ fn tuning(node: &Node, keys: Value) -> Value {
     patched(base, keys)
 }
 
-fn data_dir(node: &Node) -> PathBuf {
+pub(crate) fn data_dir(node: &Node) -> PathBuf {
     node.dir().join("tuning")
 }
 
 /// Its attachment of this container.
-fn tuned<'n>(node: &'n Node, container: &Container, keys: Value) -> Attachment<'n> {
+pub(crate) fn tuned<'n>(node: &'n Node, container: &Container, keys: Value) -> Attachment<'n> {
     Attachment::new(node, container, tuning(node, keys))
 }
 
 /// What a plugin before this one returned: the host's end, the container's, and another sandbox's of the same name.
-fn prev(container: &Container) -> Value {
+pub(crate) fn prev(container: &Container) -> Value {
     json!({
         "cniVersion": VERSION,
         "interfaces": [
@@ -82,7 +82,7 @@ fn call<'n>(node: &'n Node, container: &Container, verb: &str, keys: &str) -> In
 
 /// MAC, MTU, promiscuous, all-multicast, transmit queue of `eth0`.
 #[track_caller]
-fn state(container: &Container) -> (String, u64, bool, bool, u64) {
+pub(crate) fn state(container: &Container) -> (String, u64, bool, bool, u64) {
     let link = container.link("eth0").expect("eth0 is there");
     let flag = |name: &str| link["flags"].as_array().unwrap().iter().any(|flag| flag == name);
     let number = |key: &str| link[key].as_u64().unwrap_or_default();
