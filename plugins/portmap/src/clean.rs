@@ -6,17 +6,15 @@
 //! The backends are closed last of all: the closing of a socket waits until the kernel has freed what was removed, an RCU
 //! grace period later, and what else there is to do is done meanwhile.
 
-use std::net::IpAddr;
-
 use cni::config::ValidAttachments;
 use cni::machine::OnSigterm;
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::Mark;
 use cni_linux::conntrack::{Conntrack, Forget};
-use cni_linux::firewall::portmap::Claim;
 use cni_linux::firewall::portmap::iptables::IptablesPortMap;
 use cni_linux::firewall::portmap::nft::NftPortMap;
+use cni_linux::firewall::portmap::{Claim, Removal};
 
 use crate::conf::Conf;
 use crate::{forward, mark};
@@ -26,29 +24,33 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
         call.notes.note(format_args!("portmap: prevResult is not used: {error}"));
         Vec::new()
     });
-    let (purged, _open) = purge(call, &addresses);
+    let mark = mark(call);
+    let Removed { claims: had, outcome, open: _open } =
+        both(call, |nft| nft.purge(&mark, &addresses), |iptables| iptables.purge(&mark, &addresses));
     // Rules may be gone already, by a flush or an earlier DEL, and connections still be there.
     let mappings = Conf::sound_mappings(&call.conf);
     let asked = mappings.iter().flat_map(|mapping| addresses.iter().filter_map(|address| mapping.claim(*address)));
     let mut claims: Vec<Claim> = asked.collect();
-    claims.extend(purged.iter().flatten());
+    claims.extend(had);
     forget(call, claims);
-    purged.map(drop)
-}
-
-/// Removes the attachment's rules and returns what they claimed.
-fn purge<'m>(call: &Call<'m>, addresses: &[IpAddr]) -> (Result<Vec<Claim>>, Open<'m>) {
-    let mark = mark(call);
-    both(call, |nft| nft.purge(&mark, addresses), |iptables| iptables.purge(&mark, addresses))
+    outcome
 }
 
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let valid: Vec<Mark> = valid.iter().map(|(id, ifname)| Mark::new(network, id, ifname)).collect();
-    let (removed, _open) =
+    let Removed { claims, outcome, open: _open } =
         both(call, |nft| nft.collect_garbage(network, &valid), |iptables| iptables.collect_garbage(network, &valid));
-    forget(call, removed.iter().flatten().copied().collect());
-    removed.map(drop)
+    forget(call, claims);
+    outcome
+}
+
+/// What a removal from both backends has come to.
+struct Removed<'m> {
+    /// What the rules claimed that have gone. No later DEL finds them, so they count whatever else has failed.
+    claims: Vec<Claim>,
+    outcome: Result<()>,
+    open: Open<'m>,
 }
 
 /// What is still open, to be closed last.
@@ -57,28 +59,32 @@ type Open<'m> = (Option<NftPortMap>, Option<IptablesPortMap<'m>>);
 /// Does the same in both backends and keeps going.
 fn both<'m>(
     call: &Call<'m>,
-    nft: impl FnOnce(&mut NftPortMap) -> cni_linux::Result<Vec<Claim>>,
-    iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> cni_linux::Result<(Vec<Claim>, Vec<String>)>,
-) -> (Result<Vec<Claim>>, Open<'m>) {
-    let (mut claims, mut errors, mut open) = (Vec::new(), Vec::new(), (None, None));
-    match NftPortMap::open().and_then(|backend| nft(open.0.insert(backend))) {
-        Ok(found) => claims.extend(found),
+    nft: impl FnOnce(&mut NftPortMap) -> Removal,
+    iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> Removal,
+) -> Removed<'m> {
+    let mut open: Open<'m> = (None, None);
+    let nft = match NftPortMap::open() {
+        Ok(backend) => Ok(nft(open.0.insert(backend))),
         // Without nf_tables there is nothing of it.
-        Err(error) if error.is_unsupported() => {}
-        Err(error) => errors.push(Error::from(error)),
-    }
-    match IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Finish)
-        .and_then(|backend| iptables(open.1.insert(backend)))
-    {
-        Ok((found, remarks)) => {
-            claims.extend(found);
-            for remark in remarks {
+        Err(error) if error.is_unsupported() => {
+            Ok(Removal { claims: Vec::new(), remarks: Vec::new(), outcome: Ok(()) })
+        }
+        Err(error) => Err(error),
+    };
+    let iptables = IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Finish)
+        .map(|backend| iptables(open.1.insert(backend)));
+    let (mut claims, mut errors) = (Vec::new(), Vec::new());
+    for removal in [nft, iptables] {
+        let outcome = removal.and_then(|removal| {
+            claims.extend(removal.claims);
+            for remark in removal.remarks {
                 call.notes.note(format_args!("portmap: {remark}"));
             }
-        }
-        Err(error) => errors.push(Error::from(error)),
+            removal.outcome
+        });
+        errors.extend(outcome.err().map(Error::from));
     }
-    (Error::join(errors).map_or(Ok(claims), Err), open)
+    Removed { claims, outcome: Error::join(errors).map_or(Ok(()), Err), open }
 }
 
 /// Connections that were mapped to the container would stay mapped to it.

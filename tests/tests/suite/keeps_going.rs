@@ -3,13 +3,16 @@
 //!
 //! ENOBUFS on a netlink socket is told at once, where other errors are met by another try.
 
+use std::net::UdpSocket;
+
 use cni_testkit::trace::{self, Act, Plan, Traced};
-use cni_testkit::{Attachment, Node, probe, require, rounds};
+use cni_testkit::{Attachment, Node, bin_dir, probe, require, rounds};
 use conformance::{bridge, choose_iptables, patched};
 use nix::errno::Errno;
 use serde_json::json;
 
 use crate::bridge::chained::made_before;
+use crate::portmap::world::{Backend, World, ask_udp, at, map, udp_client};
 use crate::tuning::{self, data_dir, pod, prev, tuned};
 
 /// So many complaints say it all.
@@ -156,4 +159,53 @@ fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
         container.ip(&["link set eth0 mtu 1500"]);
         (traced, wrong)
     });
+}
+
+/// Without `runtimeConfig` and `prevResult` the rules alone say which connections were mapped, so they go together.
+#[test]
+fn portmap_forgets_the_connections_of_the_rules_it_has_removed() {
+    require!(trace::supported());
+    require!(Backend::Nftables.probe());
+    let world = World::new(Backend::Nftables);
+    let pod = world.dual();
+    pod.serve_udp(53, "pod");
+    let config = world.config(json!([map(5353, 53, "udp")]));
+    let nothing = world.config(json!([]));
+    let tracked = || {
+        let table = world.node.proc_net("nf_conntrack");
+        table.lines().filter(|line| line.contains(" dport=5353 ")).count()
+    };
+    with_each_failing("portmap", &["socket", "sendto", "recvfrom"], |plan| {
+        pod.add(&config).success();
+        let clients: [UdpSocket; 2] = world.client.enter(|| [(); 2].map(|()| udp_client()));
+        for client in &clients {
+            assert!(world.client.enter(|| ask_udp(client, &at(0, 5353))).is_some());
+        }
+        assert_eq!(tracked(), 2);
+        let traced = pod.invocation(&bin_dir(), "DEL", &nothing, None).traced(plan);
+        let (rules, connections) = (world.rules().contains(&pod.container.id), tracked());
+        let mut wrong = Vec::new();
+        match traced.outcome.status {
+            Some(0) if rules => wrong.push("not a word of the rules that are left".to_owned()),
+            // What keeps it from forgetting is told and no error. Without its own socket it can forget nothing, else all
+            // but one.
+            Some(0) if connections > 0 => {
+                let told = traced.outcome.stderr.contains("portmap: failed to ");
+                let opening = traced.hit.as_ref().is_some_and(|hit| hit.call == "socket");
+                if !told || (connections > 1 && !opening) {
+                    wrong.push(format!("{connections} connections are left"));
+                }
+            }
+            Some(0) => {}
+            _ if !rules && connections > 0 => wrong.push(format!("no rules, and {connections} connections are left")),
+            _ => {}
+        }
+        // Both are in the request this time.
+        pod.del(&config).success();
+        if world.rules().contains(&pod.container.id) || tracked() > 0 {
+            wrong.push("after another DEL something is left".to_owned());
+        }
+        (traced, wrong)
+    });
+    pod.leave();
 }

@@ -114,6 +114,9 @@ impl Conntrack {
 
     /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim without a host address is
     /// for every address this host has. Returns how many. A kernel without connection tracking has none.
+    ///
+    /// # Errors
+    /// The first; of those that could be read all the others have been tried.
     pub fn forget(&mut self, claims: &[Claim], forget: Forget) -> Result<usize> {
         let tracked = count();
         if claims.is_empty() || tracked == Some(0) {
@@ -126,23 +129,15 @@ impl Conntrack {
             entries => entries?,
         };
         let mut local = Local::default();
-        let mut forgotten = 0;
+        let (mut forgotten, mut failed) = (0, None);
         for entry in entries {
-            let mut wrong = false;
-            for claim in claims.iter().filter(|claim| is_about(&entry, claim)) {
-                let meant = match forget {
-                    // Another claim of the container may have the same port at another address of the host.
-                    Forget::Others => !claims.iter().any(|other| is_served(&entry, other)),
-                    Forget::Own => is_served(&entry, claim),
-                };
-                let here = claim.host_ip.is_some() || (meant && local.has(entry.destination.ip())?);
-                wrong |= meant && here;
-            }
-            if wrong && self.delete(&entry)? {
-                forgotten += 1;
+            let wrong = is_wrong(&entry, claims, forget, &mut local);
+            match wrong.and_then(|wrong| Ok(wrong && self.delete(&entry)?)) {
+                Ok(deleted) => forgotten += usize::from(deleted),
+                Err(error) => failed = failed.or(Some(error)),
             }
         }
-        Ok(forgotten)
+        failed.map_or(Ok(forgotten), Err)
     }
 
     /// The entries with one of these original destination ports.
@@ -241,6 +236,21 @@ impl Conntrack {
 /// costs something even if it is none, because the kernel walks every bucket that all namespaces share.
 fn count() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
+}
+
+/// Whether the entry is one that `forget` says.
+fn is_wrong(entry: &Entry, claims: &[Claim], forget: Forget, local: &mut Local) -> Result<bool> {
+    let mut wrong = false;
+    for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
+        let meant = match forget {
+            // Another claim of the container may have the same port at another address of the host.
+            Forget::Others => !claims.iter().any(|other| is_served(entry, other)),
+            Forget::Own => is_served(entry, claim),
+        };
+        let here = claim.host_ip.is_some() || (meant && local.has(entry.destination.ip())?);
+        wrong |= meant && here;
+    }
+    Ok(wrong)
 }
 
 /// Whether the entry's first packet was one for the claim, as far as the entry tells.

@@ -10,4 +10,4 @@ mod rivals;
 mod sctp;
 mod shapes;
 mod undo;
-mod world;
+pub(crate) mod world;

@@ -12,6 +12,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use cni::Cidr;
 
+use crate::error::Result;
 use crate::mark::Mark;
 use crate::route::Family;
 
@@ -219,6 +220,17 @@ impl Forwarding {
     pub fn is_container(&self, address: IpAddr) -> bool {
         self.containers.iter().any(|container| container.address() == address)
     }
+}
+
+/// What a removal has come to, in all families and variants of a backend.
+#[derive(Debug)]
+pub struct Removal {
+    /// What was claimed by what was found there, also where something has failed: what has gone nobody finds again.
+    pub claims: Vec<Claim>,
+    /// What could not be removed because a program is missing, one sentence each.
+    pub remarks: Vec<String>,
+    /// What kept it from removing all.
+    pub outcome: Result<()>,
 }
 
 /// What became of the wish to have a [`Forwarding`] in force.

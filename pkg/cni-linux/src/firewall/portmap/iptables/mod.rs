@@ -13,8 +13,9 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::conflict::{Fate, Judge};
-use super::{Claim, Ensured, Forwarding, Holder, Policy, SetMark, Snat};
+use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat};
 use crate::error::{Cause, Error, Result};
+use crate::firewall::first_error;
 use crate::firewall::iptables::{Edit, FAMILIES, Iptables, Nat, Rule, Variant};
 use crate::mark::Mark;
 use crate::route::Family;
@@ -109,9 +110,8 @@ impl<'m> IptablesPortMap<'m> {
 
     /// Removes whatever there is of the attachment, in both families and variants, whoever made it. `addresses` are the
     /// container's as far as they are known; they decide on rules that name the container alone, which without an address
-    /// of their family all go. Returns what the attachment had, and what could not be removed because a program is missing.
-    /// No process where nothing is found by netlink and there is no legacy table.
-    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<(Vec<Claim>, Vec<String>)> {
+    /// of their family all go. No process where nothing is found by netlink and there is no legacy table.
+    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Removal {
         let (chain, old) = (shape::chain(mark), shape::snat_chain(mark));
         self.everywhere(&[&chain, &old], |nat, edit| {
             let family = nat.family();
@@ -132,7 +132,7 @@ impl<'m> IptablesPortMap<'m> {
 
     /// Removes what names `network` and none of the valid attachments: ours by its marker, Go's by the comment on the way
     /// to it, which names the container.
-    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Result<(Vec<Claim>, Vec<String>)> {
+    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
         let aliases: Vec<String> = valid.iter().map(Mark::alias).collect();
         let prefix = Mark::network_prefix(network);
         self.everywhere(&[DNAT], |nat, edit| {
@@ -166,30 +166,38 @@ impl<'m> IptablesPortMap<'m> {
         &mut self,
         chains: &[&str],
         mut plan: impl FnMut(&mut Nat<'_>, &mut Edit) -> Result<Vec<Claim>>,
-    ) -> Result<(Vec<Claim>, Vec<String>)> {
-        let (mut claims, mut remarks, mut failed) = (Vec::new(), Vec::new(), None);
+    ) -> Removal {
+        let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
         for family in FAMILIES {
-            for variant in self.iptables.holders(family, chains)? {
-                if !self.iptables.can_remove(family, variant)? {
-                    let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
-                    remarks.push(format!(
-                        "{name}-{variant} has a table nat, but its programs are not there: if it has rules of this they stay"
-                    ));
-                    continue;
+            let variants = self.iptables.holders(family, chains).unwrap_or_else(|error| {
+                results.push(Err(error));
+                Vec::new()
+            });
+            for variant in variants {
+                match self.iptables.can_remove(family, variant) {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
+                        remarks.push(format!(
+                            "{name}-{variant} has a table nat, but its programs are not there: if it has rules of this they stay"
+                        ));
+                        continue;
+                    }
+                    Err(error) => {
+                        results.push(Err(error));
+                        continue;
+                    }
                 }
                 let mut found = Vec::new();
-                let done = self.iptables.change(family, variant, |nat| {
+                results.push(self.iptables.change(family, variant, |nat| {
                     let mut edit = Edit::new();
                     found = plan(nat, &mut edit)?;
                     Ok(edit)
-                });
+                }));
                 claims.append(&mut found);
-                if let Err(error) = done {
-                    failed.get_or_insert(error);
-                }
             }
         }
-        failed.map_or(Ok((claims, remarks)), Err)
+        Removal { claims, remarks, outcome: first_error(results) }
     }
 }
 

@@ -15,7 +15,7 @@ use cni::machine::Machine;
 use super::conditions;
 use super::conflict::{Fate, Judge};
 use super::identity::{self, Identity, Witnessed};
-use super::{Claim, Ensured, Forwarding, Holder, Policy, Snat};
+use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, Snat};
 use crate::error::{Cause, Error, Result};
 use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, decode, raced};
 use crate::mark::Mark;
@@ -198,15 +198,15 @@ impl NftPortMap {
     }
 
     /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
-    /// are the container's as far as they are known; they decide on rules that name the container alone. Returns what
-    /// the attachment had. Nothing there, or a kernel without nf_tables: that is fine.
-    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<Vec<Claim>> {
+    /// are the container's as far as they are known; they decide on rules that name the container alone. Nothing there,
+    /// or a kernel without nf_tables: that is fine.
+    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(mark);
         self.purge_where(&identity.comment, |rules| identity.own(rules, addresses, shape::container))
     }
 
-    /// Removes every rule that names `network` and none of the valid attachments. Returns what they had.
-    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Result<Vec<Claim>> {
+    /// Removes every rule that names `network` and none of the valid attachments.
+    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
         self.purge_where("", |rules| {
             let is_garbage = |rule: &Rule| {
@@ -222,10 +222,12 @@ impl NftPortMap {
         })
     }
 
-    /// Of the rules in which `within` occurs those selected.
-    fn purge_where(&mut self, within: &str, select: impl Fn(&[Listed]) -> Vec<&Listed>) -> Result<Vec<Claim>> {
+    /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they may have gone.
+    fn purge_where(&mut self, within: &str, select: impl Fn(&[Listed]) -> Vec<&Listed>) -> Removal {
+        let mut claims = Vec::new();
         let purged = repeat(|| {
-            let (mut batch, mut claims) = (Batch::new(), Vec::new());
+            claims.clear();
+            let mut batch = Batch::new();
             batch.only_at(self.nft.settle()?);
             for family in FAMILIES {
                 let table = shape::table(family);
@@ -237,13 +239,13 @@ impl NftPortMap {
                     }
                 }
             }
-            self.nft.commit(batch)?;
-            Ok(claims)
+            self.nft.commit(batch)
         });
-        match purged {
-            Err(error) if error.is_unsupported() => Ok(Vec::new()),
+        let outcome = match purged {
+            Err(error) if error.is_unsupported() => Ok(()),
             done => done,
-        }
+        };
+        Removal { claims, remarks: Vec::new(), outcome }
     }
 
     /// Whether there is any rule of the attachment.
