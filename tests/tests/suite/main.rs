@@ -15,6 +15,7 @@ mod keeps_going;
 mod loopback;
 mod masquerade;
 mod mixed;
+mod modes;
 mod operator;
 mod paths;
 mod portmap;

@@ -100,10 +100,11 @@ impl Folder {
         }
     }
 
-    /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in there.
+    /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in there, and nobody else's to
+    /// write, whatever the umask: the lock of iptables trusts `/run/cni` only then.
     fn ensure(&self) -> io::Result<()> {
         if let Some(parent) = self.0.parent() {
-            fs::create_dir_all(parent)?;
+            DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
         }
         match DirBuilder::new().mode(0o700).create(&self.0) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -197,8 +198,9 @@ impl Backup {
     /// Code 5.
     pub(crate) fn purge(&self) -> Result<bool> {
         // There is one only where a writer was killed.
-        purge_file(&self.temporary()).map_err(|error| self.failed("remove what was to become", error))?;
-        purge_file(&self.path).map_err(|error| self.failed("remove", error))
+        let temporary = purge_file(&self.temporary()).map_err(|error| self.failed("remove what was to become", error));
+        let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
+        temporary.and(removed)
     }
 
     fn failed(&self, doing: &str, error: io::Error) -> Error {
