@@ -339,8 +339,8 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
 
 /// A file's content, or why it cannot be understood; `None` if there is no file.
 fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
-    // Asked first, as `lock` does. A folder is an error, since no entry can be written there.
-    let file = fs::metadata(path).and_then(|metadata| {
+    // Asked first, as `lock` does; a link is none of ours. A folder is an error, since no entry can be written there.
+    let file = fs::symlink_metadata(path).and_then(|metadata| {
         let openable = metadata.is_file() || metadata.is_dir();
         if openable { File::open(path).map(Some) } else { Ok(None) }
     });

@@ -193,6 +193,21 @@ fn what_is_no_regular_file_is_never_waited_for() {
 }
 
 #[test]
+fn a_link_out_of_the_folder_is_not_followed() {
+    let (guard, cache) = cache_with(&[("n-c1-eth0", GO)]);
+    let (path, outside) = (cache.path(KEY).unwrap(), guard.path().join("outside"));
+    cache.find(KEY).unwrap().expect("an entry");
+    fs::rename(&path, &outside).unwrap();
+    std::os::unix::fs::symlink(&outside, &path).unwrap();
+    assert_eq!(cache.find(KEY).unwrap_err().code(), Code::DECODE);
+    let listing = cache.list("n").unwrap();
+    assert_eq!((listing.entries.len(), listing.problems.len()), (0, 1), "{listing:?}");
+    cache.write(&entry(KEY)).unwrap();
+    assert!(cache.find(KEY).unwrap().is_some() && path.symlink_metadata().unwrap().is_file());
+    assert_eq!(fs::read_to_string(&outside).unwrap(), GO);
+}
+
+#[test]
 fn a_file_far_too_long_is_garbage() {
     let (_guard, cache) = cache_with(&[("n-c1-eth0", "")]);
     let path = cache.path(KEY).unwrap();
