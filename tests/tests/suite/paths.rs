@@ -81,15 +81,16 @@ fn no_container_interface_or_network_is_a_path() {
         node.file("victim/10.1.0.2", "victim\r\neth0");
         node.file("tuning/victim_eth0.json", "{}");
         let config = config(&node, plugin);
-        for verb in ["ADD", "DEL", "CHECK"] {
+        // Of CHECK, which goes through the same door, a few are enough.
+        for (verb, some) in [("ADD", usize::MAX), ("DEL", usize::MAX), ("CHECK", 3)] {
             let call = || node.plugin(plugin).command(verb).container(&container);
-            for id in IDS {
+            for id in IDS.into_iter().take(some) {
                 refused(&node, call().id(id).bad_config(&config)).fails_with(4, "");
             }
-            for ifname in IFNAMES {
+            for ifname in IFNAMES.into_iter().take(some) {
                 refused(&node, call().ifname(ifname).bad_config(&config)).fails_with(4, "");
             }
-            for name in NETWORKS {
+            for name in NETWORKS.into_iter().take(some) {
                 refused(&node, call().bad_config(&patched(config.clone(), json!({ "name": name })))).fails_with(7, "");
             }
         }

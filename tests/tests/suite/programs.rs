@@ -147,7 +147,7 @@ fn no_relative_folder_of_path_has_programs() {
             let call = run_in(&node, &here, &plugin).command(verb).cni_path(bin_dir()).env("PATH", path);
             call.container(&container).bad_config(&config).run()
         };
-        for path in ["", ":", "::", ".", "./bin", "bin", "bin:.", "../sideways:", ":bin/../bin:./.", "bin/"] {
+        for path in ["", "::.:bin:./bin:bin/:../sideways:../here/bin:bin/../bin:./.:"] {
             for verb in ["ADD", "DEL"] {
                 let outcome = run(verb, path);
                 assert_eq!(outcome.status, Some(0), "PATH={path:?}\n{}", outcome.report());

@@ -78,7 +78,7 @@ fn call(node: &Node, verb: &str, container: &Container, config: &Value, forbidde
     let plugin = bin_dir().join(config["type"].as_str().unwrap());
     let call = match forbidden {
         None => Invocation::new(node, plugin),
-        Some(forbidden) => Invocation::new(node, PYTHON).arg("-c").arg(LAUNCHER).arg(forbidden.calls()).arg(plugin),
+        Some(forbidden) => Invocation::new(node, PYTHON).arg("-ISc").arg(LAUNCHER).arg(forbidden.calls()).arg(plugin),
     };
     call.command(verb).cni_path(bin_dir()).container(container).config(config).run()
 }
@@ -89,8 +89,9 @@ fn filters() -> Result<(), String> {
         return Err(format!("no {PYTHON}"));
     }
     let node = Node::new();
-    let run =
-        |program: &str| Invocation::new(&node, PYTHON).arg("-c").arg(LAUNCHER).arg(Netlink.calls()).arg(program).run();
+    let run = |program: &str| {
+        Invocation::new(&node, PYTHON).arg("-ISc").arg(LAUNCHER).arg(Netlink.calls()).arg(program).run()
+    };
     match (run("/bin/true"), run("/sbin/ip")) {
         (fine, refused) if fine.status == Some(0) && refused.stderr.contains("ot permitted") => Ok(()),
         (fine, refused) => Err(format!("no seccomp filter here: {}{}", fine.report(), refused.report())),
@@ -149,11 +150,11 @@ fn what_a_profile_forbids_fails_whole_and_is_cleaned_by_a_del_without_it() {
     ];
     for link in &later {
         refused_whole(&node, &container, link);
-        cleaned_in_the_end(&node, &container, &link.config);
+        cleaned_in_the_end(&node, &container, link);
     }
     call(&node, "DEL", &container, &network, None).success();
     let before = all(&node, &container);
-    cleaned_in_the_end(&node, &container, &network);
+    cleaned_in_the_end(&node, &container, &first);
     assert_eq!(all(&node, &container), before);
     neighbour.check(&neighbours).success();
     living.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
@@ -166,8 +167,8 @@ fn refused_whole(node: &Node, container: &Container, link: &Link) {
     // The first of all makes what all share, and that stays.
     call(node, "ADD", container, &link.config, None).success();
     call(node, "DEL", container, &link.config, None).success();
+    let before = all(node, container);
     for forbidden in [Setns, Netlink, Start, Rest] {
-        let before = all(node, container);
         let outcome = call(node, "ADD", container, &link.config, Some(forbidden));
         assert_eq!(outcome.status != Some(0), link.needs.contains(&forbidden), "{forbidden:?}\n{}", outcome.report());
         if outcome.status != Some(0) {
@@ -181,14 +182,14 @@ fn refused_whole(node: &Node, container: &Container, link: &Link) {
 
 /// DEL may fail, says so then, and without the profile finds everything.
 #[track_caller]
-fn cleaned_in_the_end(node: &Node, container: &Container, config: &Value) {
-    for forbidden in [Setns, Netlink, Start] {
-        call(node, "ADD", container, config, None).success();
-        let outcome = call(node, "DEL", container, config, Some(forbidden));
+fn cleaned_in_the_end(node: &Node, container: &Container, link: &Link) {
+    for forbidden in link.needs {
+        call(node, "ADD", container, &link.config, None).success();
+        let outcome = call(node, "DEL", container, &link.config, Some(*forbidden));
         if outcome.status != Some(0) {
-            speaks_of_it(&outcome, forbidden);
+            speaks_of_it(&outcome, *forbidden);
         }
-        call(node, "DEL", container, config, None).success();
+        call(node, "DEL", container, &link.config, None).success();
     }
 }
 
