@@ -66,6 +66,8 @@ pub(crate) struct Header {
     pub(crate) exact: bool,
     /// Whether there may be files that could not be read when the folder was.
     pub(crate) unread: bool,
+    /// Whether another machine may have the folder on a disk of its own: what is reserved here gets no boot.
+    pub(crate) shared: bool,
     pub(crate) slots: u64,
     pub(crate) used: u64,
     pub(crate) stamp: Stamp,
@@ -117,7 +119,7 @@ impl Header {
     /// The bytes of the page that matter; the rest of it is unused.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = Writer(Vec::with_capacity(512));
-        body.u64(u64::from(self.exact) | u64::from(self.unread) << 1);
+        body.u64(u64::from(self.exact) | u64::from(self.unread) << 1 | u64::from(self.shared) << 2);
         body.u64(self.slots);
         body.u64(self.used);
         body.u64(self.stamp.device);
@@ -164,7 +166,8 @@ impl Header {
             return None;
         }
         let flags = body.u64()?;
-        let mut header = Header { clean, exact: flags & 1 != 0, unread: flags & 2 != 0, ..Header::default() };
+        let flag = |bit: u32| flags & (1 << bit) != 0;
+        let mut header = Header { clean, exact: flag(0), unread: flag(1), shared: flag(2), ..Header::default() };
         (header.slots, header.used) = (body.u64()?, body.u64()?);
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
@@ -200,6 +203,7 @@ mod tests {
             clean: true,
             exact: true,
             unread: true,
+            shared: true,
             slots: 512,
             used: 7,
             stamp: Stamp { device: 1, inode: 2, mtime: (-3, 4), ctime: (5, 999_999_999) },

@@ -276,6 +276,16 @@ impl Index {
         self.header.exact
     }
 
+    /// Whether another machine may have the folder on a disk of its own.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.header.shared
+    }
+
+    /// Says so. Written with the index.
+    pub(crate) fn set_shared(&mut self) {
+        self.header.shared = true;
+    }
+
     /// Remembers which ranges an ADD asks for. Written with the next change.
     pub(crate) fn remember(&mut self, sets: &RangeSets) {
         self.header.asked.remember(sets);

@@ -393,6 +393,9 @@ impl Locked {
             asking.sets().iter().try_for_each(|set| index.find_oldest(set, &records))?;
         }
         index.set_earlier(self.earlier_in(&records));
+        if !reboot::is_local(&self.folder.file) {
+            index.set_shared();
+        }
         if let Some(stamp) = mark {
             index.marked_as(stamp);
             if let Err(error) = index.save(&path) {

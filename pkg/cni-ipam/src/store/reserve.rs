@@ -244,7 +244,9 @@ impl Locked {
         address: IpAddr,
         announced: &mut Result<(), TableError>,
     ) -> std::io::Result<Linked> {
-        let (content, boot) = (owner.content(), self.store.options.host.boot());
+        // What is reserved from afar outlives a boot of the machine that has the disk, even if that bears our ID.
+        let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
+        let (content, boot) = (owner.content(), if is_shared { 0 } else { self.store.options.host.boot() });
         let index = &mut self.index;
         let mut announce = |record: &Record| {
             // One in memory dies with us.

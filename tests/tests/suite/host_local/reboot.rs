@@ -53,6 +53,20 @@ impl Machine {
         patched(host_local(&self.node, &[subnet]), json!({"cniVersion": "1.1.0"}))
     }
 
+    fn dir(&self, name: &str) -> String {
+        let dir = self.node.dir().join(name);
+        fs::create_dir(&dir).unwrap();
+        dir.to_str().unwrap().to_owned()
+    }
+
+    /// A folder on an overlay, and the one of the disk below it that has what is written there.
+    fn overlay(&self) -> (String, String) {
+        let (overlay, upper) = (self.dir("overlay"), self.dir("upper"));
+        let layers = format!("lowerdir={},upperdir={upper},workdir={}", self.dir("lower"), self.dir("work"));
+        self.node.exec(&["mount", "-t", "overlay", "overlay", "-o", &layers, &overlay]);
+        (overlay, upper)
+    }
+
     fn held(&self) -> Vec<(String, String)> {
         self.node.reservations("net1")
     }
@@ -396,16 +410,9 @@ fn a_network_may_say_that_nothing_is_reclaimed() {
 fn a_shared_or_passing_file_system_is_left_alone() {
     require!(possible());
     let machine = Machine::new();
-    let dir = |name: &str| {
-        let dir = machine.node.dir().join(name);
-        fs::create_dir(&dir).unwrap();
-        dir.to_str().unwrap().to_owned()
-    };
-    let (tmpfs, overlay) = (dir("tmpfs"), dir("overlay"));
+    let tmpfs = machine.dir("tmpfs");
     machine.node.exec(&["mount", "-t", "tmpfs", "tmpfs", &tmpfs]);
-    let layers = format!("lowerdir={},upperdir={},workdir={}", dir("lower"), dir("upper"), dir("work"));
-    machine.node.exec(&["mount", "-t", "overlay", "overlay", "-o", &layers, &overlay]);
-    for folder in [tmpfs, overlay] {
+    for folder in [tmpfs, machine.overlay().0] {
         let config = patched(machine.network("10.1.0.0/29"), json!({"ipam": {"dataDir": folder}}));
         let all = attach(&machine.node, &config, 5);
         machine.reboot();
@@ -416,6 +423,26 @@ fn a_shared_or_passing_file_system_is_left_alone() {
         let left = machine.node.exec(&["ls", &format!("{folder}/net1")]);
         assert_eq!(left, "last_reserved_ip.0\nlock\n", "{folder}");
     }
+}
+
+/// Another machine, cloned with its ID, has its data on a disk of this one (here an overlay stands for NFS): what it reserves
+/// lives on when this one is booted, and inode and times are the same from both sides.
+#[test]
+fn what_a_machine_of_the_same_id_reserved_from_afar_is_kept() {
+    require!(possible());
+    let machine = Machine::new();
+    let (afar, here) = machine.overlay();
+    let on = |folder: &str| patched(machine.network("10.1.0.0/29"), json!({"ipam": {"dataDir": folder}}));
+    let all = attach(&machine.node, &on(&afar), 5);
+    let inode = |folder: &str| machine.node.exec(&["stat", "-c", "%i %z", &format!("{folder}/net1/10.1.0.2")]);
+    assert_eq!(inode(&afar), inode(&here), "else they are kept for that");
+    machine.node.exec(&["umount", &afar]);
+    machine.reboot();
+    full(&machine.node, &on(&here));
+    for (_, attachment, _) in all {
+        attachment.config(on(&here)).del().success();
+    }
+    assert_eq!(machine.node.exec(&["ls", &format!("{here}/net1")]), "last_reserved_ip.0\nlock\n");
 }
 
 #[test]
