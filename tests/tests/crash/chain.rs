@@ -50,13 +50,15 @@ impl<'w> Chain<'w> {
     /// The configuration of one plugin, as a runtime writes it.
     fn config(&self, plugin: &str) -> Value {
         let world = self.world;
+        // Frames of another MAC are dropped: either that is watched, or tuning sets one.
+        let spoof_check = world.checks_spoofing();
         let mut config = match plugin {
             "bridge" => json!({
                 "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": true,
-                "ipMasqBackend": world.backend.key(), "ipam": ipam(&world.node, &["10.1.0.0/20", "fd00:1::/64"]),
+                "ipMasqBackend": world.backend.key(), "macspoofchk": spoof_check, "ipam": ipam(&world.node, &["10.1.0.0/20", "fd00:1::/64"]),
             }),
             "tuning" => json!({
-                "dataDir": world.backups(), "mtu": 1400, "promisc": true, "mac": "02:00:00:00:00:aa",
+                "dataDir": world.backups(), "mtu": 1400, "promisc": true, "mac": if spoof_check { "" } else { "02:00:00:00:00:aa" },
                 "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1", "net.ipv4.ip_unprivileged_port_start": "7"},
             }),
             _ => json!({

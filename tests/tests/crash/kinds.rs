@@ -19,6 +19,8 @@ pub(crate) enum Kind {
     Link,
     /// What masquerades the container's connections.
     Masquerade,
+    /// What drops frames of another MAC.
+    Spoof,
     /// portmap's rules.
     Forward,
     /// What tuning has set, and its backup.
@@ -41,6 +43,8 @@ impl Kind {
             Kind::Other
         } else if has("cni_hostport") || has("CNI-HOSTPORT-") || has("CNI-DN-") {
             Kind::Forward
+        } else if has("table bridge nat") {
+            Kind::Spoof
         } else if has("cni_plugins_masquerade") || has("CNI-") {
             Kind::Masquerade
         } else {
@@ -51,7 +55,7 @@ impl Kind {
     /// The plugin of the list that makes it.
     pub(crate) fn plugin(self) -> Option<&'static str> {
         match self {
-            Kind::Reservation | Kind::Link | Kind::Masquerade => Some("bridge"),
+            Kind::Reservation | Kind::Link | Kind::Masquerade | Kind::Spoof => Some("bridge"),
             Kind::Tuned => Some("tuning"),
             Kind::Forward => Some("portmap"),
             Kind::Other => None,

@@ -90,6 +90,11 @@ impl World {
         ids.map(|id| json!({"containerID": id, "ifname": "eth0"})).collect()
     }
 
+    /// Whether the containers' MACs are watched: with one of the backends.
+    pub(crate) fn checks_spoofing(&self) -> bool {
+        self.backend == Backend::Nftables && probe::nft_bridge().is_ok()
+    }
+
     pub(crate) fn data_dir(&self) -> PathBuf {
         self.node.data_dir()
     }
