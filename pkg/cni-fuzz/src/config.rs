@@ -2,15 +2,18 @@
 //!
 //! Whatever comes in, one JSON document goes out, no fault of the program's own (999) among them, and what was accepted
 //! keeps what the readers promise. A key that nobody knows changes nothing, nor does the case of keys. DEL gets as far
-//! as its cleaning with every key of a plugin's own wrong but those that say where to clean.
+//! as its cleaning with every key of a plugin's own wrong but those that say where to clean. The program that would be run
+//! for its IPAM is a file of that very name, in a folder of CNI_PATH.
 //!
 //! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each; the rest is stdin.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt as _;
+use std::path::Path;
 
 use cni::Result;
 use cni::config::ValidAttachments;
+use cni::delegate::find_plugin;
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::rollback::Notes;
@@ -34,6 +37,7 @@ use Reader::{Bridge, HostLocal, Loopback, Portmap, Tuning};
 
 impl Reader {
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
+        judge_program(call.conf.ipam_type());
         match self {
             Bridge => plugin_bridge::fuzzing::read(call)?,
             HostLocal => return plugin_host_local::fuzzing::read(call).map(Some),
@@ -45,6 +49,7 @@ impl Reader {
     }
 
     fn read_place(self, call: &Call<'_>) -> Result<()> {
+        judge_program(call.conf.ipam_type());
         match self {
             HostLocal => plugin_host_local::fuzzing::read_place(call),
             Tuning => plugin_tuning::fuzzing::read_place(call),
@@ -93,6 +98,14 @@ impl Plugin for Reader {
             return plugin_host_local::fuzzing::read_ranges(call);
         }
         self.read(call).map(drop)
+    }
+}
+
+/// A folder with programs is looked into, and none is run.
+fn judge_program(kind: &str) {
+    let folder = Path::new("/bin");
+    if let Ok(program) = find_plugin(kind, &[folder.to_owned()]) {
+        assert_eq!((program.parent(), program.file_name()), (Some(folder), Some(OsStr::new(kind))), "{kind:?}");
     }
 }
 
