@@ -25,7 +25,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     if conf.sysctls.is_empty() && conf.link.is_empty() {
         return Ok(Added { result: prev, rollback });
     }
-    let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
+    let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let before = backup.read()?;
     let whose = Attachment {
         network: call.conf.name().to_owned(),

@@ -41,7 +41,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
 
 /// What the entries of the list wrote, if that is known for this namespace.
 fn record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
-    let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
+    let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };
     let Some(attachment) = &record.attachment else { return Ok(Record::default()) };
     let ours = !attachment.is_foreign_to(call) && attachment.namespace == Namespace::of(netns)?;

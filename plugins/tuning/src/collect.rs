@@ -7,16 +7,21 @@ use cni::config::ValidAttachments;
 use cni::skel::Call;
 use cni::{Error, Result};
 
-use crate::backup::{Attachment, Content, Folder};
+use crate::backup::{Attachment, Backup, Content, Folder};
 use crate::conf::data_dir;
 
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-    let folder = Folder::new(data_dir(&call.conf)?);
+    let folder = Folder::new(data_dir(&call.conf)?, call.conf.name());
     let mut errors = Vec::new();
     for backup in folder.list()? {
         let record = match backup.read() {
             Ok(Some(Content::Record(record, _))) => record,
-            // Nobody's, as far as can be told; an operator may want to know of what cannot even be read.
+            // Half of one, by its name of this network. What cannot say that is nobody's, as far as can be told.
+            Ok(Some(Content::Garbage(_))) if backup.is_temporary() => {
+                purge(call, &backup, &mut errors);
+                continue;
+            }
+            // An operator may want to know of what cannot even be read.
             Ok(_) => continue,
             Err(error) => {
                 call.notes.note(format_args!("gc: left: {error}"));
@@ -32,10 +37,14 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if in_place && valid.contains(container_id, ifname) {
             continue;
         }
-        match backup.purge() {
-            Ok(_) => call.notes.note(format_args!("gc: removed {}", backup.path().display())),
-            Err(error) => errors.push(error),
-        }
+        purge(call, &backup, &mut errors);
     }
     Error::join(errors).map_or(Ok(()), Err)
+}
+
+fn purge(call: &Call<'_>, backup: &Backup, errors: &mut Vec<Error>) {
+    match backup.purge() {
+        Ok(_) => call.notes.note(format_args!("gc: removed {}", backup.path().display())),
+        Err(error) => errors.push(error),
+    }
 }

@@ -70,7 +70,7 @@ pub struct Saved {
 /// Code 5 if the folder or a file cannot be read; 6 for the configuration.
 pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
     let mut all = Vec::new();
-    for backup in Folder::new(conf::data_dir(conf)?).list()? {
+    for backup in Folder::new(conf::data_dir(conf)?, conf.name()).list()? {
         let path = backup.path().to_owned();
         match backup.read()? {
             Some(Content::Record(record, _)) => {
@@ -122,7 +122,7 @@ impl Plugin for Tuning {
             if let Some(list) = AllowList::read(Path::new(ALLOW_LIST))? {
                 list.filter(&mut conf.sysctls)?;
             }
-            Folder::new(conf::data_dir(&call.conf)?).check_writable()
+            Folder::new(conf::data_dir(&call.conf)?, call.conf.name()).check_writable()
         };
         ready().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
     }

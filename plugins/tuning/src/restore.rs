@@ -15,7 +15,7 @@ use crate::sysctl::put_back;
 use crate::value::is_same;
 
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
-    let backup = Folder::new(data_dir(&call.conf)?).backup(&call.container_id, &call.ifname);
+    let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let path = backup.path().display();
     match backup.read()? {
         // A killed ADD may have come half-way to one.

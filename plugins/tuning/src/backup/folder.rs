@@ -19,9 +19,14 @@ use super::Record;
 /// No record is longer.
 const MAX: u64 = 1 << 20;
 
-/// A folder of backups.
+/// A folder of backups, as one network sees it.
 #[derive(Clone, Debug)]
-pub(crate) struct Folder(PathBuf);
+pub(crate) struct Folder {
+    path: PathBuf,
+    /// What the names of this network's temporary files end with. Where a writer was killed over half of one nothing else
+    /// says whose it is, and another network may be at work in the folder at this moment.
+    ending: String,
+}
 
 /// The backup of one attachment, whether it exists or not.
 #[derive(Clone, Debug)]
@@ -40,20 +45,20 @@ pub(crate) enum Content {
 }
 
 impl Folder {
-    pub(crate) fn new(path: PathBuf) -> Folder {
-        Folder(path)
+    pub(crate) fn new(path: PathBuf, network: &str) -> Folder {
+        Folder { path, ending: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
     }
 
     /// The backup of an attachment. Both names have been checked by the skeleton: neither contains a slash, and an ID
     /// does not begin with a dot, so this is a file in the folder.
     pub(crate) fn backup(&self, container_id: &str, ifname: &str) -> Backup {
-        Backup { folder: self.clone(), path: self.0.join(format!("{container_id}_{ifname}.json")) }
+        Backup { folder: self.clone(), path: self.path.join(format!("{container_id}_{ifname}.json")) }
     }
 
     /// Every file that may be a backup, or was to become one when its writer was killed.
     pub(crate) fn list(&self) -> Result<Vec<Backup>> {
-        let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.0.display()), error);
-        let entries = match fs::read_dir(&self.0) {
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.path.display()), error);
+        let entries = match fs::read_dir(&self.path) {
             Err(error) if is_absent(&error) => return Ok(Vec::new()),
             entries => entries.map_err(failed)?,
         };
@@ -77,7 +82,7 @@ impl Folder {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
         // The nearest folder that exists is where the missing ones would be made.
-        let mut path = self.0.as_path();
+        let mut path = self.path.as_path();
         loop {
             match fs::metadata(path) {
                 Ok(metadata) if !metadata.is_dir() => {
@@ -103,10 +108,10 @@ impl Folder {
     /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in there, and nobody else's to
     /// write, whatever the umask: the lock of iptables trusts `/run/cni` only then.
     fn ensure(&self) -> io::Result<()> {
-        if let Some(parent) = self.0.parent() {
+        if let Some(parent) = self.path.parent() {
             DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
         }
-        match DirBuilder::new().mode(0o700).create(&self.0) {
+        match DirBuilder::new().mode(0o700).create(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             made => made,
         }
@@ -165,14 +170,14 @@ impl Backup {
         // One that was killed may have left it.
         let temporary = self.temporary();
         let write = || -> io::Result<()> {
-            match make(&self.folder.0, &temporary, bytes) {
+            match make(&self.folder.path, &temporary, bytes) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     self.folder.ensure()?;
-                    make(&self.folder.0, &temporary, bytes)?;
+                    make(&self.folder.path, &temporary, bytes)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     fs::remove_file(&temporary)?;
-                    make(&self.folder.0, &temporary, bytes)?;
+                    make(&self.folder.path, &temporary, bytes)?;
                 }
                 made => made?,
             }
@@ -187,9 +192,20 @@ impl Backup {
         })
     }
 
-    /// What becomes the backup: named after the attachment, whose DEL takes it too.
+    /// What becomes the backup: named after the attachment, whose DEL takes it too, and the network, whose GC does. The
+    /// name is no longer than others because the attachment's is a hash in it.
     fn temporary(&self) -> PathBuf {
-        self.path.with_extension("tmp")
+        if self.is_temporary() {
+            return self.path.clone();
+        }
+        let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
+        self.folder.path.join(format!(".{:016x}{}", fnv(name), self.folder.ending))
+    }
+
+    /// Whether it is what was to become a backup of this network.
+    pub(crate) fn is_temporary(&self) -> bool {
+        let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
+        name.starts_with(b".") && name.ends_with(self.folder.ending.as_bytes())
     }
 
     /// Removes it, and what was to become it. Returns whether it was there.
@@ -219,6 +235,11 @@ fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
         return Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?);
     }
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
+}
+
+/// FNV-1a: the same in every release, and nobody gains anything by two names of one hash.
+fn fnv(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 /// Removes a file; returns whether it was there. A read-only file system refuses before it looks whether there is one.
@@ -270,7 +291,7 @@ mod tests {
     #[test]
     fn a_backup_is_made_replaced_read_and_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().join("a/b"));
+        let folder = Folder::new(dir.path().join("a/b"), "net");
         let backup = folder.backup("c1", "eth0");
         assert!(backup.read().unwrap().is_none() && !backup.purge().unwrap() && folder.list().unwrap().is_empty());
         for mtu in [1, 2] {
@@ -279,7 +300,7 @@ mod tests {
         }
         assert_eq!((mode(&dir.path().join("a/b")), mode(backup.path())), (0o700, 0o600));
         assert_eq!(mode(&dir.path().join("a")) & 0o500, 0o500);
-        let names: Vec<_> = fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let names: Vec<_> = fs::read_dir(&folder.path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(names, ["c1_eth0.json"]);
         assert!(backup.purge().unwrap() && !backup.purge().unwrap());
     }
@@ -288,7 +309,7 @@ mod tests {
     fn an_existing_folder_keeps_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o600)).unwrap();
-        let folder = Folder::new(dir.path().to_owned());
+        let folder = Folder::new(dir.path().to_owned(), "net");
         folder.backup("c1", "eth0").write(&record(1)).unwrap();
         assert_eq!(mode(dir.path()), 0o600);
     }
@@ -296,22 +317,38 @@ mod tests {
     #[test]
     fn what_a_killed_writer_left_is_no_obstacle() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().to_owned());
+        let folder = Folder::new(dir.path().to_owned(), "net");
         let backup = folder.backup("c1", "eth0");
-        fs::write(dir.path().join("c1_eth0.tmp"), "half").unwrap();
+        fs::write(backup.temporary(), "half").unwrap();
         backup.write(&record(1)).unwrap();
         assert_eq!(read(&backup), Some(record(1)));
         assert_eq!(folder.list().unwrap().len(), 1);
-        fs::write(dir.path().join("c1_eth0.tmp"), "half").unwrap();
+        fs::write(backup.temporary(), "half").unwrap();
         assert!(backup.purge().unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
+    fn half_of_one_says_which_network_s_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let [ours, theirs] = ["net", "net2"].map(|network| Folder::new(dir.path().to_owned(), network));
+        for folder in [&ours, &theirs] {
+            fs::write(folder.backup("c1", "eth0").temporary(), "half").unwrap();
+        }
+        fs::write(dir.path().join("somebody's.tmp"), "x").unwrap();
+        let mine: Vec<Backup> = ours.list().unwrap().into_iter().filter(Backup::is_temporary).collect();
+        let paths: Vec<&Path> = mine.iter().map(Backup::path).collect();
+        // Never another name: a later release must find what an earlier one left.
+        assert_eq!(paths, [dir.path().join(".10e34f79b7d93865-2138d2192571b218.tmp")]);
+        mine[0].purge().unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
     fn a_link_is_never_followed() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().join("folder"));
-        fs::create_dir(&folder.0).unwrap();
+        let folder = Folder::new(dir.path().join("folder"), "net");
+        fs::create_dir(&folder.path).unwrap();
         let outside = dir.path().join("outside");
         fs::write(&outside, "{}").unwrap();
         let backup = folder.backup("c1", "eth0");
@@ -328,7 +365,7 @@ mod tests {
     #[test]
     fn what_is_no_plain_file_is_garbage() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().to_owned());
+        let folder = Folder::new(dir.path().to_owned(), "net");
         fs::create_dir(folder.backup("c1", "eth0").path()).unwrap();
         fs::write(folder.backup("c2", "eth0").path(), vec![b' '; 2 << 20]).unwrap();
         fs::write(folder.backup("c3", "eth0").path(), "nonsense").unwrap();
@@ -340,7 +377,7 @@ mod tests {
     #[test]
     fn a_name_that_is_too_long_is_an_error_to_write_and_absent_to_read() {
         let dir = tempfile::tempdir().unwrap();
-        let backup = Folder::new(dir.path().to_owned()).backup(&"c".repeat(300), "eth0");
+        let backup = Folder::new(dir.path().to_owned(), "net").backup(&"c".repeat(300), "eth0");
         assert_eq!(backup.write(&record(1)).unwrap_err().code(), Code::IO);
         assert!(backup.read().unwrap().is_none() && !backup.purge().unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -349,10 +386,10 @@ mod tests {
     #[test]
     fn asking_whether_it_can_be_written_makes_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        Folder::new(dir.path().join("a/b")).check_writable().unwrap();
+        Folder::new(dir.path().join("a/b"), "net").check_writable().unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         fs::write(dir.path().join("file"), "").unwrap();
-        assert_eq!(Folder::new(dir.path().join("file")).check_writable().unwrap_err().code(), Code::IO);
-        assert!(Folder::new(dir.path().join("file/a")).check_writable().is_err());
+        assert_eq!(Folder::new(dir.path().join("file"), "net").check_writable().unwrap_err().code(), Code::IO);
+        assert!(Folder::new(dir.path().join("file/a"), "net").check_writable().is_err());
     }
 }

@@ -50,6 +50,20 @@ fn gc_takes_what_a_killed_add_was_about_to_write() {
     attachment.del().success();
 }
 
+/// Where the file system has no files without a name. The second half of the name is the network's, and all that says
+/// whose it is.
+#[test]
+fn gc_takes_half_of_what_a_killed_add_was_about_to_write() {
+    let node = Node::new();
+    let container = pod(&node);
+    let half = "{\n \"mtu\": 15";
+    node.file("tuning/.0123456789abcdef-e53f29baa031bbab.tmp", half);
+    let left = [".0123456789abcdef-e53f2abaa031bd5e.tmp", "gone_eth0.tmp"];
+    left.iter().for_each(|name| drop(node.file(&format!("tuning/{name}"), half)));
+    tuned(&node, &container, json!({"cniVersion": "1.1.0"})).gc(&[]).success();
+    assert_eq!(backups(&node), left, "what says another network, or none, stays");
+}
+
 #[test]
 fn gc_without_a_list_touches_nothing() {
     let node = Node::new();
