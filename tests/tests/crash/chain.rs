@@ -100,6 +100,12 @@ impl<'w> Chain<'w> {
         }
     }
 
+    /// The same, going on; what failed.
+    pub(crate) fn try_check_all(&self, links: &Links) -> Vec<String> {
+        let outcomes = PLUGINS.iter().map(|plugin| self.call(plugin, "CHECK", links.last()).run());
+        outcomes.filter_map(not_silent).collect()
+    }
+
     /// DEL of all, in reverse, as after a failed ADD (no result) or an ordinary end.
     pub(crate) fn del_all(&self, prev: Option<&Value>) {
         for plugin in PLUGINS.iter().rev() {

@@ -252,7 +252,7 @@ impl Sweep {
         }
         // Whoever went on after an error has missed nothing.
         if traced.hit.is_some() {
-            chain.check_all(&links);
+            complaints.extend(chain.try_check_all(&links));
         }
         (traced, links.pop(), complaints)
     }
