@@ -119,7 +119,8 @@ pub fn run(data: &[u8]) {
             }
             _ => {
                 let listed = locked.list().expect("a list");
-                assert!(listed.iter().all(|one| before.contains_key(&one.address.to_string())));
+                assert!(listed.unread.is_empty());
+                assert!(listed.reservations.iter().all(|one| before.contains_key(&one.address.to_string())));
                 let _ = store.usage(&sets).expect("STATUS");
                 assert_eq!(files(&folder), before);
             }

@@ -26,4 +26,4 @@ pub mod store;
 pub use allocator::Requested;
 pub use host::Host;
 pub use ranges::{Range, RangeConf, RangeSet, RangeSets};
-pub use store::{Again, Earlier, Lease, Locked, Made, Options, Owner, Reservation, Store};
+pub use store::{Again, Earlier, Lease, Listed, Locked, Made, Options, Owner, Reservation, Store};

@@ -11,8 +11,8 @@ use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
 use crate::host::Moment;
 
-/// Changes with the format of the page, of the slots, or of [`hash`].
-const MAGIC: &[u8; 8] = b"cni-ix\x00\x02";
+/// Changes with the format of the page, of the slots, or of [`hash`]. An index of another is read by nobody, and made anew.
+const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
 /// Where the state stands; it is outside the checksum, so that one small write makes a header dirty.
 pub(crate) const STATE: u64 = 8;
 /// How many ranges are counted at a time.

@@ -2,7 +2,8 @@
 //!
 //! It is found when the folder is read anew, and kept in the table: a node without a free address is asked every second,
 //! and going through 65,000 records each time would take longer than all the rest. What a newcomer gets wrong: nobody
-//! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild.
+//! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild. A verb that asks for no
+//! addresses does not know the sets: after a rebuild of its own the answer costs a pass, until something changes.
 
 use std::net::IpAddr;
 

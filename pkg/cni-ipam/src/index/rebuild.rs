@@ -64,7 +64,11 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
         let metadata = match entry.metadata() {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
+            // A broken inode must not keep every container of the network from ending.
+            Err(_) => {
+                records.push(unread(address));
+                continue;
+            }
         };
         let record = match known.get(&address) {
             Some(known) if known.holder != Holder::Unread && is_same(known, &metadata) => {
@@ -75,6 +79,11 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
         records.push(record);
     }
     Ok(records)
+}
+
+/// A record of a file of which nothing can be had.
+fn unread(address: IpAddr) -> Record {
+    Record { address, inode: 0, ctime: (0, 0), mtime_nanos: 0, holder: Holder::Unread, boot: 0 }
 }
 
 /// When a file was last changed in any way.

@@ -6,12 +6,26 @@
 //! told: an error would keep all containers of the network from ending.
 
 use std::net::IpAddr;
+use std::time::{Duration, Instant};
 
 use cni::{Code, Error, Result};
 
 use super::{Locked, Owner, Reservation, Told, Trouble};
 use crate::index::table::TableError;
 use crate::index::{self, Content, Index};
+
+/// How many of the files that could not be read a verb tries again, and for how long.
+const TRIES: usize = 16;
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// All that is reserved, as far as it can be read.
+#[derive(Debug)]
+pub struct Listed {
+    /// In the order of the addresses.
+    pub reservations: Vec<Reservation>,
+    /// The addresses whose files could not be read, and why.
+    pub unread: Vec<(IpAddr, Error)>,
+}
 
 /// What somebody holds, as far as it can be read.
 pub(super) struct Held {
@@ -35,18 +49,29 @@ impl Locked {
         index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
     }
 
-    /// Whether files that this index could not read can be read by now. Those that still cannot are told.
+    /// Whether files that this index could not read can be read by now. Those that still cannot are told. Not all of many
+    /// are tried: a broken disk takes its time for each, and everybody waits for the lock meanwhile. GC tries all.
     pub(super) fn could_read_more(&mut self, index: &Index) -> Result<bool, Trouble> {
-        let mut errors = Vec::new();
-        for address in index.unread().map_err(TableError::Io)? {
+        let mut unread = index.unread().map_err(TableError::Io)?;
+        let all = unread.len();
+        if all > TRIES {
+            // Others every time.
+            unread.rotate_left(std::process::id() as usize % all);
+            unread.truncate(TRIES);
+        }
+        let (mut first, began) = (None, Instant::now());
+        for address in unread {
             match self.read(address) {
                 Ok(_) => return Ok(true),
-                Err(error) => errors.push(error),
+                Err(error) => first = first.or(Some(error)),
+            }
+            if began.elapsed() > PATIENCE {
+                break;
             }
         }
-        if let ([first, others @ ..], Told::NotYet) = (&errors[..], self.told) {
+        if let (Some(first), Told::NotYet) = (first, self.told) {
             self.told = Told::Once;
-            let others = if others.is_empty() { String::new() } else { format!(", like {} others", others.len()) };
+            let others = if all == 1 { String::new() } else { format!(", like {} others", all - 1) };
             self.store
                 .options
                 .notes
@@ -89,25 +114,25 @@ impl Locked {
         self.attempt(|locked| locked.held_by_owner(owner))?.all()
     }
 
-    /// Every reservation, in the order of the addresses. Reads all of them. What cannot be read is told and left out.
+    /// Every reservation. Reads all of them.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
-    pub fn list(&mut self) -> Result<Vec<Reservation>> {
+    pub fn list(&mut self) -> Result<Listed> {
         let mut addresses = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
             Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
         })?;
         addresses.sort_unstable();
-        let mut reservations = Vec::with_capacity(addresses.len());
+        let mut listed = Listed { reservations: Vec::with_capacity(addresses.len()), unread: Vec::new() };
         for address in addresses {
             match self.read(address) {
-                Ok(Content::Text(text)) => reservations.push(Reservation::of(&self.folder, address, &text)),
+                Ok(Content::Text(text)) => listed.reservations.push(Reservation::of(&self.folder, address, &text)),
                 Ok(_) => {}
-                Err(error) => self.store.options.notes.note(error),
+                Err(error) => listed.unread.push((address, error)),
             }
         }
-        Ok(reservations)
+        Ok(listed)
     }
 
     /// Who holds an address, in words, for messages: `10.0.0.2 is held by <id> <ifname>`.

@@ -39,6 +39,7 @@ use crate::lock::{self, Guard, Missing, Sigterm};
 use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
+pub use held::Listed;
 pub use reboot::Earlier;
 pub use release::Collected;
 pub use reserve::{Again, Lease, Made};

@@ -62,7 +62,7 @@ impl Picture {
         let mut reservations = Vec::new();
         for addresses in desk.all()? {
             let held = match desk.lock(&addresses)? {
-                Some(mut locked) => locked.list()?,
+                Some(mut locked) => desk.told(locked.list()?),
                 None => Vec::new(),
             };
             let folder = addresses.data_dir.clone();

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 
 use clap::Args;
 use cni::Error;
-use cni_ipam::Reservation;
+use cni_ipam::{Listed, Reservation};
 use serde_json::{Value, json};
 
 use super::{Desk, Judged, owner, seconds};
@@ -45,7 +45,9 @@ impl Desk<'_, '_> {
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
-        let judged = self.judged(&addresses.network, locked.list()?)?;
+        let Listed { reservations, unread } = locked.list()?;
+        let unread = Error::join(unread.into_iter().map(|(_, error)| error));
+        let judged = self.judged(&addresses.network, reservations)?;
         let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
         // People are told first: what fails half-way has been told all the same. A document says what has happened.
         let told_first = self.shared.format() == Format::Text;
@@ -60,7 +62,10 @@ impl Desk<'_, '_> {
                 self.notes.note(format_args!("{spared} was changed meanwhile and stays"));
             }
         }
-        if told_first { Ok(()) } else { self.gc_report(args, &decided, streams) }
+        if !told_first {
+            self.gc_report(args, &decided, streams)?;
+        }
+        unread.map_or(Ok(()), Err)
     }
 
     fn gc_report(&self, args: &Collect, decided: &[Decided], streams: &mut Streams<'_>) -> Result<(), Error> {

@@ -19,7 +19,7 @@ use cni::libcni::cache::Entry;
 use cni::rollback::Notes;
 use cni::{Error, ident};
 use cni_ipam::store::{DEFAULT_DATA_DIR, Usage, networks};
-use cni_ipam::{Host, Locked, Options, RangeSets, Reservation, Store};
+use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
 use plugin_host_local::Pool;
 
 use crate::cli::{Failure, Shared, Variables, failed};
@@ -201,6 +201,14 @@ impl<'a, 'm> Desk<'a, 'm> {
     /// The store under its lock, if it exists.
     pub(crate) fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
         self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine.0)
+    }
+
+    /// What could be read; of the rest the operator is told.
+    pub(crate) fn told(&self, listed: Listed) -> Vec<Reservation> {
+        for (_, error) in &listed.unread {
+            self.notes.note(error);
+        }
+        listed.reservations
     }
 
     /// Every reservation, judged; the marks are those of the host's links.

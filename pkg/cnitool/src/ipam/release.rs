@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use clap::{ArgGroup, Args};
 use cni::{Code, Error};
-use cni_ipam::Reservation;
+use cni_ipam::{Listed, Reservation};
 use serde_json::json;
 
 use super::Desk;
@@ -43,10 +43,13 @@ impl Desk<'_, '_> {
             Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(folder)
         };
         let Some(mut locked) = self.lock(&addresses)? else { return Err(nothing()) };
-        let mut chosen = locked.list()?;
+        let Listed { reservations: mut chosen, unread } = locked.list()?;
         chosen.retain(|held| is_meant(args, held));
+        // Of a container whatever cannot be read may be its own.
+        let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|meant| meant == *address));
+        let unread = Error::join(unread.map(|(_, error)| error));
         if chosen.is_empty() {
-            return Err(nothing());
+            return Err(unread.unwrap_or_else(nothing));
         }
         for held in self.judged(&addresses.network, chosen.clone())? {
             if let (Life::InUse(why), false) = (&held.life, args.force) {
@@ -60,13 +63,14 @@ impl Desk<'_, '_> {
             Format::Json => {
                 let row = |held: &Reservation| json!({"address": held.address, "containerID": held.id, "ifname": held.ifname});
                 let rows: Vec<_> = chosen.iter().filter(|held| removed.contains(&held.address)).map(row).collect();
-                write_json(streams, &json!({"network": args.network, "removed": rows}))
+                write_json(streams, &json!({"network": args.network, "removed": rows}))?;
             }
             Format::Text => {
                 let lines = chosen.iter().filter(|held| removed.contains(&held.address));
-                write(streams, &lines.map(|held| format!("released: {held}\n")).collect::<String>())
+                write(streams, &lines.map(|held| format!("released: {held}\n")).collect::<String>())?;
             }
         }
+        unread.map_or(Ok(()), Err)
     }
 }
 

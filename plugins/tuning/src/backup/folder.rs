@@ -106,7 +106,7 @@ impl Folder {
     }
 
     /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in there, and nobody else's to
-    /// write, whatever the umask: the lock of iptables trusts `/run/cni` only then.
+    /// write, however wide the umask: the lock of iptables trusts `/run/cni` only then.
     fn ensure(&self) -> io::Result<()> {
         if let Some(parent) = self.path.parent() {
             DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
@@ -216,7 +216,8 @@ impl Backup {
         // There is one only where a writer was killed.
         let temporary = purge_file(&self.temporary()).map_err(|error| self.failed("remove what was to become", error));
         let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        temporary.and(removed)
+        let was_there = *removed.as_ref().unwrap_or(&false);
+        Error::join(temporary.err().into_iter().chain(removed.err())).map_or(Ok(was_there), Err)
     }
 
     fn failed(&self, doing: &str, error: io::Error) -> Error {

@@ -33,7 +33,7 @@ fn a_del_that_fails_to_read_says_so_or_has_left_nothing() {
     let node = Node::new();
     let (_staying, staying, _) = attach(&node, &config(&node), 1).remove(0);
     let before = node.reservations("net1");
-    let mut succeeded = 0;
+    let (mut succeeded, mut looks) = (0, 0);
     for at in 1.. {
         let (_container, attachment, _) = attach(&node, &staying.config, 1).remove(0);
         let (outcome, hit) = failing(&node, &attachment, "DEL", None, at);
@@ -45,7 +45,10 @@ fn a_del_that_fails_to_read_says_so_or_has_left_nothing() {
             break;
         }
         succeeded += u32::from(outcome.status == Some(0));
+        let looked = hit.is_some_and(|hit| hit.call.contains("stat"));
+        looks += u32::from(looked && outcome.status == Some(0));
     }
+    assert!(looks > 20, "only {looks} failing looks at a file were got over");
     assert!(succeeded > 10, "only {succeeded} failures were got over");
     staying.del().success();
 }

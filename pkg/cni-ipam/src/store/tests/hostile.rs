@@ -96,7 +96,7 @@ fn fifos_in_the_folder_are_never_waited_for_and_get_nothing() {
         let mut locked = Net::open(&data).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
         let lease = locked.reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap();
         let removed = locked.collect(&[]).unwrap().removed.len();
-        (lease.addresses[0].1.to_string(), removed, locked.list().unwrap().len())
+        (lease.addresses[0].1.to_string(), removed, locked.list().unwrap().reservations.len())
     });
     assert_eq!(outcome, ("10.0.0.3".to_owned(), 1, 0));
     let mut got = String::new();

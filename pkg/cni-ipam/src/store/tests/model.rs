@@ -34,7 +34,7 @@ fn threads_on_one_store_get_distinct_addresses() {
     });
     assert_eq!(got.len(), 160);
     assert_eq!(got.iter().collect::<HashSet<_>>().len(), 160);
-    assert_eq!(net.lock().list().unwrap().len(), 160);
+    assert_eq!(net.lock().list().unwrap().reservations.len(), 160);
 }
 
 /// What happens to a store, by ours, by others, and by death.

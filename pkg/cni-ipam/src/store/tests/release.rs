@@ -68,12 +68,13 @@ fn chosen_reservations_go_and_changed_ones_stay() {
         net.add(id, &sets).unwrap();
     }
     let mut locked = net.lock();
-    let chosen: Vec<Reservation> = locked.list().unwrap().into_iter().filter(|held| held.id != "b").collect();
+    let chosen: Vec<Reservation> =
+        locked.list().unwrap().reservations.into_iter().filter(|held| held.id != "b").collect();
     fs::write(net.path("10.0.0.4"), "other\r\neth0").unwrap();
     let removed = locked.release_chosen(&chosen).unwrap();
     drop(locked);
     assert_eq!(removed, ["10.0.0.2".parse::<IpAddr>().unwrap()], "c's file is another's now");
-    let left: Vec<String> = net.lock().list().unwrap().into_iter().map(|held| held.id).collect();
+    let left: Vec<String> = net.lock().list().unwrap().reservations.into_iter().map(|held| held.id).collect();
     assert_eq!(left, ["b", "other"]);
     assert_eq!(net.add("d", &sets).unwrap(), ["10.0.0.5"]);
     assert_eq!(networks(net.data.path()).unwrap(), ["net"]);

@@ -18,7 +18,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::first_error;
-use super::iptables::{FAMILIES, Folders, Iptables};
+use super::iptables::{FAMILIES, Folders, Iptables, Variant};
 use super::nft::Nft;
 use crate::error::{Cause, Error, Result};
 use crate::mark::Mark;
@@ -188,14 +188,15 @@ impl<'m> Masquerade<'m> {
         for family in FAMILIES {
             let variants = iptables.holders(family, chains).unwrap_or_else(|error| {
                 results.push(Err(error));
-                Vec::new()
+                // Where iptables-legacy has no table this finds nothing and starts no program.
+                vec![Variant::Legacy]
             });
             for variant in variants {
                 results.push(match iptables.can_remove(family, variant) {
                     Ok(true) => iptables.change(family, variant, &mut plan),
                     Ok(false) => {
                         self.notes.note(format_args!(
-                            "iptables-{variant} has a table nat for {family:?}, but its programs are not installed: \
+                            "iptables-{variant} may have a table nat for {family:?}, and its programs are not installed: \
                              masquerade rules may be left in it",
                         ));
                         Ok(())

@@ -171,7 +171,8 @@ impl<'m> IptablesPortMap<'m> {
         for family in FAMILIES {
             let variants = self.iptables.holders(family, chains).unwrap_or_else(|error| {
                 results.push(Err(error));
-                Vec::new()
+                // Where iptables-legacy has no table this finds nothing and starts no program.
+                vec![Variant::Legacy]
             });
             for variant in variants {
                 match self.iptables.can_remove(family, variant) {
@@ -179,7 +180,7 @@ impl<'m> IptablesPortMap<'m> {
                     Ok(false) => {
                         let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
                         remarks.push(format!(
-                            "{name}-{variant} has a table nat, but its programs are not there: if it has rules of this they stay"
+                            "{name}-{variant} may have a table nat, and its programs are not there: if it has rules of this they stay"
                         ));
                         continue;
                     }
