@@ -1,8 +1,8 @@
-//! Reading files that a person has put there.
+//! Files and folders that a person names.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 
 /// The longest that a file of configuration may be: what a plugin takes on its stdin.
 const LONGEST: u64 = 16 << 20;
@@ -24,9 +24,41 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// A path without `.`, `..` and superfluous slashes, by its letters alone: as Go's `filepath.Clean`, and so all of Go's
+/// plugins, understand it. The kernel would follow a link before it goes up from there.
+pub fn clean(path: &str) -> PathBuf {
+    let mut clean = PathBuf::new();
+    for component in Path::new(path).components() {
+        match (component, clean.components().next_back()) {
+            (Component::CurDir, _) | (Component::ParentDir, Some(Component::RootDir)) => {}
+            (Component::ParentDir, Some(Component::Normal(_))) => {
+                clean.pop();
+            }
+            (component, _) => clean.push(component),
+        }
+    }
+    if clean.as_os_str().is_empty() { PathBuf::from(".") } else { clean }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_is_cleaned_by_its_letters() {
+        for (path, expected) in [
+            ("/var/lib/cni", "/var/lib/cni"),
+            ("/a//b/./c/", "/a/b/c"),
+            ("/a/b/../c", "/a/c"),
+            ("/../a", "/a"),
+            ("/a/../..", "/"),
+            ("a/../../b", "../b"),
+            ("./a/..", "."),
+            ("", "."),
+        ] {
+            assert_eq!(clean(path).to_str(), Some(expected), "{path}");
+        }
+    }
 
     #[test]
     fn what_is_no_file_or_longer_than_any_configuration_is_not_read() {

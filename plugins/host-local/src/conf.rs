@@ -171,7 +171,7 @@ fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     match in_ipam(conf, "dataDir") {
         None => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
         Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
-        Some(Json::String(path)) => Ok(PathBuf::from(path)),
+        Some(Json::String(path)) => Ok(cni::file::clean(path)),
         Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: ipam.dataDir: expected a string")),
     }
 }

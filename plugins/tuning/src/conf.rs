@@ -142,7 +142,7 @@ pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     match conf.json().get("dataDir") {
         None => Ok(PathBuf::from("/run/cni/tuning")),
         Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from("/run/cni/tuning")),
-        Some(Json::String(path)) => Ok(PathBuf::from(path)),
+        Some(Json::String(path)) => Ok(cni::file::clean(path)),
         Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: dataDir: expected a string")),
     }
 }

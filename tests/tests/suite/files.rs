@@ -101,6 +101,21 @@ fn a_data_dir_is_found_behind_links_and_dots() {
     assert!(after.iter().filter(outside).eq(before.iter().filter(outside)), "{before:?}\n{after:?}");
 }
 
+/// A node that is switched finds its reservations where Go has put them: the kernel would go up from behind the link.
+#[test]
+fn a_data_dir_goes_up_by_its_letters() {
+    let node = Node::new();
+    fs::create_dir_all(node.dir().join("above/beside")).unwrap();
+    symlink("above/beside", node.dir().join("link")).unwrap();
+    let data_dir = node.dir().join("link/../networks");
+    let config = patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"dataDir": data_dir}}));
+    let (_container, attachment, _) = attach(&node, &config, 1).remove(0);
+    assert_eq!(node.reservations("net1").len(), 1);
+    assert!(!node.dir().join("above/networks").exists());
+    attachment.del().success();
+    assert_eq!(node.reservations("net1"), []);
+}
+
 /// A link where a network's folder should be is the administrator's, and followed; nothing comes to lie in the folder
 /// that the link is in.
 #[test]

@@ -170,7 +170,7 @@ fn refused(why: &str) -> Error {
 }
 
 /// Options of `iptables` itself; anything that begins one of them is taken for it.
-const FORBIDDEN: [&str; 27] = [
+const FORBIDDEN: [&str; 29] = [
     "append",
     "check",
     "delete",
@@ -198,6 +198,8 @@ const FORBIDDEN: [&str; 27] = [
     "verbose",
     "version",
     "wait",
+    "wait-interval",
+    "zero",
 ];
 
 /// Whether these words of a user's can be nothing but matches (D27 of the decisions).
@@ -293,6 +295,8 @@ mod tests {
             "--jum",
             "--j",
             "--jump=ACCEPT",
+            "--zer",
+            "--wait-interval",
             "-g",
             "-A",
             "-AINPUT",

@@ -5,6 +5,7 @@
 //! whose they are, and by a hash of the text whether an ADD would write the same again: then it does not. Between the two
 //! the rules look like Go's.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -24,7 +25,9 @@ pub(super) fn find() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute());
     let system = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
-    folders.chain(system).map(|folder| folder.join("nft")).find(|program| program.is_file())
+    let runs =
+        |program: &PathBuf| program.metadata().is_ok_and(|it| it.is_file() && it.permissions().mode() & 0o111 != 0);
+    folders.chain(system).map(|folder| folder.join("nft")).find(runs)
 }
 
 /// The text of a family's mappings.
