@@ -160,7 +160,7 @@ class Asked:
             try:
                 self.network.status()
                 self.times += 1
-            except Failed as error:
+            except (Failed, OSError, ValueError, subprocess.SubprocessError) as error:
                 self.failures.append(str(error))
 
     def __enter__(self):
@@ -225,11 +225,11 @@ def in_1_1_0(node, name, *leave_out):
         unname(valid)
     network.status()
     return f"nothing; STATUS was asked {asked.times} times, and {traffic.came_back} words and pings came back"
+
+
 # What a list does not promise is left out: `itself` (hairpin), `egress`, `ports`. Go's ptp finds the host's end and its
 # masquerade rules by what it sees in the namespace; where it is told of none, or that has gone, it leaves them: so `held`
 # is left out, and `gone` too where there are such rules.
-
-
 def scenario_containerds_default(node):
     return as_documented(node, "containerd", "itself")
 

@@ -11,7 +11,7 @@ use crate::sweep::{self, Sweep, Verb, Victim};
 use crate::world::Backend;
 
 /// What a disk, a kernel, a policy, a machine without memory, a signal, and a socket without room answer. The last alone is
-/// not met by another try on a netlink socket, and so is the one that a plugin has to go on after.
+/// not met by another try on a netlink socket, so it is the one that a plugin has to go on after.
 const ERRORS: [Errno; 6] = [Errno::ENOSPC, Errno::EIO, Errno::EPERM, Errno::ENOMEM, Errno::EINTR, Errno::ENOBUFS];
 
 const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Victim {

@@ -127,8 +127,8 @@ impl<'w> Storm<'w> {
             let outcome = self.call(chain, plugin, "ADD", links.last(), fate);
             match (outcome.status, outcome.json.clone()) {
                 (Some(0), Some(result)) => links.push(result),
-                (None, _) if fate.is_some() => return None,
-                // It has to say so, and to have taken back what it did: its DEL may never come.
+                (None, _) if fate.is_some_and(|fate| !is_a_childs(fate)) => return None,
+                // It has to say so; what it has not taken back its DEL has to find, or a GC.
                 (Some(_), Some(error)) if fate.is_some_and(is_a_childs) && error["msg"].is_string() => return None,
                 _ if go => {
                     self.go_failed.fetch_add(1, Ordering::Relaxed);

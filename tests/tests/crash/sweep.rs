@@ -88,7 +88,7 @@ impl Walk {
         let Walk { victim, calls, step, points, passes } = self;
         // Runs differ by a few calls: how often an answer was not there yet.
         let expected = calls.saturating_sub(*step) * 9 * passes;
-        let first = if soak().is_some() { victim.floor / PASSES } else { 1 };
+        let first = if soak().is_some() { (victim.floor / PASSES).max(1) } else { 1 };
         let few = *calls < victim.floor || points * step * 10 < expected || *points < first;
         few.then(|| format!("{victim:?}: only {points} points of {calls} calls, every {step}th, {passes} times over"))
     }

@@ -1,7 +1,7 @@
 //! The index: what is in the folder of reservations, so that no verb has to read all of it.
 //!
-//! One file, `<dataDir>/.cni/<network>/index`: a header page and a table ([`table`]) with three kinds of entries:
-//! records by address, addresses by holder, and the words of a tree of occupied addresses ([`bits`]).
+//! One file, `<dataDir>/.cni/<network>/index`: a header page and a table ([`table`]) with four kinds of entries:
+//! records by address, addresses by holder, the words of a tree of occupied addresses ([`bits`]), and the oldest of a set.
 //! It never decides who may have an address, and may be deleted at any time.
 //!
 //! # Why it is never believed wrongly

@@ -41,7 +41,7 @@ pub(crate) struct Record {
     pub(crate) ctime: (i64, u32),
     pub(crate) mtime_nanos: u32,
     pub(crate) holder: Holder,
-    /// The boot in which we made the reservation; 0 if it is not known to be ours.
+    /// The boot in which we made the reservation; 0 if it is not known to be ours, or was made through a shared file system.
     pub(crate) boot: u64,
 }
 

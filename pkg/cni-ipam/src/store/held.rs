@@ -2,8 +2,8 @@
 //!
 //! Nothing is changed here. What a newcomer gets wrong: a file that cannot be read (a broken disk, no memory, somebody
 //! else's rights) is no reason to do nothing about the others, and no proof of whose it is. One that the index knows to
-//! be the owner's is an error, beside what could be read; one that nobody could read so far is tried by every verb, and
-//! told: an error would keep all containers of the network from ending.
+//! be the owner's is an error, beside what could be read; one that nobody could read so far is tried by every verb but
+//! STATUS, and told: an error would keep all containers of the network from ending.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};

@@ -5,7 +5,8 @@
 //! This room is what is in it; `folder` is where it lies.
 //!
 //! Easy to get wrong: the file's name does not tell where the container's ID ends, since both halves may contain `_`.
-//! Only what is inside says whose it is; Go's files say nothing.
+//! Only what is inside says whose it is; Go's files say nothing. Half of one, which a killed writer leaves, says by its name
+//! which network's it is (`folder`).
 
 mod folder;
 
