@@ -175,6 +175,13 @@ impl Node {
         numbers.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/mnt")).is_ok_and(|link| link == mnt)).collect()
     }
 
+    /// All rules of nf_tables as `nft` writes them, those of `iptables-nft` among them, without counters: packets that the
+    /// kernel sends by itself change those at any time (a new bridge's IGMP report, within its first second).
+    #[track_caller]
+    pub fn ruleset(&self) -> String {
+        self.exec(&["nft", "--stateless", "list", "ruleset"])
+    }
+
     /// A file of the node's below `/proc/net`; nothing if there is none.
     pub fn proc_net(&self, name: &str) -> String {
         // Of the thread that is in the node: `/proc/net` would be the main thread's.

@@ -247,22 +247,11 @@ fn held(folders: &[&Path]) -> BTreeSet<String> {
 
 /// All rules and chains, each with the table and the chain that it is in, without what packets change.
 fn rules(world: &World) -> Vec<String> {
-    let mut text = world.node.exec(&["nft", "list", "ruleset"]);
+    let mut text = world.node.ruleset();
     if world.backend == Backend::IptablesLegacy {
         text += &world.node.exec(&["iptables-legacy-save", "-t", "nat"]);
         text += &world.node.exec(&["ip6tables-legacy-save", "-t", "nat"]);
     }
-    let without_counters = |line: &str| {
-        // `:POSTROUTING ACCEPT [3:180]`, of iptables-save.
-        let line = if line.starts_with(':') { line.split(" [").next().unwrap_or(line) } else { line };
-        let mut words: Vec<&str> = line.split(' ').collect();
-        for at in 1..words.len() {
-            if matches!(words[at - 1], "packets" | "bytes") {
-                words[at] = "N";
-            }
-        }
-        words.join(" ")
-    };
     let (mut table, mut chain) = ("", "");
     let mut rules = Vec::new();
     for line in text.lines().filter(|line| !line.starts_with('#')) {
@@ -273,7 +262,9 @@ fn rules(world: &World) -> Vec<String> {
             "" | "}" => continue,
             _ => {}
         }
-        rules.push(format!("{table}, {chain}: {}", without_counters(line)));
+        // `:POSTROUTING ACCEPT [3:180]`, of iptables-save.
+        let without_counters = if line.starts_with(':') { line.split(" [").next().unwrap_or(line) } else { line };
+        rules.push(format!("{table}, {chain}: {without_counters}"));
     }
     rules
 }

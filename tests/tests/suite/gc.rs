@@ -162,7 +162,7 @@ fn bridge_takes_the_spoof_rules_of_what_is_not_valid() {
     let all = attach(&node, &config, 2);
     let (_, keep, result) = &all[0];
     keep.gc(&[(&keep.id, "eth0")]).success();
-    let rules = node.exec(&["nft", "list", "ruleset"]);
+    let rules = node.ruleset();
     assert!(rules.contains(&format!("macspoofchk-{}-eth0", keep.id)), "{rules}");
     assert!(!rules.contains(&format!("macspoofchk-{}-eth0", all[1].1.id)), "{rules}");
     keep.check(result).success();

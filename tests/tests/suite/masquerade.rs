@@ -104,7 +104,7 @@ fn rules(node: &Node) -> String {
     };
     let script = [
         // nft does not show the comments of iptables-nft.
-        "nft list ruleset; iptables-nft-save -t nat 2>/dev/null; ip6tables-nft-save -t nat 2>/dev/null;".to_owned(),
+        "nft -s list ruleset; iptables-nft-save -t nat 2>/dev/null; ip6tables-nft-save -t nat 2>/dev/null;".to_owned(),
         legacy("ip", "iptables-legacy-save"),
         legacy("ip6", "ip6tables-legacy-save"),
         "true".to_owned(),

@@ -21,7 +21,7 @@ pub(crate) fn state(node: &Node, container: &Container) -> String {
         names.sort();
         names.join(" ")
     };
-    let rules = node.run(&["nft", "list", "ruleset"]).stdout;
+    let rules = node.ruleset();
     let (host, inside) = (links(node.json(&["ip", "-j", "link"])), links(container.json(&["ip", "-j", "link"])));
     let somaxconn = container.sysctl("net/core/somaxconn");
     format!("{host}\n{inside}\n{somaxconn}\n{:?}\n{rules}", node.reservations("net1"))
@@ -29,7 +29,7 @@ pub(crate) fn state(node: &Node, container: &Container) -> String {
 
 /// What the plugin of this configuration has made and not taken away.
 fn left(node: &Node, container: &Container, config: &Value) -> Vec<&'static str> {
-    let rules = node.exec(&["nft", "list", "ruleset"]);
+    let rules = node.ruleset();
     let left: &[(&str, bool)] = match config["type"].as_str().unwrap() {
         "tuning" => &[
             ("the sysctl", container.sysctl("net/core/somaxconn") == "77"),

@@ -23,10 +23,10 @@ pub(crate) fn shell(script: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// All rules, as `nft` writes them.
+/// All rules, as `nft` writes them, without counters.
 #[track_caller]
 pub(crate) fn ruleset() -> String {
-    shell("nft list ruleset")
+    shell("nft --stateless list ruleset")
 }
 
 /// What `nft` is told is done.

@@ -12,10 +12,6 @@ fn pings(container: &Container) -> bool {
     container.run(&["ping", "-c1", "-W1", "10.1.0.1"]).ok
 }
 
-fn ruleset(node: &Node) -> String {
-    node.exec(&["nft", "list", "ruleset"])
-}
-
 #[test]
 fn a_frame_with_another_mac_is_dropped() {
     require!(probe::nft_bridge());
@@ -23,7 +19,7 @@ fn a_frame_with_another_mac_is_dropped() {
     let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
     assert!(pings(&container), "with its own MAC");
     container.exec(&["ip", "link", "set", "eth0", "address", "02:de:ad:00:00:01"]);
-    assert!(!pings(&container), "with a stolen one\n{}", ruleset(&node));
+    assert!(!pings(&container), "with a stolen one\n{}", node.ruleset());
     attachment.del_with(&result).success();
 }
 
@@ -32,7 +28,7 @@ fn the_rules_are_where_go_looks_for_them() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
-    let rules = ruleset(&node);
+    let rules = node.ruleset();
     let id = format!("{}-eth0", container.id);
     for part in [
         "table bridge nat",
@@ -45,7 +41,7 @@ fn the_rules_are_where_go_looks_for_them() {
         assert!(rules.contains(part), "`{part}` is missing from\n{rules}");
     }
     attachment.del_with(&result).success();
-    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+    assert!(!node.ruleset().contains("macspoofchk"), "{}", node.ruleset());
 }
 
 #[test]
@@ -56,7 +52,7 @@ fn del_without_a_namespace_takes_the_rules_too() {
         let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
         container.destroy();
         attachment.netns(gone).del_with(&result).success();
-        assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+        assert!(!node.ruleset().contains("macspoofchk"), "{}", node.ruleset());
     }
 }
 
@@ -66,7 +62,7 @@ fn del_takes_the_rules_even_if_the_key_has_been_taken_away_since() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &config(&node), 1).remove(0);
     attachment.config(patched(config(&node), json!({"macspoofchk": false}))).del_with(&result).success();
-    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+    assert!(!node.ruleset().contains("macspoofchk"), "{}", node.ruleset());
 }
 
 #[test]
@@ -77,7 +73,7 @@ fn del_of_one_leaves_the_rules_of_the_other() {
     let (_c, first, result) = all.remove(0);
     first.del_with(&result).success();
     let (container, second, result) = all.remove(0);
-    assert!(ruleset(&node).contains(&format!("macspoofchk-{}-eth0", container.id)));
+    assert!(node.ruleset().contains(&format!("macspoofchk-{}-eth0", container.id)));
     second.check(&result).success();
     second.del_with(&result).success();
 }
@@ -89,19 +85,19 @@ fn a_del_of_another_network_leaves_the_rules_of_a_living_container() {
     let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
     let web = patched(bridge(&node, &["10.2.0.0/24"]), json!({"name": "web", "bridge": "br1"}));
     let other = attachment.clone().config(web);
-    let before = ruleset(&node);
+    let before = node.ruleset();
     // Late, and as a runtime sends it after an ADD that was refused because the interface is there.
     other.del().success();
-    assert_eq!(ruleset(&node), before);
+    assert_eq!(node.ruleset(), before);
     other.add().failure();
     let outcome = other.del();
     outcome.success();
-    assert_eq!(ruleset(&node), before);
+    assert_eq!(node.ruleset(), before);
     let named = outcome.stderr.contains("spoof rules were left: they are those of cni:net1/");
     assert!(named, "{}", outcome.report());
     assert!(pings(&container));
     attachment.del_with(&result).success();
-    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+    assert!(!node.ruleset().contains("macspoofchk"), "{}", node.ruleset());
 }
 
 #[test]
@@ -114,21 +110,21 @@ fn of_two_attachments_with_the_same_chains_the_second_is_refused_while_the_first
     let mut second = first.clone().ifname("x");
     second.id = "a-eth0".to_owned();
     let result = first.add().success();
-    let before = ruleset(&node);
+    let before = node.ruleset();
     let failure = second.add().failure();
     assert_eq!(failure.code, Some(102), "{failure:?}");
     assert!(failure.msg.contains("cni:net1/a/eth0-x on veth"), "{failure:?}");
     assert!(container.link("x").is_none());
     second.del().success();
-    assert_eq!(ruleset(&node), before);
+    assert_eq!(node.ruleset(), before);
     // Nobody sends through these rules any more.
     container.exec(&["ip", "link", "del", "eth0-x"]);
     let other = second.add().success();
-    assert!(ruleset(&node).contains(host_end(&other, "br0")), "{}", ruleset(&node));
+    assert!(node.ruleset().contains(host_end(&other, "br0")), "{}", node.ruleset());
     first.del_with(&result).success();
     second.check(&other).success();
     second.del_with(&other).success();
-    assert!(!ruleset(&node).contains("macspoofchk"), "{}", ruleset(&node));
+    assert!(!node.ruleset().contains("macspoofchk"), "{}", node.ruleset());
 }
 
 #[test]

@@ -129,10 +129,10 @@ fn a_stolen_mac_is_dropped_in_a_vlan_and_under_a_tag() {
     is_cut_off_from(access, "10.0.0.3");
     let (_, first, result) = &all[0];
     first.del_with(result).success();
-    let rules = node.exec(&["nft", "list", "ruleset"]);
+    let rules = node.ruleset();
     assert!(!rules.contains(&tagged.id) && rules.contains(&access.id), "{rules}");
     for (_, attachment, result) in &all[1..] {
         attachment.del_with(result).success();
     }
-    assert!(!node.exec(&["nft", "list", "ruleset"]).contains("macspoofchk"));
+    assert!(!node.ruleset().contains("macspoofchk"));
 }

@@ -254,10 +254,10 @@ fn a_late_del_of_a_whole_network_takes_no_rule_of_the_new_holder() {
         let new = node.container();
         let result = add(&new);
         assert_eq!(address(&result), address(&before));
-        let rules = node.exec(&["nft", "list", "ruleset"]);
+        let rules = node.ruleset();
         assert!(rules.contains("8080") && rules.contains("10.1.0.2"), "{rules}");
         del(&old, &before);
-        assert_eq!(node.exec(&["nft", "list", "ruleset"]), rules, "{backend}");
+        assert_eq!(node.ruleset(), rules, "{backend}");
         assert_eq!(machine.held().len(), 1);
         Attachment::new(node, &new, config.clone()).check(&result).success();
         Attachment::new(node, &new, ports.clone()).check(&result).success();

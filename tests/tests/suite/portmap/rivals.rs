@@ -21,7 +21,7 @@ fn others(world: &World) -> impl Iterator<Item = Backend> {
 /// Everything that nf_tables and, where there are such tables, the older iptables have.
 fn everything(world: &World) -> String {
     let legacy = "for f in ip ip6; do ! grep -qs nat /proc/net/${f}_tables_names || /usr/sbin/xtables-legacy-multi ${f}tables-save -t nat | grep ^-; done";
-    world.node.exec(&["nft", "list", "ruleset"]) + &world.node.exec(&["sh", "-ec", legacy])
+    world.node.ruleset() + &world.node.exec(&["sh", "-ec", legacy])
 }
 
 #[test]

@@ -140,7 +140,7 @@ impl World {
     /// All rules and chains of the backend, comparable: for iptables what its save program says of `nat`.
     pub(crate) fn rules(&self) -> String {
         match self.backend {
-            Backend::Nftables => self.node.exec(&["nft", "list", "ruleset"]),
+            Backend::Nftables => self.node.ruleset(),
             backend => {
                 let multi = format!("/usr/sbin/{}", backend.multi());
                 // The save program of the older iptables makes the table it looks for.
