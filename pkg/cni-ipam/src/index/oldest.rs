@@ -2,8 +2,8 @@
 //!
 //! It is found when the folder is read anew, and kept in the table: a node without a free address is asked every second,
 //! and going through 65,000 records each time would take longer than all the rest. What a newcomer gets wrong: nobody
-//! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild. A verb that asks for no
-//! addresses does not know the sets: after a rebuild of its own the answer costs a pass, until something changes.
+//! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild. The rebuild of a verb
+//! that asks for no addresses goes by the sets that ADDs have asked for in this boot, as far as they are remembered.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use super::record::{Record, to_payload};
 use super::table::{Key, TableError};
 use super::{Index, hash};
 use crate::host::Moment;
-use crate::ranges::RangeSet;
+use crate::ranges::{RangeSet, RangeSets};
 
 /// How many are found.
 const OLDEST: usize = 3;
@@ -19,7 +19,9 @@ const OLDEST: usize = 3;
 const TAG: u8 = 4;
 
 pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
-    Key { tag: TAG, family: 0, rank, number: u128::from(hash(set.to_string().as_bytes())) }
+    // A set's text does not name the gateways, which are nobody's.
+    let text: String = set.ranges().iter().map(|range| format!("{range} {},", range.gateway())).collect();
+    Key { tag: TAG, family: 0, rank, number: u128::from(hash(text.as_bytes())) }
 }
 
 /// The addresses of a set that have been taken longest, as far as these records tell, the oldest first.
@@ -40,11 +42,18 @@ pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
 }
 
 impl Index {
-    /// Finds them in `records`, which are all that this index was made of.
-    pub(crate) fn find_oldest(&mut self, set: &RangeSet, records: &[Record]) -> Result<(), TableError> {
-        for (rank, address) in oldest_of(records, set).into_iter().enumerate() {
-            self.table.put(&oldest_key(set, rank as u32), &to_payload(address))?;
+    /// Finds them in `records`, which are all that this index was made of, for these sets and those that are remembered.
+    pub(crate) fn find_oldest(&mut self, asking: Option<&RangeSets>, records: &[Record]) -> Result<(), TableError> {
+        let asked = self.header.asked.clone();
+        let remembered = asked.all().iter().filter(|sets| Some(*sets) != asking);
+        for set in remembered.chain(asking).flat_map(RangeSets::sets) {
+            for (rank, address) in oldest_of(records, set).into_iter().enumerate() {
+                self.table.put(&oldest_key(set, rank as u32), &to_payload(address))?;
+            }
+            if self.table.is_crowded() {
+                self.grow()?;
+            }
         }
-        if self.table.is_crowded() { self.grow() } else { Ok(()) }
+        Ok(())
     }
 }

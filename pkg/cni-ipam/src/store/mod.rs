@@ -391,8 +391,8 @@ impl Locked {
         let mut index = Index::of(&records, &former, host)?;
         if let Some(asking) = &self.asking {
             index.remember(asking);
-            asking.sets().iter().try_for_each(|set| index.find_oldest(set, &records))?;
         }
+        index.find_oldest(self.asking.as_ref(), &records)?;
         index.set_earlier(self.earlier_in(&records));
         if !reboot::is_local(&self.folder.file) {
             index.set_shared();
