@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use cni_install::set::sum;
+use cni_testkit::program;
 use tempfile::TempDir;
 
 /// A place with sets to install from and a folder to install into.
@@ -34,7 +35,7 @@ impl Place {
         let mut sums = String::new();
         for name in names {
             let content = answering(&format!("{version} of {name}"));
-            program(&folder.join(name), &content);
+            program::script(folder.join(name), &content);
             sums += &format!("{}  {name}\n", sum(content.as_bytes()));
         }
         fs::write(folder.join("SHA256SUMS"), sums).unwrap();
@@ -66,11 +67,6 @@ impl Place {
 
 fn answering(version: &str) -> String {
     format!("#!/bin/sh\necho '{{\"cniVersion\":\"1.1.0\",\"supportedVersions\":[\"1.1.0\"]}}'\n# {version}\n")
-}
-
-fn program(path: &Path, content: &str) {
-    fs::write(path, content).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 #[derive(Debug)]
@@ -114,8 +110,8 @@ fn run(args: &[&str]) -> Ran {
 #[test]
 fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
     let place = Place::new();
-    program(&place.dest().join("bridge"), &answering("somebody's bridge"));
-    program(&place.dest().join("flannel"), &answering("foreign"));
+    program::script(place.dest().join("bridge"), &answering("somebody's bridge"));
+    program::script(place.dest().join("flannel"), &answering("foreign"));
     symlink("/nowhere", place.dest().join("dangling")).unwrap();
     let set = place.set("v1", &["bridge", "tuning"]);
     let text = place.install(&set).fine();
@@ -149,9 +145,9 @@ fn what_is_kept_is_the_set_before_also_after_the_same_set_is_installed_again() {
 #[test]
 fn a_rollback_leaves_what_somebody_else_has_put_there_since() {
     let place = Place::new();
-    program(&place.dest().join("bridge"), &answering("old"));
+    program::script(place.dest().join("bridge"), &answering("old"));
     place.install(&place.set("v1", &["bridge", "tuning"])).fine();
-    program(&place.dest().join("tuning"), &answering("another installer's"));
+    program::script(place.dest().join("tuning"), &answering("another installer's"));
     let status = place.call("status");
     assert!(status.status == 1 && status.out.contains("tuning is another program"), "{status:?}");
     let text = place.call("rollback").fine();
@@ -165,9 +161,9 @@ fn a_rollback_leaves_what_somebody_else_has_put_there_since() {
 #[test]
 fn a_set_that_is_not_what_its_list_says_changes_nothing() {
     let place = Place::new();
-    program(&place.dest().join("bridge"), &answering("old"));
+    program::script(place.dest().join("bridge"), &answering("old"));
     let set = place.set("v1", &["bridge", "tuning"]);
-    program(&set.join("tuning"), &answering("torn"));
+    program::script(set.join("tuning"), &answering("torn"));
     place.install(&set).failed("tuning is not what SHA256SUMS says");
     fs::remove_file(set.join("tuning")).unwrap();
     place.install(&set).failed("failed to look at");
@@ -187,7 +183,7 @@ fn a_program_that_does_not_run_here_changes_nothing() {
     ] {
         let place = Place::new();
         let set = place.set("v1", &["bridge", "tuning"]);
-        program(&set.join("tuning"), content);
+        program::script(set.join("tuning"), content);
         let sums = fs::read_to_string(set.join("SHA256SUMS")).unwrap();
         let first = sums.lines().next().unwrap();
         fs::write(set.join("SHA256SUMS"), format!("{first}\n{}  tuning\n", sum(content.as_bytes()))).unwrap();
@@ -224,10 +220,10 @@ fn in_mounts(place: &Place, prepare: &str, args: &[&str]) -> Ran {
 #[test]
 fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
     let place = Place::new();
-    program(&place.dest().join("bridge"), &answering("old"));
+    program::script(place.dest().join("bridge"), &answering("old"));
     let set = place.set("v1", &["bridge", "tuning"]);
     let big = format!("{}# {}\n", answering("big"), "x".repeat(2 << 20));
-    program(&set.join("tuning"), &big);
+    program::script(set.join("tuning"), &big);
     let sums = fs::read_to_string(set.join("SHA256SUMS")).unwrap();
     fs::write(set.join("SHA256SUMS"), format!("{}\n{}  tuning\n", sums.lines().next().unwrap(), sum(big.as_bytes())))
         .unwrap();
@@ -255,7 +251,7 @@ fn the_same_programs_that_others_put_there_become_ours_and_one_that_cannot_run_i
     let place = Place::new();
     let set = place.set("v1", &["bridge", "tuning"]);
     for name in ["bridge", "tuning"] {
-        fs::copy(set.join(name), place.dest().join(name)).unwrap();
+        program::copy(set.join(name), place.dest().join(name));
     }
     place.install(&set).fine();
     place.call("status").fine();
@@ -288,7 +284,7 @@ fn killed_at_any_step_it_leaves_whole_programs_and_the_next_call_mends() {
         for syscall in ["mkdir", "linkat", "rename", "unlink", "unlinkat", "rmdir", "fsync", "fchmod", "write"] {
             for when in 1.. {
                 let place = Place::new();
-                program(&place.dest().join("bridge"), &answering("old"));
+                program::script(place.dest().join("bridge"), &answering("old"));
                 let (v1, v2) = (place.set("v1", &["bridge", "tuning"]), place.set("v2", &["bridge", "tuning"]));
                 if killed == "rollback" {
                     place.install(&v1).fine();
@@ -333,8 +329,8 @@ fn killed_at_any_step_it_leaves_whole_programs_and_the_next_call_mends() {
 #[test]
 fn a_program_that_cannot_be_replaced_puts_all_back() {
     let place = Place::new();
-    program(&place.dest().join("bridge"), &answering("old bridge"));
-    program(&place.dest().join("tuning"), &answering("old tuning"));
+    program::script(place.dest().join("bridge"), &answering("old bridge"));
+    program::script(place.dest().join("tuning"), &answering("old tuning"));
     let set = place.set("v1", &["bridge", "tuning"]);
     // The second rename of a program: the first four are bookkeeping's and bridge's.
     let dest = place.dest();

@@ -6,6 +6,7 @@
 //!   print the whole call when they fail. Configurations sent and results received are validated by JSON Schema.
 //! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a whole life.
 //! - [`trace`]: a run in which one system call is a program's last, or fails.
+//! - [`program`]: scripts and copies that can be run as soon as they are written.
 //! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
 //!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
 //! - [`patience`]: deadlines of tests, longer where everything is slower.
@@ -32,6 +33,7 @@ mod node;
 mod outcome;
 mod patience;
 pub mod probe;
+pub mod program;
 mod schema;
 mod skip;
 pub mod trace;

@@ -14,7 +14,7 @@ use nix::net::if_::if_nameindex;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{leftovers, namespace};
+use crate::{leftovers, namespace, program};
 
 /// A host: a network namespace, a mount namespace with private `/run` and `/var/lib`, and a temporary folder.
 ///
@@ -100,6 +100,14 @@ impl Node {
         let path = self.dir().join(name);
         fs::create_dir_all(path.parent().expect("a file has a folder")).expect("to make a folder");
         fs::write(&path, content).expect("to write a file");
+        path
+    }
+
+    /// Writes a script below the node's folder, which can be run at once, and returns its path.
+    #[track_caller]
+    pub fn script(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.dir().join(name);
+        program::script(&path, text);
         path
     }
 

@@ -1,7 +1,6 @@
 //! Killed while waiting for a lock: no child of a dead plugin may go on and reserve, or write, after the DEL.
 
 use std::fs::{self, File};
-use std::os::unix::fs::PermissionsExt as _;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -148,8 +147,7 @@ fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
         told.display(),
         gate.display()
     );
-    let path = world.node.file("slow/host-local", script);
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = world.node.script("slow/host-local", &script);
     let mut victim = chain.call("bridge", "ADD", None).cni_path(path.parent().unwrap()).start();
     victim.release();
     let deadline = Instant::now() + patience(Duration::from_secs(20));

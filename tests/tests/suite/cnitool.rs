@@ -3,7 +3,6 @@
 //! Networks here are chains of spies: small scripts that write down how they were called.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir, probe, require};
@@ -35,8 +34,7 @@ impl Operator {
     fn new() -> Operator {
         let node = Node::new();
         for spy in ["spy1", "spy2", "spy3"] {
-            let path = node.file(&format!("plugins/{spy}"), SPY);
-            fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+            node.script(&format!("plugins/{spy}"), SPY);
         }
         let container = node.container();
         Operator { node, container }

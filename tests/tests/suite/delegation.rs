@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 
 /// Writes an executable `name` into a folder of the node and returns the folder, for `CNI_PATH`.
 pub(crate) fn executable(node: &Node, name: &str, script: &str) -> PathBuf {
-    let path = node.file(&format!("plugins/{name}"), script);
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = node.script(&format!("plugins/{name}"), script);
     path.parent().unwrap().to_owned()
 }
 
@@ -226,8 +225,7 @@ fn the_first_folder_of_the_path_wins() {
         )
     };
     let first = executable(&node, "odd-ipam", &answer("10.1.0.7"));
-    let second = node.file("more/odd-ipam", answer("10.1.0.8"));
-    fs::set_permissions(&second, fs::Permissions::from_mode(0o755)).unwrap();
+    let second = node.script("more/odd-ipam", &answer("10.1.0.8"));
     let path = format!("/nowhere:{}:{}", first.display(), second.parent().unwrap().display());
     let run = |verb: &str| call(&node, Path::new(&path), verb, json!({})).container(&container).run().success();
     assert_eq!(conformance::address(&run("ADD")), "10.1.0.7");

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use cni_testkit::{Attachment, Node, bin_dir, go_bin_dir, probe, require};
+use cni_testkit::{Attachment, Node, bin_dir, go_bin_dir, probe, program, require};
 use conformance::{PLUGINS, bridge};
 
 /// Installs or rolls back; the program must say that it did.
@@ -19,7 +19,7 @@ fn cni_install(args: &[&str], dest: &Path) {
 fn set(folder: &Path) {
     fs::create_dir(folder).unwrap();
     for plugin in PLUGINS {
-        fs::copy(bin_dir().join(plugin), folder.join(plugin)).unwrap();
+        program::copy(bin_dir().join(plugin), folder.join(plugin));
     }
     let sums = Command::new("sha256sum").args(PLUGINS).current_dir(folder).output().unwrap();
     assert!(sums.status.success());
@@ -35,7 +35,7 @@ fn a_folder_is_switched_to_these_plugins_and_back_while_pods_come_and_go() {
     set(&from);
     fs::create_dir(&dest).unwrap();
     for plugin in PLUGINS {
-        fs::copy(go_bin_dir().join(plugin), dest.join(plugin)).unwrap();
+        program::copy(go_bin_dir().join(plugin), dest.join(plugin));
     }
     fs::write(dest.join("flannel"), "foreign").unwrap();
     let node = Node::new();

@@ -177,7 +177,7 @@ fn a_very_long_container_id_is_no_file_s_name_where_there_is_none_of_that_length
 /// What is never to run; it says so if it does.
 pub(crate) fn decoy(node: &Node, path: &str, mode: u32) {
     let script = format!("#!/bin/sh\necho {path} >> {}\n", node.dir().join("ran").display());
-    fs::set_permissions(node.file(path, script), fs::Permissions::from_mode(mode)).unwrap();
+    fs::set_permissions(node.script(path, &script), fs::Permissions::from_mode(mode)).unwrap();
 }
 
 /// Types that are no plain name of a regular, executable file on CNI_PATH; decoys lie where they might lead.

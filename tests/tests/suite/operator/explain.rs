@@ -1,7 +1,7 @@
 //! A verb explained: each step of each plugin, and of a failure the very request.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::fs::symlink;
 
 use cni_testkit::{probe, require};
 use serde_json::{Value, json};
@@ -61,9 +61,7 @@ fn the_request_that_failed_is_shown_whole() {
     assert_eq!((failed_by(&json).len(), &json["error"]["code"]), (1, &json!(100)), "{json:#}");
     // A program, with what it was given and what it said.
     let bin = operator.node.dir().join("sbin");
-    fs::create_dir(&bin).unwrap();
-    fs::write(bin.join("xtables-nft-multi"), "#!/bin/sh\ncat >/dev/null\necho line 2 failed >&2\nexit 4\n").unwrap();
-    fs::set_permissions(bin.join("xtables-nft-multi"), fs::Permissions::from_mode(0o755)).unwrap();
+    operator.node.script("sbin/xtables-nft-multi", "#!/bin/sh\ncat >/dev/null\necho line 2 failed >&2\nexit 4\n");
     symlink("xtables-nft-multi", bin.join("iptables-restore")).unwrap();
     symlink("xtables-nft-multi", bin.join("ip6tables-restore")).unwrap();
     operator.configure(json!({"ipMasq": true, "ipMasqBackend": "iptables"}), &[]);

@@ -1,6 +1,6 @@
 //! The life of a mapping: twice, sabotaged, half-done, racing, taken, in every version, and what it costs.
 
-use cni_testkit::{Attachment, bin_dir, probe, require};
+use cni_testkit::{Attachment, bin_dir, probe, program, require};
 use conformance::{VERSIONS, patched};
 use serde_json::{Value, json};
 
@@ -153,12 +153,9 @@ fn without_a_wish_nftables_serves_where_iptables_is_installed_and_does_not_work(
         pod.serve_tcp(80, "pod");
         // As the older iptables on a kernel without its tables.
         let bin = world.node.dir().join("broken");
-        std::fs::create_dir(&bin).unwrap();
         let script = "#!/bin/sh\ncase \"$*\" in *--version*) echo 'iptables v1.8.9 (legacy)'; exit;; esac\n\
                       cat >/dev/null\necho \"can't initialize iptables table\" >&2\nexit 3\n";
-        let program = bin.join("xtables-legacy-multi");
-        std::fs::write(&program, script).unwrap();
-        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        program::script(bin.join("xtables-legacy-multi"), script);
         for name in broken.iter().flat_map(|name| ["", "-save", "-restore"].map(|job| format!("{name}{job}"))) {
             std::os::unix::fs::symlink("xtables-legacy-multi", bin.join(name)).unwrap();
         }

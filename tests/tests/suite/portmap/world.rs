@@ -48,15 +48,14 @@ impl Backend {
         if folder.exists() {
             return path;
         }
-        std::fs::create_dir(&folder).unwrap();
-        let script = |name: &str, program: String| {
-            let log = node.dir().join("ran");
-            let text = format!("#!/bin/sh\necho \"${{0##*/}}\" >> {}\nexec {program} \"$@\"\n", log.display());
-            let path = folder.join(name);
-            std::fs::write(&path, text).unwrap();
-            std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        };
-        script("nft", "/usr/sbin/nft".to_owned());
+        let script = format!(
+            "#!/bin/sh\nname=${{0##*/}}\necho $name >> {}\ncase $name in nft) exec /usr/sbin/nft \"$@\";;\n\
+             *nft*) multi=xtables-nft-multi;; *legacy*) multi=xtables-legacy-multi;; *) multi={};; esac\n\
+             exec /usr/sbin/$multi ${{name#xtables-*-}} \"$@\"\n",
+            node.dir().join("ran").display(),
+            self.multi(),
+        );
+        let script = node.script(&format!("bin-{self:?}/nft"), &script);
         for family in ["iptables", "ip6tables"] {
             for (multi, variants) in [
                 ("xtables-nft-multi", ["-nft", if self.multi() == "xtables-nft-multi" { "" } else { "-nft" }]),
@@ -68,7 +67,7 @@ impl Backend {
                 for job in ["", "-save", "-restore"] {
                     // The plugin tells the variant by the name of the file behind the link.
                     let file = format!("{}-{family}{job}", &multi[..multi.len() - 6]);
-                    script(&file, format!("/usr/sbin/{multi} {family}{job}"));
+                    std::fs::hard_link(&script, folder.join(&file)).unwrap();
                     for variant in variants {
                         let link = folder.join(format!("{family}{variant}{job}"));
                         let _ = std::os::unix::fs::symlink(&file, link);

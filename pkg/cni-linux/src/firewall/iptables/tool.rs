@@ -202,6 +202,8 @@ impl fmt::Display for Doing<'_> {
 
 #[cfg(test)]
 mod tests {
+    use cni_testkit::program;
+
     use super::*;
 
     /// Runs `test` with a real machine.
@@ -218,8 +220,7 @@ mod tests {
         for (name, target) in names {
             let target = folder.path().join(target);
             if !target.exists() {
-                std::fs::write(&target, "#!/bin/sh\necho 'iptables-restore v1.8.9 (nf_tables)'\n").unwrap();
-                std::fs::set_permissions(&target, std::fs::Permissions::from_mode(0o755)).unwrap();
+                program::script(&target, "#!/bin/sh\necho 'iptables-restore v1.8.9 (nf_tables)'\n");
             }
             let path = folder.path().join(name);
             if path != target {

@@ -1,9 +1,11 @@
 //! Masquerading against the real kernel, in throw-away namespaces, beside Go's bridge plugin: the rig.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+
+use cni_testkit::program;
 
 use super::*;
 use crate::firewall::iptables::Variant;
@@ -50,14 +52,17 @@ impl Rig {
     /// Programs of this variant alone, under their plain names too; each start is written down.
     fn new(variant: Variant) -> Rig {
         let rig = Rig::bare();
-        let log = rig.log().display().to_string();
+        // The name is that of the link; the plugin tells the variant by the file behind it.
+        let text = format!(
+            "#!/bin/sh\nname=${{0##*/}}\necho $name >>{}\nexec /usr/sbin/${{name%%-*}}-{variant}${{name#ip*tables}} \"$@\"\n",
+            rig.log().display(),
+        );
+        let first = rig.folder.path().join("script");
+        program::script(&first, &text);
         for family in ["iptables", "ip6tables"] {
             for suffix in ["", "-restore", "-save"] {
                 let script = rig.folder.path().join(format!("{family}-{variant}-script{suffix}"));
-                let real = format!("/usr/sbin/{family}-{variant}{suffix}");
-                std::fs::write(&script, format!("#!/bin/sh\necho {family}{suffix} >>{log}\nexec {real} \"$@\"\n"))
-                    .unwrap();
-                std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+                std::fs::hard_link(&first, &script).unwrap();
                 symlink(&script, rig.folder.path().join(format!("{family}{suffix}"))).unwrap();
             }
         }
@@ -226,8 +231,7 @@ fn an_iptables_that_does_not_work_is_passed_over_unless_it_was_asked_for() {
     in_new_netns(|| {
         let rig = Rig::bare();
         let script = rig.folder.path().join("iptables-nft-script");
-        std::fs::write(&script, "#!/bin/sh\necho 'no such table' >&2; exit 3\n").unwrap();
-        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+        program::script(&script, "#!/bin/sh\necho 'no such table' >&2; exit 3\n");
         symlink(&script, rig.folder.path().join("iptables-restore")).unwrap();
         rig.ensure(&mark("c1", "eth0"), &[NET4]);
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 1);

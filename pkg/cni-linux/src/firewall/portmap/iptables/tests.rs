@@ -1,8 +1,9 @@
 //! What is read of a container's chain, and what a call of the plugin cannot bring about. The backend as a whole is
 //! tested through the plugin, with packets, in both variants.
 
-use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
+
+use cni_testkit::program;
 
 use super::super::conflict::Then;
 use super::super::{Mapping, Protocol};
@@ -149,10 +150,8 @@ fn a_legacy_program_that_fails_is_a_remark_to_an_add_that_only_looks_there() {
         shell("iptables-legacy -t nat -N CNI-X");
         let (machine, folder) = (machine(), tempfile::tempdir().unwrap());
         for job in ["save", "restore"] {
-            let program = folder.path().join(format!("iptables-legacy-{job}"));
             let script = "#!/bin/sh\necho 'error while loading shared libraries: libip4tc.so.2' >&2\nexit 127\n";
-            std::fs::write(&program, script).unwrap();
-            std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+            program::script(folder.path().join(format!("iptables-legacy-{job}")), script);
         }
         let folders = Folders::only([folder.path().to_owned()]);
         let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
