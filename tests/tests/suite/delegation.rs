@@ -36,6 +36,12 @@ fn call<'n>(node: &'n Node, folder: &Path, verb: &str, extra: Value) -> Invocati
     node.plugin("bridge").command(verb).cni_path(folder).config(&config(node, extra)).timeout(Duration::from_secs(20))
 }
 
+/// A script that sleeps is waited for in vain, for long enough to do what it does before; any other for as long as it takes.
+fn timeout_of(script: &str) -> Value {
+    let seconds = cni_testkit::patience(Duration::from_millis(500)).as_secs().max(1);
+    if script.contains("sleep") { json!({"delegateTimeout": seconds}) } else { json!({}) }
+}
+
 /// With this delegate ADD fails and leaves nothing, and a DEL with it fails but cleans bridge's own part.
 #[track_caller]
 fn misbehaves(script: &str, mode: u32, words: &[&str]) {
@@ -43,7 +49,7 @@ fn misbehaves(script: &str, mode: u32, words: &[&str]) {
     let container = node.container();
     let folder = executable(&node, "odd-ipam", script);
     fs::set_permissions(folder.join("odd-ipam"), fs::Permissions::from_mode(mode)).unwrap();
-    let extra = json!({"delegateTimeout": 1});
+    let extra = timeout_of(script);
     let added = call(&node, &folder, "ADD", extra.clone()).container(&container).run();
     speaks_of_the_file(&added, words);
     assert!(container.link("eth0").is_none(), "{}", added.report());
@@ -173,7 +179,7 @@ fn asked_for(end: &str) -> String {
         seen.display()
     );
     let folder = executable(&node, "odd-ipam", &script);
-    call(&node, &folder, "ADD", json!({"delegateTimeout": 1})).container(&container).run().failure();
+    call(&node, &folder, "ADD", timeout_of(end)).container(&container).run().failure();
     fs::read_to_string(seen).unwrap()
 }
 

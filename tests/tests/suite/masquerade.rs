@@ -60,7 +60,7 @@ fn listen(at: &Container, address: &str) -> UdpSocket {
         })
     };
     let socket = at.enter(bind).expect("the port is free");
-    socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    socket.set_read_timeout(Some(cni_testkit::patience(Duration::from_secs(10)))).unwrap();
     socket
 }
 
@@ -136,7 +136,7 @@ fn what_goes_outside_has_the_host_s_address() {
         assert_eq!(seen_outside(&server, &container), HOST, "{keeper:?}\n{}", rules(node));
         // And the way back.
         for address in OUTSIDE {
-            assert!(container.run(&["ping", "-c1", "-W2", address]).ok, "{keeper:?}: no answer from {address}");
+            assert!(container.run(&["ping", "-c1", "-w10", address]).ok, "{keeper:?}: no answer from {address}");
         }
         attachment.del_with(&result).success();
     });

@@ -1,6 +1,6 @@
 //! VLANs: what is refused everywhere, and what works where the kernel filters by VLAN.
 
-use cni_testkit::{Attachment, Container, Node, probe, require, unprovoked};
+use cni_testkit::{Attachment, Container, Invocation, Node, probe, require, unprovoked};
 use conformance::{attach, bridge, host_end, layer2, patched};
 use serde_json::{Value, json};
 
@@ -133,7 +133,7 @@ fn vlans_are_separate_and_members_reach_each_other() {
     let base = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));
     let red = attach(&node, &patched(base.clone(), json!({"vlan": 100})), 2);
     let blue = attach(&node, &patched(base, json!({"vlan": 200})), 1);
-    red[0].0.exec(&["ping", "-c1", "-W2", "10.1.0.3"]);
+    red[0].0.exec(&["ping", "-c1", "-w10", "10.1.0.3"]);
     assert!(!red[0].0.run(&["ping", "-c1", "-W1", "10.1.0.4"]).ok, "a frame crossed from one VLAN to another");
     for (_, attachment, result) in red.into_iter().chain(blue) {
         attachment.del_with(&result).success();
@@ -152,8 +152,8 @@ fn a_vlan_s_gateway_is_an_interface_of_its_own() {
             node.expect_left(&port);
         }
     }
-    all[0].0.exec(&["ping", "-c1", "-W2", "10.1.0.1"]);
-    all[1].0.exec(&["ping", "-c1", "-W2", "10.1.0.1"]);
+    all[0].0.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
+    all[1].0.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
     assert!(all[0].2["interfaces"].as_array().unwrap().iter().any(|interface| interface["name"] == "br0.100"));
     for (_, attachment, result) in all {
         attachment.check(&result).success();
@@ -228,9 +228,14 @@ fn a_port_that_another_add_is_about_to_mark_is_not_taken_for_a_foreign_one() {
     node.exec(&["ip", "link", "set", "port", "master", "br0"]);
     let container = node.container();
     let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": 100})));
+    // The plugin waits a second for the mark: nothing but a start of `ip` stands between.
+    let marked =
+        Invocation::new(&node, "/bin/sh").arg("-c").arg("read x; exec ip link set port alias cni:net2/other/eth0");
+    let mut marked = marked.start();
     let mut add = attachment.invocation("ADD", None).start();
     add.release();
-    node.exec(&["ip", "link", "set", "port", "alias", "cni:net2/other/eth0"]);
+    marked.release();
+    assert_eq!(marked.finish().status, Some(0));
     let result = add.finish().success();
     attachment.del_with(&result).success();
     node.exec(&["ip", "link", "del", "port"]);

@@ -1,7 +1,7 @@
 //! What is on disk: a node may be switched between the Go plugins and these at any time, with pods running.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -162,7 +162,14 @@ fn a_lock_that_is_held_is_waited_for() {
     let waiting = node.plugin("host-local").command("ADD").container(&container).config(&config);
     let mut waiting = waiting.start();
     waiting.release();
-    std::thread::sleep(Duration::from_millis(300));
+    // Until it stands in the kernel's queue: `12: -> FLOCK ... 08:01:4711 ...`.
+    let inode = format!(":{} ", fs::metadata(&lock).unwrap().ino());
+    let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(20));
+    let waits = |line: &str| line.contains("->") && line.contains(&inode);
+    while !fs::read_to_string("/proc/locks").unwrap().lines().any(waits) {
+        assert!(Instant::now() < deadline, "it never waited");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     assert_eq!(node.reservations("net1"), [], "nobody reserves without the lock");
     holder.finish();
     waiting.finish().success();
@@ -187,7 +194,7 @@ fn a_lock_that_is_never_released_is_an_error_in_time() {
 }
 
 /// The kernel's own list of locks says when the holder has it.
-fn wait_until_locked(node: &Node, lock: &Path) {
+pub(crate) fn wait_until_locked(node: &Node, lock: &Path) {
     let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
     let path = lock.to_str().unwrap();
     while node.run(&["flock", "-n", path, "true"]).ok {

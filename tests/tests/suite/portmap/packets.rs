@@ -1,10 +1,12 @@
 //! Real packets: from outside, from the node, from other pods, from the pod itself, over both families.
 
 use std::net::UdpSocket;
+use std::time::Duration;
 
+use cni_testkit::patience;
 use serde_json::json;
 
-use super::world::{BACKENDS, HOST, ask_tcp, ask_udp, at, each, map, udp_client};
+use super::world::{BACKENDS, HOST, IN_VAIN, ask_tcp, ask_tcp_for, ask_udp, ask_udp_for, at, each, map, udp_client};
 
 #[test]
 fn a_client_outside_reaches_the_container_and_is_seen_as_itself() {
@@ -18,9 +20,9 @@ fn a_client_outside_reaches_the_container_and_is_seen_as_itself() {
         }
         let answer = world.client.enter(|| ask_udp(&udp_client(), &at(0, 8080)));
         assert_eq!(answer.as_deref(), Some("pod 192.0.2.9"), "{:?}\n{}", world.backend, world.rules());
-        assert_eq!(world.client.enter(|| ask_tcp(&at(0, 8081))), None);
+        assert_eq!(world.client.enter(|| ask_tcp_for(IN_VAIN, &at(0, 8081))), None);
         pod.leave();
-        assert_eq!(world.client.enter(|| ask_tcp(&at(0, 8080))), None, "{:?}", world.backend);
+        assert_eq!(world.client.enter(|| ask_tcp_for(IN_VAIN, &at(0, 8080))), None, "{:?}", world.backend);
     });
 }
 
@@ -77,8 +79,9 @@ fn a_host_address_limits_the_mapping_to_it() {
             ("192.0.2.1:8082", false),
             ("[2001:db8::1]:8083", true),
         ] {
+            let time = if reached { patience(Duration::from_secs(10)) } else { IN_VAIN };
             assert_eq!(
-                world.client.enter(|| ask_tcp(to)).is_some(),
+                world.client.enter(|| ask_tcp_for(time, to)).is_some(),
                 reached,
                 "{to} {:?}\n{}",
                 world.backend,
@@ -98,7 +101,7 @@ fn without_snat_the_pod_does_not_reach_itself_and_with_masq_all_the_client_is_hi
         pod.add(&config).success();
         pod.serve_tcp(80, "pod");
         assert_eq!(world.client.enter(|| ask_tcp(&at(0, 8080))).as_deref(), Some("pod 192.0.2.9"));
-        assert_eq!(pod.container.enter(|| ask_tcp(&at(0, 8080))), None, "{:?}", world.backend);
+        assert_eq!(pod.container.enter(|| ask_tcp_for(IN_VAIN, &at(0, 8080))), None, "{:?}", world.backend);
         pod.del(&config).success();
 
         config["snat"] = json!(true);
@@ -122,11 +125,16 @@ fn udp_goes_to_the_new_container_at_once_when_the_port_has_moved() {
         new.serve_udp(53, "new");
         let client = world.client.enter(udp_client);
         // Before anything is mapped: the kernel remembers that nobody answered.
-        assert_eq!(ask_udp(&client, &at(0, 5353)), None);
+        assert_eq!(ask_udp_for(IN_VAIN, &client, &at(0, 5353)), None);
         old.add(&config).success();
         assert!(ask_udp(&client, &at(0, 5353)).is_some_and(|answer| answer.starts_with("old")), "{:?}", world.backend);
         old.del(&config).success();
-        assert_eq!(ask_udp(&client, &at(0, 5353)), None, "DEL forgets what it mapped: {:?}", world.backend);
+        assert_eq!(
+            ask_udp_for(IN_VAIN, &client, &at(0, 5353)),
+            None,
+            "DEL forgets what it mapped: {:?}",
+            world.backend
+        );
         new.add(&config).success();
         assert!(ask_udp(&client, &at(0, 5353)).is_some_and(|answer| answer.starts_with("new")), "{:?}", world.backend);
         old.leave();
@@ -145,7 +153,7 @@ fn a_flow_to_the_same_port_elsewhere_survives() {
         let flow = other.container.enter(|| UdpSocket::bind("0.0.0.0:4444").unwrap());
         flow.send_to(b"?", "192.0.2.9:5353").unwrap();
         let mut buffer = [0; 8];
-        server.set_read_timeout(Some(std::time::Duration::from_secs(2))).unwrap();
+        server.set_read_timeout(Some(patience(Duration::from_secs(10)))).unwrap();
         server.recv_from(&mut buffer).expect("the flow arrives");
         let tracked = || world.node.enter(|| std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap());
         let is_there = |table: String| table.lines().any(|line| line.contains("dst=192.0.2.9 sport=4444 dport=5353"));

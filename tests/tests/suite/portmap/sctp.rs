@@ -69,7 +69,7 @@ fn a_mapping_of_sctp_leads_to_the_container_from_everywhere_and_ends_with_it() {
             serve(&pod, family, 80, "by SCTP");
         }
         pod.serve_tcp(81, "by TCP");
-        let long = patience(Duration::from_secs(1));
+        let long = patience(Duration::from_secs(10));
         let rules = || format!("{:?}\n{}", world.backend, world.rules());
         let heard = Some("by SCTP".to_owned());
         for family in [0, 1] {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use cni_testkit::{Attachment, Container, Node, Outcome, bin_dir, probe};
+use cni_testkit::{Attachment, Container, Node, Outcome, bin_dir, patience, probe};
 pub(crate) use conformance::HOST;
 use conformance::{VERSION, bridge, patched, uplink};
 use serde_json::{Value, json};
@@ -272,11 +272,20 @@ impl<'w> Pod<'w> {
     }
 }
 
-/// Asks the TCP server at `to`; run it inside the place that asks. `None` if nobody answers.
+/// How long to wait for an answer that must not come.
+pub(crate) const IN_VAIN: Duration = Duration::from_millis(1500);
+
+/// Asks the TCP server at `to`; run it inside the place that asks. `None` if nobody answers; where that is right, see
+/// [`ask_tcp_for`].
 pub(crate) fn ask_tcp(to: &str) -> Option<String> {
+    ask_tcp_for(patience(Duration::from_secs(10)), to)
+}
+
+/// The same, waiting so long for each of connection and answer.
+pub(crate) fn ask_tcp_for(time: Duration, to: &str) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
-    let mut stream = TcpStream::connect_timeout(&to, Duration::from_millis(1500)).ok()?;
-    stream.set_read_timeout(Some(Duration::from_millis(1500))).unwrap();
+    let mut stream = TcpStream::connect_timeout(&to, time).ok()?;
+    stream.set_read_timeout(Some(time)).unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
     Some(text).filter(|text| !text.is_empty())
@@ -284,13 +293,17 @@ pub(crate) fn ask_tcp(to: &str) -> Option<String> {
 
 /// A UDP socket that stays the same from question to question.
 pub(crate) fn udp_client() -> UdpSocket {
-    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
-    socket.set_read_timeout(Some(Duration::from_millis(700))).unwrap();
-    socket
+    UdpSocket::bind("0.0.0.0:0").unwrap()
 }
 
 /// Asks the UDP server at `to` once.
 pub(crate) fn ask_udp(socket: &UdpSocket, to: &str) -> Option<String> {
+    ask_udp_for(patience(Duration::from_secs(10)), socket, to)
+}
+
+/// The same, waiting so long for the answer.
+pub(crate) fn ask_udp_for(time: Duration, socket: &UdpSocket, to: &str) -> Option<String> {
+    socket.set_read_timeout(Some(time)).unwrap();
     socket.send_to(b"?", to).ok()?;
     let mut buffer = [0; 64];
     let (len, _) = socket.recv_from(&mut buffer).ok()?;
