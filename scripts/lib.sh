@@ -137,6 +137,22 @@ list() {
     printf '%s' "$*" | sed 's/,/, /g'
 }
 
+# tries COMMAND...: what a mirror or a network may refuse for a moment, three times at most.
+tries() {
+    local wait
+    for wait in 5 15 0; do
+        "$@" && return
+        sleep "$wait"
+    done
+    return 1
+}
+
+# apt-get, which waits for whoever has its lock.
+apt_get() { apt-get -qq -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300 "$@"; }
+
+# What is to be installed can be. An index that could not be fetched is no error of `update`, so both are tried again.
+can_install() { apt_get update && apt_get --simulate install --no-install-recommends "${packages[@]}"; }
+
 # Installs all that was noted; or, if some of it cannot be had, says what is missing and how to get it, and installs
 # nothing of it.
 install_missing() {
@@ -152,15 +168,15 @@ install_missing() {
     [ ${#hints[@]} = 0 ] || die "missing: $(list "${missing[@]}"). Nothing was installed.$(printf '\n    %s' "${hints[@]}")"
     if [ ${#packages[@]} -gt 0 ]; then
         export DEBIAN_FRONTEND=noninteractive
-        { apt-get -qq update && apt-get -qq --simulate install --no-install-recommends "${packages[@]}"; } >/dev/null ||
+        tries can_install >/dev/null ||
             die "missing: $(list "${missing[@]}"), and apt-get cannot install ${packages[*]}: is a mirror reachable? Nothing was installed."
         say "Installing ${packages[*]}"
-        apt-get -qq install --no-install-recommends -y "${packages[@]}" >/dev/null || die "apt-get could not install ${packages[*]}"
+        tries apt_get install --no-install-recommends -y "${packages[@]}" >/dev/null || die "apt-get could not install ${packages[*]}"
     fi
     case $rust_from in
         rustup)
             say "Installing the stable Rust by rustup; the default toolchain stays what it is"
-            rustup -q toolchain install stable --profile minimal --no-self-update || true
+            tries rustup -q toolchain install stable --profile minimal --no-self-update || true
             use_stable
             ;;
         rustup.rs)
@@ -172,7 +188,7 @@ install_missing() {
     hash -r
     [ -z "$rust_from" ] || rust_is_new_enough ||
         die "missing: a stable Rust of at least $rust_wanted, and it could not be had. See https://rustup.rs"
-    [ ${#components[@]} = 0 ] || rustup -q component add "${components[@]}" ||
+    [ ${#components[@]} = 0 ] || tries rustup -q component add "${components[@]}" ||
         die "missing: ${components[*]}. Get it by: rustup component add ${components[*]}"
 }
 
@@ -181,13 +197,13 @@ install_missing() {
 unpack() {
     local debs=$1/debs tree=$1/root dir=$1 wanted deb folder
     shift
-    wanted=$(apt_for_unpack "$@" --print-uris) || { apt-get -qq update && wanted=$(apt_for_unpack "$@" --print-uris); } || return
+    wanted=$(apt_for_unpack "$@" --print-uris) || { tries apt_get update && wanted=$(apt_for_unpack "$@" --print-uris); } || return
     [ -d "$tree/usr" ] && [ "$wanted" = "$(cat "$dir/packages" 2>/dev/null)" ] && return
     rm -rf "$dir"
     mkdir -p "$debs/partial" "$tree/usr" "$tree/etc"
     # An index that names packages which the mirror has no more is older than the mirror.
     apt_for_unpack "$@" --download-only -o Dir::Cache::archives="$debs" ||
-        { apt-get -qq update && wanted=$(apt_for_unpack "$@" --print-uris) && apt_for_unpack "$@" --download-only -o Dir::Cache::archives="$debs"; } || return
+        { tries apt_get update && wanted=$(apt_for_unpack "$@" --print-uris) && tries apt_for_unpack "$@" --download-only -o Dir::Cache::archives="$debs"; } || return
     for deb in "$debs"/*.deb; do
         # None, where all of them are installed.
         [ ! -e "$deb" ] || dpkg-deb -x "$deb" "$tree" || return
@@ -201,7 +217,7 @@ unpack() {
     printf '%s\n' "$wanted" >"$dir/packages"
 }
 
-apt_for_unpack() { apt-get -qq -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
+apt_for_unpack() { apt_get -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
 
 # in_a_copy FOLDER SCRIPT [ARGUMENT...]: bash on a copy of this machine that is thrown away: an overlay of its files, a network
 # and mount namespace of its own. FOLDER, $work in the script, is the same inside and outside.

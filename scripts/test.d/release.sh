@@ -33,7 +33,7 @@ release_check() {
     local target plugin packages=(-p cnitool -p cni-install)
     for plugin in plugins/*/; do packages+=(-p "plugin-$(basename "$plugin")"); done
     for target; do
-        rustup -q target add "$target" && cargo check --quiet --locked --target "$target" "${packages[@]}" || return
+        tries rustup -q target add "$target" && cargo check --quiet --locked --target "$target" "${packages[@]}" || return
     done
 }
 
@@ -86,9 +86,9 @@ release_archive() (
 release_package() {
     # The copy has no network.
     release_unpack amd64 >/dev/null && mkdir "$work/theirs" || return
-    local get=(apt-get -qq download -o APT::Sandbox::User=root containernetworking-plugins)
+    local get=(apt_get download -o APT::Sandbox::User=root containernetworking-plugins)
     # An index that names a package which the mirror has no more, or none at all.
-    (cd "$work/theirs" && { "${get[@]}" || { apt-get -qq update && "${get[@]}"; }; }) || return
+    (cd "$work/theirs" && { "${get[@]}" || { tries apt_get update && tries "${get[@]}"; }; }) || return
     # shellcheck disable=SC2016
     in_a_copy "$work" '
         sum() { sha256sum <"$1"; }
@@ -141,7 +141,7 @@ release_emulated() (
 release_kubernetes() (
     set -e
     python3 -m venv "$work/venv"
-    "$work/venv/bin/pip" -q install kubernetes-validate
+    tries "$work/venv/bin/pip" -q install kubernetes-validate==1.37.0
     "$work/venv/bin/kubernetes-validate" --strict "$root/docs/kubernetes/daemonset.yaml"
     "$work/venv/bin/python" -c '
 import sys, yaml

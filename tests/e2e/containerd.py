@@ -55,6 +55,16 @@ class Containerd:
             grpc.channel_ready_future(self.channel).result(timeout=30)
         except grpc.FutureTimeoutError as error:
             raise Failed("containerd does not answer:\n" + read("/run/containerd.log")) from error
+        # It answers before CRI knows the pods of the one before.
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self.pods()
+                return
+            except Failed as error:
+                if "not initialized" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
 
     def kill(self):
         self.channel.close()
@@ -65,12 +75,18 @@ class Containerd:
         if not os.path.exists(image.PATH):
             image.build()
         sh("ctr", "-n", namespace, "image", "import", image.PATH)
+        # CRI is told of it, and later.
+        deadline = time.monotonic() + 10
+        while namespace == "k8s.io" and not self.call("ImageStatus", {1: {1: "localhost/pod:1"}}, "Image").get(1):
+            if time.monotonic() > deadline:
+                raise Failed("CRI does not know localhost/pod:1")
+            time.sleep(0.02)
 
     # CRI
 
-    def call(self, method, message=None):
-        """One call of the runtime service. Messages are dicts of field numbers."""
-        call = self.channel.unary_unary(f"/runtime.v1.RuntimeService/{method}")
+    def call(self, method, message=None, service="Runtime"):
+        """One call of a service. Messages are dicts of field numbers."""
+        call = self.channel.unary_unary(f"/runtime.v1.{service}Service/{method}")
         try:
             return decode(call(encode(message or {}), timeout=100))
         except self.grpc.RpcError as error:

@@ -200,5 +200,8 @@ def scenario_kill_9_of_containerd_in_the_middle_of_many_stops(node):
 
 def wait_for_plugins():
     """What a dead daemon had started goes on."""
-    while any(os.path.dirname(program) == BIN for _, program in programs()):
+    deadline = time.monotonic() + 60
+    while left := [program for _, program in programs() if os.path.dirname(program) == BIN]:
+        if time.monotonic() > deadline:
+            raise Failed(f"still running after 60 s: {left}")
         time.sleep(0.01)
