@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use super::expr::{daddr, dnat, dport, fib_daddr_local, iifname, l4proto, masked, nfproto, not, saddr};
 use super::*;
@@ -278,7 +279,10 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
             });
             let mut reader = Nft::open().unwrap();
             let mut seen = BTreeSet::new();
-            for _ in 0..60 {
+            let (mut reads, deadline) = (0, Instant::now() + cni_testkit::patience(Duration::from_secs(20)));
+            // The writer may not have begun when the first sixty are over.
+            while reads < 60 || (seen.len() < 2 && Instant::now() < deadline) {
+                reads += 1;
                 let mut comments: Vec<_> =
                     reader.rules(T, "base").unwrap().into_iter().map(|listed| listed.rule.comment.unwrap()).collect();
                 let len = comments.len();
