@@ -78,13 +78,22 @@ mod tests {
     fn a_boot_began_the_uptime_ago() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir(root.path().join("proc")).unwrap();
+        let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         for (text, expected) in
-            [("100.50 7.00\n", Some(100)), ("0.00 0.00", Some(0)), ("", None), ("-1 0", None), ("x", None)]
+            [("100.50 7.00\n", Some(100_500)), ("0.00 0.00", Some(0)), ("", None), ("-1 0", None), ("x", None)]
         {
             fs::write(root.path().join("proc/uptime"), text).unwrap();
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() as i64;
-            let ago = Host::read(root.path()).booted().map(|(seconds, _)| now - seconds);
-            assert!(ago == expected || ago == expected.map(|ago| ago + 1), "{text:?}: {ago:?}");
+            let before = now();
+            let booted = Host::read(root.path()).booted();
+            let after = now();
+            let booted = booted.map(|(seconds, nanos)| Duration::new(seconds as u64, nanos));
+            match expected.map(Duration::from_millis) {
+                Some(up) => {
+                    let between = booted.is_some_and(|booted| (before..=after).contains(&(booted + up)));
+                    assert!(between, "{text:?}: {booted:?}, between {before:?} and {after:?}");
+                }
+                None => assert_eq!(booted, None, "{text:?}"),
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! ADD: which files are made, who is refused, and what undoing frees.
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::*;
 
@@ -60,13 +61,19 @@ fn exhaustion_is_code_11_with_figures_and_is_found_again_without_reading_the_fol
     for id in ["a", "b", "c", "d", "e"] {
         net.add(id, &pool).unwrap();
     }
+    // Its age is the whole seconds since the whole second of its ctime: 1 s as soon as a new second has begun.
+    let made = UNIX_EPOCH + Duration::from_secs(fs::metadata(net.path("10.0.0.2")).unwrap().ctime() as u64);
+    let age = || SystemTime::now().duration_since(made).unwrap().as_secs();
+    let youngest = age();
     let error = net.add("f", &pool).unwrap_err();
+    let oldest = age();
     assert_eq!(error.code(), Code::TRY_AGAIN);
     assert_eq!(
         error.msg(),
         "failed to allocate for range 0: no IP addresses available in range set: 10.0.0.1-10.0.0.6; 5 of 5 are used"
     );
-    assert!(error.details().contains("10.0.0.2 is held by a eth0 since 0 s"), "{}", error.details());
+    let told = |age| error.details().contains(&format!("10.0.0.2 is held by a eth0 since {age} s"));
+    assert!((youngest..=oldest).any(told), "{youngest} to {oldest} s: {}", error.details());
     let before = fs::read(net.index()).unwrap();
     net.add("f", &pool).unwrap_err();
     assert_eq!(fs::read(net.index()).unwrap(), before, "a second failure in a row reads the index alone");
