@@ -287,11 +287,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
         let _held = acquire(folder.path(), Missing::Create, Sigterm::Ends, DEFAULT_LIMIT, &machine).unwrap().unwrap();
-        let error =
-            acquire(folder.path(), Missing::Create, Sigterm::Ends, Duration::from_millis(30), &machine).unwrap_err();
-        assert_eq!(error.code(), Code::TRY_AGAIN);
+        let refused = || {
+            let limit = Duration::from_millis(30);
+            let error = acquire(folder.path(), Missing::Create, Sigterm::Ends, limit, &machine).unwrap_err();
+            assert_eq!(error.code(), Code::TRY_AGAIN);
+            error.to_string()
+        };
+        // Both looks at the kernel's list can miss a line, as other tests' locks come and go: then once more.
         let me = format!("it is held by process {} (", std::process::id());
-        assert!(error.msg().contains(&me) || error.msg().contains("not visible"), "{error}");
+        let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(&me)).collect();
+        assert!(texts.len() < 20, "{texts:?}");
     }
 
     #[test]

@@ -269,13 +269,20 @@ mod tests {
     fn a_held_lock_ends_in_a_deadline_that_names_the_holder_and_a_free_one_is_had_at_once() {
         with_folder(|folder| {
             let held = acquire(folder, LONG).unwrap();
-            let error = acquire(folder, SHORT).unwrap_err();
-            assert!(error.is_deadline(), "{error}");
-            let text = error.to_string();
-            assert!(text.starts_with(&format!("failed to lock {} for", path(folder).display())), "{text}");
-            assert!(text.contains(&format!(", held by process {} (", std::process::id())), "{text}");
+            let refused = || {
+                let error = acquire(folder, SHORT).unwrap_err();
+                assert!(error.is_deadline(), "{error}");
+                let text = error.to_string();
+                assert!(text.starts_with(&format!("failed to lock {} for", path(folder).display())), "{text}");
+                text
+            };
+            // Both looks at the kernel's list can miss a line, as other tests' locks come and go: then once more.
+            let named = format!(", held by process {} (", std::process::id());
+            let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(&named)).collect();
+            assert!(texts.len() < 20, "{texts:?}");
             drop(held);
-            assert_eq!(acquire(folder, SHORT).unwrap().remark(), None);
+            // Not SHORT: a child that another test has just forked has the locked file too, until its exec.
+            assert_eq!(acquire(folder, LONG).unwrap().remark(), None);
         });
     }
 
