@@ -10,6 +10,7 @@
 //! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
 //!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
 //! - [`patience`]: deadlines of tests, longer where everything is slower.
+//! - [`assert_cost_below`]: how the time that something takes grows, which does not depend on the machine.
 //! - [`deviation`]: what is known to be different in the plugins under test, as data.
 //!
 //! Nothing here is named on the machine: namespaces live by file descriptors, paths to them are symlinks in the
@@ -25,6 +26,7 @@
 )]
 
 mod attachment;
+mod cost;
 pub mod deviation;
 mod invocation;
 mod leftovers;
@@ -39,6 +41,7 @@ mod skip;
 pub mod trace;
 
 pub use attachment::Attachment;
+pub use cost::assert_cost_below;
 pub use invocation::{Invocation, Started};
 pub use node::{Container, Node, Ran};
 pub use outcome::{Failure, Outcome};
