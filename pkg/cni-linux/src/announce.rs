@@ -45,7 +45,23 @@ mod tests {
     use super::*;
     use crate::testing::{in_new_netns, new_netns, output};
     use crate::{Dad, VethSpec};
-    use std::net::IpAddr;
+    use cni_testkit::patience;
+    use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+    use nix::unistd::Pid;
+    use std::net::{IpAddr, UdpSocket};
+    use std::thread::sleep;
+    use std::time::{Duration, Instant};
+
+    /// The calling thread stays on one of its processors. What it sends over a veth pair then arrives in that order, as
+    /// each processor has one queue of what it has sent.
+    fn stay_on_one_processor() {
+        let mine = Pid::from_raw(0);
+        let allowed = sched_getaffinity(mine).unwrap();
+        let first = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap()).unwrap();
+        let mut one = CpuSet::new();
+        one.set(first).unwrap();
+        sched_setaffinity(mine, &one).unwrap();
+    }
 
     #[test]
     fn a_neighbour_that_knew_another_address_is_corrected() {
@@ -68,10 +84,24 @@ mod tests {
             for address in addresses {
                 host.replace_neighbour(veth.index, address, stale).unwrap();
             }
+            stay_on_one_processor();
+            let soon = patience(Duration::from_secs(20));
+            let receiver = UdpSocket::bind("0.0.0.0:7").unwrap();
+            receiver.set_read_timeout(Some(soon)).unwrap();
+            let sender = netns.run(|| UdpSocket::bind("10.1.0.7:0")).unwrap().unwrap();
+            sender.set_broadcast(true).unwrap();
             container.announce(veth.peer_index, mac).unwrap();
+            // What is sent is received later, maybe by another thread of the kernel's. After a packet sent behind it
+            // nothing is under way any more. A broadcast, for which nobody has to ask for a hardware address.
+            sender.send_to(b"x", "10.1.0.255:7").unwrap();
+            receiver.recv(&mut [0]).expect("an ordinary packet arrives");
             assert_eq!(known(), [Some(stale); 2], "not allowed, yet announced");
             netns.run(|| allow("eth0")).unwrap().unwrap();
             container.announce(veth.peer_index, mac).unwrap();
+            let deadline = Instant::now() + soon;
+            while known() != [Some(mac); 2] && Instant::now() < deadline {
+                sleep(Duration::from_millis(1));
+            }
             assert_eq!(known(), [Some(mac); 2], "{}", output("ip neighbour"));
         });
     }

@@ -2,6 +2,7 @@
 
 use std::net::UdpSocket;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
@@ -49,12 +50,10 @@ fn of_others_connections_those_to_the_claimed_port_of_this_host_are_forgotten() 
         let all = ["127.0.0.1:53", "192.0.2.1:53", "192.0.2.1:54", "192.0.2.2:53", "192.0.2.77:53", "[fd00::1]:53"];
         let sockets = all.map(send);
         // Now and then the first packet over IPv6 is not tracked: the address has just been added.
-        for _ in 0..200 {
-            if tracked(&[53, 54]).len() == all.len() {
-                break;
-            }
+        let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
+        while tracked(&[53, 54]).len() < all.len() && Instant::now() < deadline {
             sockets.iter().zip(all).for_each(|(socket, to)| drop(socket.send_to(b"x", to)));
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(tracked(&[53, 54]).len(), all.len(), "{:?}", tracked(&[53, 54]));
         let mut conntrack = Conntrack::open().unwrap();
