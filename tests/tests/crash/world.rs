@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Container, Node, probe};
+use cni_testkit::{Container, Node, patience, probe};
 use serde_json::{Value, json};
 
 use crate::chain::{Chain, Links};
@@ -125,7 +125,7 @@ impl World {
 
     /// The same, from `before` on.
     pub(crate) fn left_after(&self, before: &State) -> Vec<String> {
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + patience(Duration::from_secs(10));
         loop {
             let left = self.state().differs_from(before);
             if left.is_empty() || Instant::now() > deadline {

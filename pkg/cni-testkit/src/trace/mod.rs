@@ -12,13 +12,13 @@
 
 mod registers;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::panic::resume_unwind;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -104,15 +104,22 @@ fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
         | Options::PTRACE_O_EXITKILL;
     ptrace::seize(main, options).expect("to trace our own child");
     started.let_go();
-    let mut tracer = Tracer { plan, main, threads: HashMap::new(), programs: BTreeMap::new(), seen: Seen::default() };
-    let late = AtomicBool::new(false);
+    let (late, alive) = (AtomicBool::new(false), Mutex::new(BTreeSet::from([main])));
+    let (threads, programs, seen) = (HashMap::new(), BTreeMap::new(), Seen::default());
+    let mut tracer = Tracer { plan, main, threads, programs, alive: &alive, seen };
     thread::scope(|scope| {
         let (done, waiting) = mpsc::channel::<()>();
-        let (late, timeout) = (&late, started.timeout());
+        let (late, alive, timeout) = (&late, &alive, crate::patience(started.timeout()));
         scope.spawn(move || {
-            if waiting.recv_timeout(timeout) == Err(mpsc::RecvTimeoutError::Timeout) {
+            let mut until = timeout;
+            while waiting.recv_timeout(until) == Err(mpsc::RecvTimeoutError::Timeout) {
                 late.store(true, Ordering::SeqCst);
-                let _ = kill(main, Signal::SIGKILL);
+                // All, for a child may have outlived the first program, in a process group of its own; and again, for
+                // one that has just been forked is not known yet.
+                for process in alive.lock().unwrap().iter() {
+                    let _ = kill(*process, Signal::SIGKILL);
+                }
+                until = Duration::from_millis(50);
             }
         });
         tracer.run();
@@ -132,6 +139,8 @@ struct Tracer<'p> {
     threads: HashMap<Pid, Pid>,
     /// Each process's program, by file name.
     programs: BTreeMap<Pid, String>,
+    /// The processes that have not been waited for, so that their numbers are still their own.
+    alive: &'p Mutex<BTreeSet<Pid>>,
     seen: Seen,
 }
 
@@ -183,6 +192,7 @@ impl Tracer<'_> {
             self.seen.ended = Some((status, Instant::now()));
         }
         self.threads.remove(&thread);
+        self.alive.lock().unwrap().remove(&thread);
     }
 
     /// The thread's process. One never seen before gets a name: it is a fork.
@@ -197,6 +207,7 @@ impl Tracer<'_> {
         };
         let process = number("Tgid:");
         self.threads.insert(thread, process);
+        self.alive.lock().unwrap().insert(process);
         if process == thread && !self.programs.contains_key(&process) {
             let parent = self.programs.get(&number("PPid:")).cloned().unwrap_or_default();
             self.programs.insert(process, format!("{parent}+fork"));
@@ -319,6 +330,22 @@ mod tests {
         let told = failing.filter(|traced| traced.outcome.stderr.contains("No space left on device"));
         let calls: Vec<String> = told.filter_map(|traced| Some(traced.hit?.call)).collect();
         assert!(calls.iter().any(|call| call == "write"), "{calls:?}");
+    }
+
+    /// Neither is the process that is gone meant, nor does anybody wait for the child for ever.
+    #[test]
+    fn a_child_that_outlives_its_parent_in_a_group_of_its_own_ends_at_the_deadline() {
+        if let Err(reason) = supported() {
+            crate::skip!("{reason}");
+        }
+        let node = Node::new();
+        let call = Invocation::new(&node, "/bin/sh").arg("-c").arg("setsid sleep 1000 &");
+        let call = call.timeout(Duration::from_secs(1));
+        let plan = plan("sleep", u64::MAX, Act::Signal(Signal::SIGKILL));
+        let run = std::panic::AssertUnwindSafe(|| call.traced(&plan));
+        let panic = std::panic::catch_unwind(run).expect_err("it is late");
+        let text = panic.downcast_ref::<String>().expect("a text");
+        assert!(text.starts_with("still running at its deadline"), "{text}");
     }
 
     #[test]
