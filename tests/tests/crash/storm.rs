@@ -78,7 +78,7 @@ impl<'w> Storm<'w> {
             if number >= self.size.crowd || self.complaints.lock().unwrap().len() > 5 {
                 return;
             }
-            self.attachment(&mut dice);
+            self.attachment(&mut dice, number >= self.size.crowd / 2);
             if number % (self.size.crowd / 8).max(1) == 5 {
                 self.collect();
             }
@@ -112,8 +112,15 @@ impl<'w> Storm<'w> {
     }
 
     /// ADD of the list; `None` if it was killed or, being Go's, failed.
-    fn add(&self, chain: &Chain<'_>, go: bool, dice: &mut Dice) -> Option<Links> {
+    fn add(&self, chain: &Chain<'_>, go: bool, late: bool, dice: &mut Dice) -> Option<Links> {
         let doomed = (!go && dice.below(5) == 0).then(|| dice.below(u64::MAX));
+        // Who is doomed may end before it comes to that. Late in the crowd everyone is doomed until one has been hit.
+        let none = |number: &AtomicUsize| !go && late && number.load(Ordering::Relaxed) == 0;
+        let doomed = match doomed {
+            None if none(&self.bereft) => Some(dice.below(u64::MAX) & !1),
+            None if none(&self.killed) => Some(dice.below(u64::MAX) | 1),
+            doomed => doomed,
+        };
         // Those that have a child: bridge, and portmap where iptables is a program.
         let parents = if self.world.backend.program().is_some() { &["bridge", "portmap"][..] } else { &["bridge"] };
         let doomed = doomed.map(|fate| {
@@ -143,14 +150,14 @@ impl<'w> Storm<'w> {
         Some(links)
     }
 
-    fn attachment(&self, dice: &mut Dice) {
+    fn attachment(&self, dice: &mut Dice, late: bool) {
         let container = self.world.node.container();
         let go = self.whose == Whose::Mixed && dice.below(3) == 0;
         let ours = Chain::new(self.world, &container);
         let chain = if go { Chain::new(self.world, &container).by(go_bin_dir()) } else { ours };
         let added = {
             let _quiet = self.quiet.read().unwrap();
-            let added = self.add(&chain, go, dice);
+            let added = self.add(&chain, go, late, dice);
             if let Some(links) = &added {
                 // Whoever made it, it is ours to check.
                 self.came(&container, chain.clone().by(bin_dir()), links);
