@@ -13,13 +13,16 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use cni_testkit::patience;
+use nix::sys::stat::{major, minor};
+use nix::sys::statfs::{BTRFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, statfs};
 
 use crate::judge::ORPHAN;
 use crate::world::World;
 
 /// Looks until `done`; what there is to be complained of.
 pub(crate) fn watch(world: &World, done: &AtomicBool) -> Vec<String> {
-    let ours: BTreeSet<u64> = world.lock_files().iter().filter_map(|path| inode(world, path)).collect();
+    let files = world.lock_files();
+    let ours = world.node.enter(|| files.iter().filter_map(|path| Lock::of(path)).collect());
     let (mut since, mut complaints) = (HashMap::new(), Vec::new());
     while !done.load(Ordering::Relaxed) && complaints.is_empty() {
         let now = Instant::now();
@@ -36,27 +39,57 @@ pub(crate) fn watch(world: &World, done: &AtomicBool) -> Vec<String> {
     complaints
 }
 
-fn inode(world: &World, path: &Path) -> Option<u64> {
-    world.node.enter(|| fs::metadata(path).ok().map(|file| file.ino()))
+/// A file that is locked, as `/proc/locks` tells which one it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Lock {
+    /// Of other nodes' files many have the same inode, each on a tmpfs of its own. `None` where the file system shows
+    /// another device there than in `stat`.
+    device: Option<(u64, u64)>,
+    inode: u64,
 }
 
-/// Inode and holder of these locks that somebody waits for and whose holder is dead.
-fn dead_holders(locks: &str, ours: &BTreeSet<u64>) -> BTreeSet<(u64, u32)> {
+impl Lock {
+    fn of(path: &Path) -> Option<Lock> {
+        let (file, system) = (fs::metadata(path).ok()?, statfs(path).ok()?.filesystem_type());
+        let differs = [BTRFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC].contains(&system);
+        Some(Lock { device: (!differs).then(|| (major(file.dev()), minor(file.dev()))), inode: file.ino() })
+    }
+
+    /// Whether `fe:00:456` is this file.
+    fn is(&self, file: &str) -> bool {
+        let [major, minor, inode] = file.split(':').collect::<Vec<_>>()[..] else { return false };
+        let hex = |digits| u64::from_str_radix(digits, 16);
+        let same = self.device.is_none_or(|device| (hex(major), hex(minor)) == (Ok(device.0), Ok(device.1)));
+        same && inode.parse() == Ok(self.inode)
+    }
+}
+
+/// Which of these locks somebody waits for though its holder is dead, and the holder.
+fn dead_holders(locks: &str, ours: &BTreeSet<Lock>) -> BTreeSet<(Lock, u32)> {
     // `1: FLOCK  ADVISORY  WRITE 123 fe:00:456 0 EOF`, and below it, of who waits for it, `1: -> FLOCK …`.
     let words: Vec<Vec<&str>> = locks.lines().map(|line| line.split_whitespace().collect()).collect();
     let awaited: BTreeSet<&str> = words.iter().filter(|line| line.get(1) == Some(&"->")).map(|line| line[0]).collect();
     let held = words.iter().filter(|line| line.get(1) == Some(&"FLOCK") && awaited.contains(line[0]));
     let holders = held.filter_map(|line| {
-        let inode: u64 = line.get(5)?.rsplit(':').next()?.parse().ok()?;
-        Some((inode, line.get(4)?.parse().ok()?))
+        let lock = ours.iter().find(|lock| line.get(5).is_some_and(|file| lock.is(file)))?;
+        Some((*lock, line.get(4)?.parse().ok()?))
     });
-    holders.filter(|(inode, holder)| ours.contains(inode) && !lives(*holder)).collect()
+    holders.filter(|(_, holder)| !lives(*holder)).collect()
 }
 
 fn lives(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());
     state.is_some_and(|state| !matches!(state, "Z" | "X"))
+}
+
+#[test]
+fn a_file_of_the_same_inode_on_another_device_is_not_meant() {
+    // No process has such a number.
+    let locks = "1: FLOCK  ADVISORY  WRITE 4294967295 fe:0a:77 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 1 fe:0a:77 0 EOF\n";
+    let found = |device, inode| dead_holders(locks, &BTreeSet::from([Lock { device, inode }])).len();
+    assert_eq!([found(Some((0xfe, 10)), 77), found(None, 77)], [1, 1]);
+    assert_eq!([found(Some((0xfe, 11)), 77), found(Some((0xfe, 10)), 78), found(None, 78)], [0, 0, 0]);
 }
 
 /// A program takes a lock and dies; who lives on has the descriptor too, and another one waits.
@@ -75,7 +108,7 @@ fn a_dead_holder_is_seen() {
     std::io::BufRead::read_line(&mut out, &mut told).unwrap();
     holder.wait().unwrap();
     let mut waiting = Command::new("flock").arg(&path).arg("true").spawn().unwrap();
-    let ours = BTreeSet::from([fs::metadata(&path).unwrap().ino()]);
+    let ours = BTreeSet::from([Lock::of(&path).unwrap()]);
     let deadline = Instant::now() + patience(Duration::from_secs(5));
     let seen = loop {
         let seen = dead_holders(&fs::read_to_string("/proc/locks").unwrap(), &ours);
