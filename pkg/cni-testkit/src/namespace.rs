@@ -6,10 +6,12 @@
 use std::fs::File;
 use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::Once;
 use std::thread;
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Runs `f` on a fresh thread and returns what it returns; a panic in it continues here.
 fn on_a_thread<T: Send>(f: impl FnOnce() -> T + Send) -> T {
@@ -34,6 +36,8 @@ pub(crate) fn network() -> File {
 /// A new network namespace and, with it, a mount namespace in which the folders that CNI writes to by default are
 /// empty and private, and `/sys` shows the new network namespace.
 pub(crate) fn node() -> (File, File) {
+    static LIMIT: Once = Once::new();
+    LIMIT.call_once(allow_many_descriptors);
     on_a_thread(|| {
         unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
             .expect("to make network and mount namespaces: run as root or by scripts/test");
@@ -49,6 +53,13 @@ pub(crate) fn node() -> (File, File) {
         let _ = mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), none);
         (open("net"), open("mnt"))
     })
+}
+
+/// Each running plugin and each container takes some of this process's descriptors, and 1024, the usual soft limit, is
+/// less than what a crowd of plugins needs beside other tests. The hard limit is what the administrator allows.
+fn allow_many_descriptors() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("a process has limits");
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).expect("a process may raise its soft limit to the hard one");
 }
 
 /// Runs `f` on a fresh thread inside the two namespaces. Programs that it starts are born there.
