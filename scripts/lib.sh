@@ -139,16 +139,17 @@ list() {
 
 # tries COMMAND...: what a mirror or a network may refuse for a moment, three times at most.
 tries() {
-    local wait
-    for wait in 5 15 0; do
+    local seconds
+    for seconds in 5 15; do
         "$@" && return
-        sleep "$wait"
+        say "once more in $seconds s: $*" >&2
+        sleep "$seconds"
     done
-    return 1
+    "$@"
 }
 
-# apt-get, which waits for whoever has its lock.
-apt_get() { apt-get -qq -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300 "$@"; }
+# apt-get, which waits for another one that is installing. For one that fetches an index it does not.
+apt_get() { apt-get -qq -o DPkg::Lock::Timeout=100 "$@"; }
 
 # What is to be installed can be. An index that could not be fetched is no error of `update`, so both are tried again.
 can_install() { apt_get update && apt_get --simulate install --no-install-recommends "${packages[@]}"; }

@@ -33,6 +33,7 @@ release_check() {
     local target plugin packages=(-p cnitool -p cni-install)
     for plugin in plugins/*/; do packages+=(-p "plugin-$(basename "$plugin")"); done
     for target; do
+        has rustup || { say "no rustup, so no target $target"; return 1; }
         tries rustup -q target add "$target" && cargo check --quiet --locked --target "$target" "${packages[@]}" || return
     done
 }

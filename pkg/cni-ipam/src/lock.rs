@@ -293,10 +293,7 @@ mod tests {
             assert_eq!(error.code(), Code::TRY_AGAIN);
             error.to_string()
         };
-        // Both looks at the kernel's list can miss a line, as other tests' locks come and go: then once more.
-        let me = format!("it is held by process {} (", std::process::id());
-        let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(&me)).collect();
-        assert!(texts.len() < 20, "{texts:?}");
+        cni_testkit::locks::assert_named(&format!("it is held by process {} (", std::process::id()), refused);
     }
 
     #[test]

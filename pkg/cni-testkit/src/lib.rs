@@ -6,6 +6,7 @@
 //!   print the whole call when they fail. Configurations sent and results received are validated by JSON Schema.
 //! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a whole life.
 //! - [`trace`]: a run in which one system call is a program's last, or fails.
+//! - [`locks`]: who holds one and who waits, as the kernel tells.
 //! - [`program`]: scripts and copies that can be run as soon as they are written.
 //! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
 //!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
@@ -30,6 +31,7 @@ mod cost;
 pub mod deviation;
 mod invocation;
 mod leftovers;
+pub mod locks;
 mod namespace;
 mod node;
 mod outcome;
@@ -49,6 +51,16 @@ pub use patience::{crowd, patience, rounds};
 pub use skip::{skipped, unprovoked};
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Says that it is over when it goes, by a panic too: to threads that work until then, and are waited for.
+pub struct Ended<'a>(pub &'a AtomicBool);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
 
 /// The folder of the plugins under test: `CNI_BIN_DIR`, else the one this test was built into.
 ///

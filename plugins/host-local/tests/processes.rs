@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use cni_testkit::{crowd, patience};
+use cni_testkit::{crowd, locks};
 use serde_json::{Value, json};
 
 const OURS: &str = env!("CARGO_BIN_EXE_host-local");
@@ -174,10 +174,7 @@ fn a_lock_that_is_never_given_back_ends_the_wait_with_its_holders_pid() {
             assert_eq!(error["code"], 11, "{error}");
             error["msg"].as_str().unwrap().to_owned()
         };
-        // Both looks at the kernel's list can miss a line, as other tests' locks come and go: then once more.
-        let holder = format!("it is held by process {} (", std::process::id());
-        let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(&holder)).collect();
-        assert!(texts.len() < 20, "{texts:?}");
+        locks::assert_named(&format!("it is held by process {} (", std::process::id()), refused);
     }
     assert_eq!(net.reservations(), ["10.0.0.2"]);
 }
@@ -191,13 +188,7 @@ fn sigterm_ends_the_wait_for_the_lock() {
     lock.lock().unwrap();
     let mut child = net.start(OURS, "ADD", "b");
     feed(&mut child, &conf);
-    // It is in the kernel's queue as soon as /proc/locks shows it; there is no event for that.
-    let deadline = Instant::now() + patience(Duration::from_secs(20));
-    let waiter = format!(" {} ", child.id());
-    while !fs::read_to_string("/proc/locks").unwrap().lines().any(|l| l.contains("->") && l.contains(&waiter)) {
-        assert!(Instant::now() < deadline, "it never waited");
-        std::thread::yield_now();
-    }
+    locks::wait_until_waiting(child.id());
     let pid = nix::unistd::Pid::from_raw(i32::try_from(child.id()).unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
     let output = child.wait_with_output().unwrap();

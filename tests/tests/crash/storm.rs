@@ -11,7 +11,7 @@ use std::sync::{Mutex, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Container, Outcome, Started, bin_dir, crowd, go_bin_dir, probe, require};
+use cni_testkit::{Container, Ended, Outcome, Started, bin_dir, crowd, go_bin_dir, probe, require};
 use conformance::addresses;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -325,14 +325,6 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
 }
 
 /// Says so when it is dropped.
-struct Ended<'a>(&'a AtomicBool);
-
-impl Drop for Ended<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Whether a call's fate is to lose its child.
 fn is_a_childs(fate: u64) -> bool {
     fate.is_multiple_of(2)

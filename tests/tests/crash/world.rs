@@ -125,7 +125,7 @@ impl World {
 
     /// The same, from `before` on.
     pub(crate) fn left_after(&self, before: &State) -> Vec<String> {
-        let deadline = Instant::now() + patience(Duration::from_secs(10));
+        let deadline = Instant::now() + patience(Duration::from_secs(10)).min(Duration::from_secs(60));
         loop {
             let left = self.state().differs_from(before);
             if left.is_empty() || Instant::now() > deadline {

@@ -38,7 +38,7 @@ fn call<'n>(node: &'n Node, folder: &Path, verb: &str, extra: Value) -> Invocati
 
 /// A script that sleeps is waited for in vain, for long enough to do what it does before; any other for as long as it takes.
 fn timeout_of(script: &str) -> Value {
-    let seconds = cni_testkit::patience(Duration::from_millis(500)).as_secs().max(1);
+    let seconds = cni_testkit::patience(Duration::from_secs(1)).as_secs().min(10);
     if script.contains("sleep") { json!({"delegateTimeout": seconds}) } else { json!({}) }
 }
 

@@ -6,8 +6,6 @@ use cni_testkit::{Attachment, Invocation, Node, probe, require};
 use conformance::{attach, bridge, host_local, layer2, loopback, patched};
 use serde_json::{Value, json};
 
-use crate::host_local::store::wait_until_locked;
-
 fn newest(config: Value) -> Value {
     patched(config, json!({"cniVersion": "1.1.0"}))
 }
@@ -176,7 +174,7 @@ fn a_held_lock_is_not_waited_for() {
     let (container, attachment, _) = attach(&node, &config, 1).remove(0);
     let lock = node.data_dir().join("net1/lock");
     let holder = Invocation::new(&node, "/usr/bin/flock").arg(&lock).arg("-c").arg("read x").start();
-    wait_until_locked(&node, &lock);
+    cni_testkit::locks::wait_until_locked(&lock);
     let answer = std::panic::catch_unwind(|| status(&node, &config).success());
     holder.finish();
     assert!(answer.is_ok(), "see above");

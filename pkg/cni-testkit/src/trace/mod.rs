@@ -109,7 +109,7 @@ fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
     let mut tracer = Tracer { plan, main, threads, programs, alive: &alive, seen };
     thread::scope(|scope| {
         let (done, waiting) = mpsc::channel::<()>();
-        let (late, alive, timeout) = (&late, &alive, crate::patience(started.timeout()));
+        let (late, alive, timeout) = (&late, &alive, crate::patience(started.timeout()).min(Duration::from_secs(300)));
         scope.spawn(move || {
             let mut until = timeout;
             while waiting.recv_timeout(until) == Err(mpsc::RecvTimeoutError::Timeout) {
@@ -139,7 +139,8 @@ struct Tracer<'p> {
     threads: HashMap<Pid, Pid>,
     /// Each process's program, by file name.
     programs: BTreeMap<Pid, String>,
-    /// The processes that have not been waited for, so that their numbers are still their own.
+    /// The processes that have not been waited for, so that their numbers are still their own; but for the moment between
+    /// the wait and its entry here.
     alive: &'p Mutex<BTreeSet<Pid>>,
     seen: Seen,
 }

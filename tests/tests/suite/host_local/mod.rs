@@ -7,6 +7,6 @@ mod life;
 mod ranges;
 mod reboot;
 mod requested;
-pub(crate) mod store;
+mod store;
 mod surroundings;
 mod unread;

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cni_testkit::trace::{self, Act, Plan};
 use cni_testkit::{Attachment, Container, Node, probe, require};
@@ -277,7 +277,11 @@ fn kept(change: impl FnOnce(&Machine, &Path)) {
     let folder = machine.node.data_dir().join("net1");
     // What is changed in the tick of the kernel's clock in which it was made looks unchanged on kernels before 6.13.
     let made = fs::read_dir(&folder).unwrap().map(|entry| changed_at(&entry.unwrap().path())).max().unwrap();
-    while changed_at(&machine.node.file("now", "")) <= made {}
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while changed_at(&machine.node.file("now", "")) <= made {
+        assert!(Instant::now() < deadline, "the clock stands still");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     change(&machine, &folder);
     all[0].1.status().fails_with(50, "");
     full(&machine.node, &config);

@@ -1,10 +1,11 @@
 //! What is on disk: a node may be switched between the Go plugins and these at any time, with pods running.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use cni_testkit::locks::{wait_until_locked, wait_until_waiting};
 use cni_testkit::{Attachment, Invocation, Node, probe, require};
 use conformance::{address, addresses, attach, host_local, patched};
 use serde_json::json;
@@ -156,20 +157,13 @@ fn a_lock_that_is_held_is_waited_for() {
     let node = Node::new();
     let lock = node.file("networks/net1/lock", "");
     let holder = Invocation::new(&node, "/usr/bin/flock").arg(&lock).arg("-c").arg("echo held; read x").start();
-    wait_until_locked(&node, &lock);
+    wait_until_locked(&lock);
     let container = node.container();
     let config = host_local(&node, &["10.1.0.0/24"]);
     let waiting = node.plugin("host-local").command("ADD").container(&container).config(&config);
     let mut waiting = waiting.start();
     waiting.release();
-    // Until it stands in the kernel's queue: `12: -> FLOCK ... 08:01:4711 ...`.
-    let inode = format!(":{} ", fs::metadata(&lock).unwrap().ino());
-    let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(20));
-    let waits = |line: &str| line.contains("->") && line.contains(&inode);
-    while !fs::read_to_string("/proc/locks").unwrap().lines().any(waits) {
-        assert!(Instant::now() < deadline, "it never waited");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until_waiting(waiting.pid());
     assert_eq!(node.reservations("net1"), [], "nobody reserves without the lock");
     holder.finish();
     waiting.finish().success();
@@ -182,7 +176,7 @@ fn a_lock_that_is_never_released_is_an_error_in_time() {
     let node = Node::new();
     let lock = node.file("networks/net1/lock", "");
     let holder = Invocation::new(&node, "/usr/bin/flock").arg(&lock).arg("-c").arg("echo held; read x").start();
-    wait_until_locked(&node, &lock);
+    wait_until_locked(&lock);
     let container = node.container();
     let config = patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"lockTimeout": 1}}));
     let began = Instant::now();
@@ -191,14 +185,4 @@ fn a_lock_that_is_never_released_is_an_error_in_time() {
     holder.finish();
     assert!(failure.is_ok(), "see above");
     assert!(began.elapsed() < cni_testkit::patience(Duration::from_secs(8)));
-}
-
-/// The kernel's own list of locks says when the holder has it.
-pub(crate) fn wait_until_locked(node: &Node, lock: &Path) {
-    let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
-    let path = lock.to_str().unwrap();
-    while node.run(&["flock", "-n", path, "true"]).ok {
-        assert!(Instant::now() < deadline, "nobody took {path}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }

@@ -276,10 +276,7 @@ mod tests {
                 assert!(text.starts_with(&format!("failed to lock {} for", path(folder).display())), "{text}");
                 text
             };
-            // Both looks at the kernel's list can miss a line, as other tests' locks come and go: then once more.
-            let named = format!(", held by process {} (", std::process::id());
-            let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(&named)).collect();
-            assert!(texts.len() < 20, "{texts:?}");
+            cni_testkit::locks::assert_named(&format!(", held by process {} (", std::process::id()), refused);
             drop(held);
             // Not SHORT: a child that another test has just forked has the locked file too, until its exec.
             assert_eq!(acquire(folder, LONG).unwrap().remark(), None);

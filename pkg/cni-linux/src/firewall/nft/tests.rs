@@ -277,6 +277,7 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
                     writer.commit(fill("even")).unwrap();
                 }
             });
+            let _ended = cni_testkit::Ended(&stop);
             let mut reader = Nft::open().unwrap();
             let mut seen = BTreeSet::new();
             let (mut reads, deadline) = (0, Instant::now() + cni_testkit::patience(Duration::from_secs(20)));
@@ -289,7 +290,6 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
                 comments.dedup();
                 seen.insert((len, comments.concat()));
             }
-            stop.store(true, Ordering::Relaxed);
             assert_eq!(seen, BTreeSet::from([(400, "even".to_owned()), (400, "odd".to_owned())]));
         });
     });
