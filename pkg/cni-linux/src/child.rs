@@ -92,12 +92,14 @@ impl Running {
         deadline: Option<Instant>,
     ) -> Result<Output, RunError> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
-        let mut input = child.stdin;
+        let (mut input, mut has_ended) = (child.stdin, false);
         loop {
             if ended_by_sigterm(machine, child) {
                 return Err(RunError::Terminated);
             }
-            self.exit = match self.process.try_wait() {
+            // A debugger may still hold what has ended: then only a wait that sleeps does not ask for ever.
+            let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
+            self.exit = match exit {
                 // std does not ask again; the wait below ends at once if the child has.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
@@ -129,6 +131,7 @@ impl Running {
             fds.extend(reading.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
             fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
             wait_ready(&mut fds, left).map_err(RunError::Io)?;
+            has_ended = self.ended.is_some() && fds[1].any() == Some(true);
         }
     }
 }

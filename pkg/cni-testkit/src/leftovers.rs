@@ -15,7 +15,7 @@ use crate::Node;
 /// One line for each thing left. Waits a little where something is: the kernel ends namespaces, and the links in
 /// them, some time after their last holder has gone, one after the other for all tests that run.
 pub(crate) fn of(node: &Node) -> Vec<String> {
-    let deadline = Instant::now() + crate::patience(Duration::from_secs(30)).min(Duration::from_secs(60));
+    let deadline = Instant::now() + crate::patience(Duration::from_secs(10)).min(Duration::from_secs(60));
     loop {
         let left: Vec<String> = [links(node), stored(node), nft(node), legacy(node)].concat();
         if left.is_empty() || Instant::now() > deadline {
