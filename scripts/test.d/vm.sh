@@ -40,20 +40,33 @@ vm_part() {
     # shellcheck disable=SC2016  # for the shell in the virtual machine
     step "a virtual machine" scripts/vm -t 120 -- bash -c 'ip link add dummy0 type dummy && ip link add br0 type bridge vlan_filtering 1' || return 0
     step "what scripts/vm promises" scripts/vm.d/check && figures "$work/step"
-    local cpus names=()
+    local names=()
     if [ "${CNI_TEST_VM:-}" = skipped ]; then
         mapfile -t names < <(sed -n 's/^SKIP \([a-z_0-9]*::[a-z_0-9:]*[a-z_0-9]\): .*/\1/p' "$work/skips" | grep -vE '^(cnitool|operator|install|paths|docs)::' | sort -u)
         names+=(vlan:: trunk::)
     fi
-    cpus=$(($(nproc) < 4 ? $(nproc) : 4))
-    # Programs start 20 times slower there. More tests than processors: tests wait, for answers that do not come.
-    # Of tests that compute with inputs made up, nothing is the kernel's: a few inputs will do.
-    tests "on a kernel with every feature" "$work/vm" \
-        env CNI_BIN_DIR="$work/bin" CNI_TEST_REQUIRE=all CNI_TEST_SLOW=20 PROPTEST_CASES=8 RUST_TEST_THREADS=$((2 * cpus)) \
-        scripts/vm -c "$cpus" -m 4096 -t 3600 -- scripts/vm.d/tests "$work/vm-tests" ${names[@]+"${names[@]}"}
+    tests "on a kernel with every feature" "$work/vm" vm_halves ${names[@]+"${names[@]}"}
     figures "$work/vm.err"
     [ "$(sum passed "$work/vm")" -gt 0 ] || { count 0 1 0 "$SECONDS"; say "  not one test ran"; }
 }
+
+# vm_halves [NAME...]: every second test in one virtual machine, the others in another, at once: a machine has one processor.
+# What they print comes one after the other.
+vm_halves() (
+    running=() status=0
+    trap 'kill "${running[@]}"; exit 130' INT TERM HUP
+    for half in 1 2; do
+        # Programs start 20 times slower there. More tests than processors: tests wait, for answers that do not come.
+        # Of tests that compute with inputs made up, nothing is the kernel's: a few inputs will do.
+        env CNI_BIN_DIR="$work/bin" CNI_TEST_REQUIRE=all CNI_TEST_SLOW=20 PROPTEST_CASES=8 RUST_TEST_THREADS=2 \
+            scripts/vm -m 4096 -t 3000 -- scripts/vm.d/tests "$work/vm-tests" "$half/2" "$@" >"$work/vm.$half" 2>"$work/vm.$half.log" &
+        running+=($!)
+    done
+    for half in "${running[@]}"; do wait "$half" || status=1; done
+    cat "$work"/vm.[12]
+    cat "$work"/vm.[12].log >&2
+    exit "$status"
+)
 
 # Debian's Vagrant (10 MB), in a copy of this machine, asks of each setting whether it exists; of the providers' own ones it
 # cannot, for they are no part of it.
