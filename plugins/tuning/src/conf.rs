@@ -313,7 +313,7 @@ mod tests {
             (r#","mtu":4294967296"#, 7, "invalid mtu 4294967296 "),
             (r#","txQLen":-1"#, 7, "invalid txQLen -1 "),
             (r#","args":{"cni":{"txQLen":-5}}"#, 7, "invalid txQLen -5 "),
-            (r#","sysctl":{"kernel.hostname":"x"}"#, 7, "invalid net sysctl key: \"kernel.hostname\""),
+            (r#","sysctl":{"kernel.hostname":"x"}"#, 7, "invalid net sysctl key: \"kernel/hostname\""),
             (r#","sysctl":{"net.a":1}"#, 6, "failed to load netconf: sysctl.net.a: expected a string"),
             (r#","sysctl":["net.a"]"#, 6, "failed to load netconf: sysctl: expected a map"),
             (r#","args":{"cni":{"sysctl":5}}"#, 6, "failed to load netconf: args.cni.sysctl: expected a map"),

@@ -36,11 +36,12 @@ impl Key {
     /// Reads a key for the interface `ifname`; an empty one leaves `IFNAME` as it is.
     ///
     /// # Errors
-    /// Code 7, Go's text and the value, for everything that is not below `net`.
+    /// Code 7, Go's text, and as details the key as written and the value, for everything that is not below `net`.
     pub(crate) fn new(written: &str, value: &str, ifname: &str) -> Result<Key> {
         let invalid = |why: &str| {
-            let (key, value) = (shown(written), shown(value));
-            Err(Error::config(format!("invalid net sysctl key: {key}")).with_details(format!("value {value}: {why}")))
+            let (key, written, value) = (shown(&as_go_reports(written, ifname)), shown(written), shown(value));
+            let details = format!("sysctl {written}, value {value}: {why}");
+            Err(Error::config(format!("invalid net sysctl key: {key}")).with_details(details))
         };
         let readings: Vec<Reading> = spellings(written).filter_map(|named| Reading::new(named, ifname)).collect();
         if readings.is_empty() {
@@ -97,6 +98,12 @@ fn spellings(written: &str) -> impl Iterator<Item = String> {
     };
     let other = Some(other).filter(|other| *other != go);
     std::iter::once(go).chain(other)
+}
+
+/// The key as Go's error has it since 1.9: with slashes and the interface's name.
+fn as_go_reports(written: &str, ifname: &str) -> String {
+    let key = written.replace('.', "/");
+    if ifname.is_empty() { key } else { key.replacen(PLACEHOLDER, ifname, 1) }
 }
 
 /// The other spelling of the same name.
@@ -191,9 +198,12 @@ mod tests {
         for written in hostile {
             let error = Key::new(written, "the value", "eth0").unwrap_err();
             assert_eq!(error.code(), cni::Code::INVALID_CONFIG, "{}", shown(written));
-            let begin = format!("invalid net sysctl key: {}", shown(written));
-            assert!(error.msg().starts_with(&begin) && error.details().contains("the value"), "{}", shown(written));
-            assert!(error.msg().len() < 300);
+            let text = format!("invalid net sysctl key: {}", shown(&as_go_reports(written, "eth0")));
+            assert_eq!(error.msg(), text);
+            for part in [&shown(written), "the value"] {
+                assert!(error.details().contains(part), "{}", error.details());
+            }
+            assert!(error.msg().len() < 300 && error.details().len() < 400);
         }
         // The skeleton lets no such CNI_IFNAME pass; this room does not rely on it.
         for ifname in ["..", ".", "a/../../../x", "\0"] {

@@ -184,8 +184,11 @@ fn what_is_not_below_net_is_refused_before_any_change() {
 fn go_s_text_for_a_key_outside_net() {
     let node = Node::new();
     let container = pod(&node);
-    let attachment = tuned(&node, &container, one("kernel.hostname", "x"));
-    attachment.add_after(&prev(&container)).fails_with(7, "invalid net sysctl key: \"kernel.hostname\"");
+    for (key, text) in [("kernel.hostname", "kernel/hostname"), ("kernel/IFNAME.x", "kernel/eth0/x")] {
+        let attachment = tuned(&node, &container, one(key, "x"));
+        let said = attachment.add_after(&prev(&container)).fails_with(7, "invalid net sysctl key").msg;
+        assert_eq!(said, format!("invalid net sysctl key: \"{text}\""));
+    }
 }
 
 #[test]
