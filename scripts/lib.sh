@@ -53,17 +53,20 @@ cross_arch() {
     esac
 }
 
+# Where Debian's package installs the Go plugins: release 1.1.1 in Debian 12 and 13.
+installed_go_plugins=/usr/lib/cni
+
 # What is noted as missing until install_missing: in words, as Debian packages, as parts of the Rust toolchain, how Rust
 # is to be had (rustup, apt, rustup.rs), and, for what no script can get, how to get it.
 missing=() packages=() components=() rust_from='' hints=()
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$root/Cargo.toml")
 
-# need PROGRAM...: notes what is missing. Go's plugins are `go-plugins`.
+# need PROGRAM...: notes what is missing. `go-plugins` are those that Debian installs.
 need() {
     local program
     for program; do
         if [ "$program" = go-plugins ]; then
-            [ -x "${CNI_GO_BIN_DIR:-/usr/lib/cni}/bridge" ] || { missing+=("the Go plugins") packages+=(containernetworking-plugins); }
+            [ -x "$installed_go_plugins/bridge" ] || { missing+=("the Go plugins") packages+=(containernetworking-plugins); }
         elif ! has "$program"; then
             missing+=("$program")
             # shellcheck disable=SC2207  # a list of words on purpose
@@ -219,6 +222,69 @@ unpack() {
 }
 
 apt_for_unpack() { apt_get -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
+
+# The Go plugins to compare with: Debian's package of another release than the installed one, fetched and unpacked, never
+# installed. The pin is here alone. To move it when the mirrors have a newer one: its version, path
+# and SHA256 are in unstable's index (https://packages.debian.org/sid/containernetworking-plugins); then run scripts/test and
+# change the column of releases in tests/divergences.txt.
+go_pinned=1.9.1
+go_package=containernetworking-plugins_$go_pinned+ds1-1_amd64.deb
+go_package_sha256=12857dd3136d61e00bffcc2c8823d14df586e94406098326e02846cfa46a058e
+go_package_folder=pool/main/g/golang-github-containernetworking-plugins
+
+# get_go_plugins: sets and exports CNI_GO_BIN_DIR, unless the caller has set it: to the pinned release, which is fetched if it is
+# not in target/go-plugins (cni_testkit::go_bin_dir looks there too); to the installed one where the pinned one cannot be had.
+# The reason is then in `no_go_package`. Prints nothing.
+# shellcheck disable=SC2034  # no_go_package: for the script that calls it
+get_go_plugins() {
+    local dir
+    dir=$(realpath -m -- "${CARGO_TARGET_DIR:-$root/target}")/go-plugins
+    no_go_package=''
+    [ -z "${CNI_GO_BIN_DIR:-}" ] || return 0
+    export CNI_GO_BIN_DIR=$dir/usr/lib/cni
+    [ "$(cat "$dir/package" 2>/dev/null)" = "$go_package $go_package_sha256" ] || fetch_go_plugins "$dir" || CNI_GO_BIN_DIR=$installed_go_plugins
+}
+
+# The mirrors are those of this machine's own package sources. The checksum decides, so no index of unstable is needed.
+fetch_go_plugins() {
+    local dir=$1 helper=/usr/lib/apt/apt-helper arch site sites
+    arch=$(dpkg --print-architecture 2>/dev/null)
+    if [ ! -x "$helper" ] || [ -z "$arch" ]; then
+        no_go_package="$go_package is fetched by apt, which this machine does not have"
+        return 1
+    fi
+    case $go_package in
+        *"_$arch.deb") ;;
+        *) no_go_package="$go_package is not for $arch"; return 1 ;;
+    esac
+    # shellcheck disable=SC2016  # of apt's
+    mapfile -t sites < <(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Component: main' 2>/dev/null | sort -u)
+    rm -rf "$dir" "$dir.new"
+    mkdir -p "$dir.new"
+    for site in ${sites[@]+"${sites[@]}"}; do
+        # Its own user need not reach this folder.
+        "$helper" -o APT::Sandbox::User=root -o Acquire::Retries=2 download-file \
+            "$site/$go_package_folder/${go_package//+/%2b}" "$dir.new/package.deb" "SHA256:$go_package_sha256" >>"$dir.new/log" 2>&1 || continue
+        dpkg-deb -x "$dir.new/package.deb" "$dir.new" || break
+        printf '%s %s\n' "$go_package" "$go_package_sha256" >"$dir.new/package"
+        rm "$dir.new/package.deb" "$dir.new/log"
+        mv "$dir.new" "$dir"
+        return
+    done
+    # shellcheck disable=SC2034  # for the script that calls get_go_plugins
+    no_go_package="no mirror of this machine's package sources has $go_package with the pinned checksum (scripts/lib.sh says how to move the pin): $(grep '^E:' "$dir.new/log" 2>/dev/null | head -n 1)"
+    rm -rf "$dir.new"
+    return 1
+}
+
+# go_release DIR: the release of the Go plugins in DIR, as tests/divergences.txt names it. Debian's builds do not know their
+# version; what is told apart here is the newest version of the specification that they speak.
+go_release() {
+    case $(CNI_COMMAND=VERSION "$1/bridge" </dev/null 2>/dev/null) in
+        *'"1.1.0"'*) echo "$go_pinned" ;;
+        *) echo 1.1.1 ;;
+    esac
+}
 
 # in_a_copy FOLDER SCRIPT [ARGUMENT...]: bash on a copy of this machine that is thrown away: an overlay of its files, a network
 # and mount namespace of its own. FOLDER, $work in the script, is the same inside and outside.

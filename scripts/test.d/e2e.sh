@@ -26,7 +26,7 @@ e2e_part() {
     fi
     step "runtimes fetched and unpacked" unpack "$dir" "${e2e_packages[@]}" || return 0
     tests "real runtimes" "$work/e2e" /usr/bin/python3 -B tests/e2e/run \
-        --packages "$dir/root" --plugins "$work/bin" --go "${CNI_GO_BIN_DIR:-/usr/lib/cni}" --report "$work/e2e.report"
+        --packages "$dir/root" --plugins "$work/bin" --go "$CNI_GO_BIN_DIR" --report "$work/e2e.report"
     say "  scenario, time, what was left afterwards:"
     sed 's/^/  /' "$work/e2e.report"
 }

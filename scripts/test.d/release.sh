@@ -76,12 +76,12 @@ release_archive() (
     sha256sum --quiet -c SHA256SUMS
     grep -q '^======== tokio ' LICENSES-THIRD-PARTY
     mkdir "$work/node"
-    cp "${CNI_GO_BIN_DIR:-/usr/lib/cni}"/* "$work/node/"
+    cp "$CNI_GO_BIN_DIR"/* "$work/node/"
     ./cni-install install --from . --dest "$work/node"
     cmp bridge "$work/node/bridge"
     ./cni-install status --dest "$work/node"
     ./cni-install rollback --dest "$work/node"
-    diff -r "${CNI_GO_BIN_DIR:-/usr/lib/cni}" "$work/node"
+    diff -r "$CNI_GO_BIN_DIR" "$work/node"
 )
 
 release_package() {

@@ -1,12 +1,13 @@
-# shellcheck shell=bash disable=SC2154 # root and work are scripts/test's
+# shellcheck shell=bash disable=SC2154 # root, work and installed_go_plugins are scripts/test's
 # The long form of what scripts/test does a share of: every system call of every program of a list is once its last, or
-# fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments.
+# fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments. And the suite
+# against the Go plugins that Debian installs, release 1.1.1.
 #
 # Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
 # how many of how many, and a test that has not come through the first fails. CNI_SOAK=N makes N times as many storms and
 # rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
 
-soak_needs() { need iptables nft ping; }
+soak_needs() { need iptables nft ping go-plugins; }
 
 soak_part() {
     local log=$work/soak
@@ -14,4 +15,9 @@ soak_part() {
     tests "crashes, errors and storms, all of them" "$log" \
         env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash
     figures "$log.err"
+    if [ "$(realpath "$CNI_GO_BIN_DIR")" = "$(realpath "$installed_go_plugins")" ]; then
+        say "  The suite has been run against $installed_go_plugins above."
+    else
+        against_go "$installed_go_plugins"
+    fi
 }

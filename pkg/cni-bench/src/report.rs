@@ -50,12 +50,14 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let memory = memory.lines().next().and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
     let told = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
-    let package = run(&["dpkg-query", "-S", &folders.theirs.join("bridge").display().to_string()])
-        .ok()
-        .and_then(|text| text.split(':').next().map(str::to_owned))
-        .and_then(|name| run(&["dpkg-query", "-W", &name]).ok())
-        .map(|text| format!(" ({})", text.trim().replace('\t', " ")))
-        .unwrap_or_default();
+    // Where scripts/lib.sh has unpacked a package it says which; of an installed one dpkg knows.
+    let unpacked = folders.theirs.ancestors().nth(3).and_then(|root| fs::read_to_string(root.join("package")).ok());
+    let installed = || {
+        let owner = run(&["dpkg-query", "-S", &folders.theirs.join("bridge").display().to_string()]).ok()?;
+        run(&["dpkg-query", "-W", owner.split(':').next()?]).ok()
+    };
+    let package = unpacked.and_then(|text| text.split(' ').next().map(str::to_owned)).or_else(installed);
+    let package = package.map(|text| format!(" ({})", text.trim().replace('\t', " "))).unwrap_or_default();
     let revision = std::env::var("CNI_BENCH_REVISION").unwrap_or_default();
     let ours = if revision.is_empty() { "ours".to_owned() } else { revision };
     vec![

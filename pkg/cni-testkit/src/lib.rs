@@ -81,7 +81,14 @@ pub fn bin_dir() -> PathBuf {
     }
 }
 
-/// The folder of the Go plugins, for tests that mix both: `CNI_GO_BIN_DIR`, else Debian's.
+/// The folder of the Go plugins, for tests that mix both: `CNI_GO_BIN_DIR`, else the release that `scripts/test` has unpacked
+/// into the target folder, else the one that Debian installs.
 pub fn go_bin_dir() -> PathBuf {
-    std::env::var_os("CNI_GO_BIN_DIR").map_or_else(|| PathBuf::from("/usr/lib/cni"), PathBuf::from)
+    let unpacked = || {
+        let test = std::env::current_exe().ok()?;
+        let mut folders = test.ancestors().map(|folder| folder.join("go-plugins/usr/lib/cni"));
+        folders.find(|folder| folder.join("bridge").is_file())
+    };
+    let given = std::env::var_os("CNI_GO_BIN_DIR").map(PathBuf::from);
+    given.or_else(unpacked).unwrap_or_else(|| PathBuf::from("/usr/lib/cni"))
 }

@@ -16,8 +16,7 @@ const OURS: &str = env!("CARGO_BIN_EXE_host-local");
 
 /// Go's plugin, or the reason why a test cannot have it.
 fn go() -> Option<String> {
-    let folder = std::env::var("CNI_GO_BIN_DIR").unwrap_or_else(|_| "/usr/lib/cni".to_owned());
-    let path = format!("{folder}/host-local");
+    let path = cni_testkit::go_bin_dir().join("host-local").to_str().unwrap().to_owned();
     if Path::new(&path).exists() {
         return Some(path);
     }

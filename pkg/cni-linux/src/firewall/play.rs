@@ -43,14 +43,12 @@ pub(crate) struct GoBridge {
 
 impl GoBridge {
     pub(crate) fn new(id: &str) -> Option<GoBridge> {
-        if !std::path::Path::new(Self::PROGRAM).exists() {
-            skip("Go's bridge plugin is not installed (package containernetworking-plugins)");
+        if let Err(reason) = cni_testkit::probe::go_plugins() {
+            skip(&reason);
             return None;
         }
         Some(GoBridge { container: crate::testing::new_netns(), id: id.to_owned() })
     }
-
-    const PROGRAM: &str = "/usr/lib/cni/bridge";
 
     /// Runs one verb for interface eth0.
     #[track_caller]
@@ -59,12 +57,12 @@ impl GoBridge {
         let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());
         let config =
             r#"{"cniVersion":"1.0.0","name":"spoof","type":"bridge","bridge":"br0","macspoofchk":true,"ipam":{}}"#;
-        let mut child = Command::new(Self::PROGRAM)
+        let mut child = Command::new(cni_testkit::go_bin_dir().join("bridge"))
             .env("CNI_COMMAND", verb)
             .env("CNI_CONTAINERID", &self.id)
             .env("CNI_NETNS", netns)
             .env("CNI_IFNAME", "eth0")
-            .env("CNI_PATH", "/usr/lib/cni")
+            .env("CNI_PATH", cni_testkit::go_bin_dir())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -144,12 +144,10 @@ struct Go {
 }
 
 impl Go {
-    const PROGRAM: &str = "/usr/lib/cni/bridge";
-
     /// `None`, said, where it is not installed.
     fn new(id: &str, ifname: &str, addresses: &[&str]) -> Option<Go> {
-        if !std::path::Path::new(Go::PROGRAM).exists() {
-            skip("Go's bridge plugin is not installed (package containernetworking-plugins)");
+        if let Err(reason) = cni_testkit::probe::go_plugins() {
+            skip(&reason);
             return None;
         }
         let addresses = addresses.iter().map(|address| (*address).to_owned()).collect();
@@ -173,13 +171,13 @@ impl Go {
                 "ipam":{{"type":"static","addresses":[{}]}}}}"#,
             list("{\"address\":", "}")
         );
-        let mut child = Command::new(Go::PROGRAM)
+        let mut child = Command::new(cni_testkit::go_bin_dir().join("bridge"))
             .env("PATH", format!("{}:/usr/sbin:/usr/bin:/sbin:/bin", rig.folder.path().display()))
             .env("CNI_COMMAND", verb)
             .env("CNI_CONTAINERID", &self.id)
             .env("CNI_NETNS", netns)
             .env("CNI_IFNAME", &self.ifname)
-            .env("CNI_PATH", "/usr/lib/cni")
+            .env("CNI_PATH", cni_testkit::go_bin_dir())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
