@@ -4,6 +4,7 @@
 //! configured, patched and confined.
 
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
@@ -84,6 +85,16 @@ pub fn go_plugins() -> Probed {
     let dir = crate::go_bin_dir();
     let missing = ["bridge", "host-local", "loopback"].into_iter().find(|name| !dir.join(name).is_file());
     missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
+}
+
+/// A release of the Go plugins that knows nftables: those that speak 1.1.0 of the specification do.
+pub fn go_nftables() -> Probed {
+    go_plugins()?;
+    let program = crate::go_bin_dir().join("portmap");
+    let told = Command::new(&program).env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
+    let told = told.map_err(|error| format!("{}: {error}", program.display()))?;
+    let newer = String::from_utf8_lossy(&told.stdout).contains("\"1.1.0\"");
+    if newer { Ok(()) } else { Err(format!("the Go plugins in {} know no nftables", crate::go_bin_dir().display())) }
 }
 
 pub(crate) fn has_tool(name: &str) -> bool {

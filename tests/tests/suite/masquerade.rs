@@ -112,6 +112,11 @@ fn rules(node: &Node) -> String {
     node.exec(&["sh", "-c", &script.concat()])
 }
 
+/// The backends that the Go plugins know too.
+fn shared() -> &'static [Keeper] {
+    if probe::go_nftables().is_ok() { &Keeper::ALL } else { &[IptablesNft, IptablesLegacy] }
+}
+
 #[track_caller]
 fn each(test: impl Fn(Keeper, &Node)) {
     for keeper in Keeper::ALL {
@@ -356,7 +361,7 @@ fn many_first_adds_at_once_lose_no_rule_and_double_none() {
 fn go_adds_and_we_check_and_delete() {
     require_both!();
     require!(probe::go_plugins());
-    for keeper in [IptablesNft, IptablesLegacy] {
+    for keeper in shared() {
         let node = keeper.node();
         let server = server(&node);
         for del in [0, 1, 2] {
@@ -384,10 +389,15 @@ fn go_adds_and_we_check_and_delete() {
 fn we_add_and_go_deletes() {
     require_both!();
     require!(probe::go_plugins());
-    for keeper in [IptablesNft, IptablesLegacy] {
+    for keeper in shared() {
         let node = keeper.node();
-        let (_container, attachment, result) = attach(&node, &keeper.config(&node), 1).remove(0);
+        let (container, attachment, result) = attach(&node, &keeper.config(&node), 1).remove(0);
+        if *keeper == Nftables {
+            // Debian's build of 1.9.1 fails where it finds no chain of iptables, and iptables.
+            without_iptables(&node);
+        }
         attachment.by(go_bin_dir()).del_with(&result).success();
+        assert!(!rules(&node).contains(&container.id), "{keeper:?}\n{}", rules(&node));
     }
 }
 

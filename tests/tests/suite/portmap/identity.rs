@@ -4,7 +4,7 @@ use cni_testkit::{Attachment, bin_dir, probe, require};
 use conformance::patched;
 use serde_json::{Value, json};
 
-use super::world::{BACKENDS, Backend, IN_VAIN, IPTABLES, Pod, World, ask_tcp, ask_tcp_for, at, each, go, map};
+use super::world::{BACKENDS, Backend, IN_VAIN, IPTABLES, Pod, World, ask_tcp, ask_tcp_for, at, each, go, map, shared};
 
 fn without_ports(config: &Value) -> Value {
     patched(config.clone(), json!({"runtimeConfig": null}))
@@ -68,7 +68,7 @@ fn attachments_of_one_container_do_not_disturb_each_other() {
 #[test]
 fn a_del_by_go_takes_the_attachment_and_at_most_those_of_the_same_key() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(shared(), |world| {
         for networks in [["net1", "net1"], ["net1", "net2"]] {
             for gone in [0, 1] {
                 let world = World::new(world.backend);
@@ -76,9 +76,9 @@ fn a_del_by_go_takes_the_attachment_and_at_most_those_of_the_same_key() {
                 let (pod, config) = &both[gone];
                 pod.call_by(&go(), "DEL", config, Some(&pod.result)).success();
                 assert_eq!(mentions(&world, [8080, 8081][gone]), 0);
-                // Go's key is network and container.
+                // Go's key is network and container, in nftables the container alone.
                 let (pod, config) = &both[1 - gone];
-                if networks[0] != networks[1] {
+                if networks[0] != networks[1] && world.backend != Backend::Nftables {
                     pod.check(config).success();
                 }
                 for (pod, _) in &both {
@@ -92,9 +92,13 @@ fn a_del_by_go_takes_the_attachment_and_at_most_those_of_the_same_key() {
 #[test]
 fn what_go_made_is_checked_and_removed() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(shared(), |world| {
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
         for prev in ["all", "of IPv4 alone", "none"] {
+            // There a rule is known by its address alone, of which this result has one too few.
+            if world.backend == Backend::Nftables && prev == "of IPv4 alone" {
+                continue;
+            }
             let pod = world.dual();
             pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
             pod.check(&config).success();
@@ -102,6 +106,7 @@ fn what_go_made_is_checked_and_removed() {
             let prev = [("all", &pod.result), ("of IPv4 alone", &v4)].into_iter().find(|(name, _)| *name == prev);
             pod.call_by(&bin_dir(), "DEL", &without_ports(&config), prev.map(|(_, prev)| prev)).success();
             assert!(!world.rules().contains("CNI-DN-"), "{:?}\n{}", world.backend, world.rules());
+            assert!(!world.rules().contains(&pod.container.id), "{:?}\n{}", world.backend, world.rules());
             pod.leave();
         }
     });
@@ -164,13 +169,17 @@ fn what_go_has_left_of_an_earlier_address_is_told_by_add_and_by_check() {
 #[test]
 fn what_we_made_go_removes() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(shared(), |world| {
         let pod = world.dual();
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
         pod.add(&config).success();
-        // Not its CHECK: Debian's release looks for IPv4's rules in IPv6, also for what it has made itself.
+        // Release 1.1.1 looks for IPv4's rules in IPv6, also for what it has made itself.
+        if probe::go_nftables().is_ok() {
+            pod.call_by(&go(), "CHECK", &config, Some(&pod.result)).success();
+        }
         pod.call_by(&go(), "DEL", &config, Some(&pod.result)).success();
         assert!(!world.rules().contains("CNI-DN-"), "{:?}\n{}", world.backend, world.rules());
+        assert!(!world.rules().contains(&pod.container.id), "{:?}\n{}", world.backend, world.rules());
         pod.leave();
     });
 }
@@ -178,14 +187,19 @@ fn what_we_made_go_removes() {
 #[test]
 fn an_add_after_go_s_adds_nothing_twice() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(shared(), |world| {
         let pod = world.dual();
         let config = world.config(json!([map(8080, 80, "tcp")]));
         pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
         pod.add(&config).success();
         pod.check(&config).success();
-        for target in ["-j DNAT", "-j MASQUERADE", "-j MARK"] {
-            assert_eq!(world.rules().matches(target).count(), 2, "{target}, one in each family\n{}", world.rules());
+        // One in each family; in nftables two for the packets of IPv4 to itself.
+        let targets: &[_] = match world.backend {
+            Backend::Nftables => &[("dnat to", 2), (" masquerade ", 3), ("jump hostports_all", 4)],
+            _ => &[("-j DNAT", 2), ("-j MASQUERADE", 2), ("-j MARK", 2)],
+        };
+        for (target, number) in targets {
+            assert_eq!(world.rules().matches(target).count(), *number, "{target}\n{}", world.rules());
         }
         pod.leave();
     });

@@ -381,7 +381,7 @@ fn status_says_whether_a_backend_can_be_used() {
 #[test]
 fn a_node_with_both_kinds_of_pods_serves_both() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(super::world::shared(), |world| {
         let pods: Vec<Pod<'_>> = (0..2).map(|_| world.dual()).collect();
         let by_go = world.config(json!([map(8081, 80, "tcp")]));
         pods[1].call_by(&super::world::go(), "ADD", &by_go, Some(&pods[1].result)).success();

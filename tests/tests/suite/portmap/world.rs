@@ -330,6 +330,11 @@ pub(crate) fn each(backends: &[Backend], test: impl Fn(&World)) {
     }
 }
 
+/// The backends that the Go plugins know too.
+pub(crate) fn shared() -> &'static [Backend] {
+    if cni_testkit::probe::go_nftables().is_ok() { &BACKENDS } else { &IPTABLES }
+}
+
 /// The folder of the Go plugins.
 pub(crate) fn go() -> PathBuf {
     cni_testkit::go_bin_dir()
