@@ -335,18 +335,26 @@ def scenario_status_beside_many_adds(node):
     return f"nothing; STATUS was asked {asked.times} times"
 
 
+def refused(call, code, what):
+    """The call fails with this code."""
+    try:
+        call()
+    except Refused as error:
+        expect(error.code, code, f"the code of {what}")
+    else:
+        raise Failed(f"{what} succeeds")
+
+
 def scenario_status_tells_of_a_full_range(node):
-    """No address is left: 50, and the ADD that comes all the same fails and leaves nothing."""
+    """No address is left: the node stays ready (50 would evict its pods), and an ADD fails and leaves nothing."""
     network = Libcni(three_plugins())
-    network.conf["plugins"][0]["ipam"]["ranges"] = [[{"subnet": "10.88.0.0/30"}]]
+    ipam = network.conf["plugins"][0]["ipam"]
+    ipam["ranges"] = [[{"subnet": "10.88.0.0/30"}]]
     attach(network, "only")
-    for verb, call in [("STATUS", network.status), ("ADD", lambda: network.add("second", sandbox("second")))]:
-        try:
-            call()
-        except Refused as error:
-            expect(error.code, 50 if verb == "STATUS" else 11, f"the code of {verb}")
-        else:
-            raise Failed(f"{verb} succeeds without an address left")
+    network.status()
+    refused(lambda: network.add("second", sandbox("second")), 11, "an ADD without an address left")
+    ipam["fullIsUnavailable"] = True
+    refused(network.status, 50, "a STATUS that is to fail without an address left")
     network.delete("only")
     network.status()
     sh("ip", "netns", "delete", "only")

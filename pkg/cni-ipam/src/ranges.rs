@@ -117,13 +117,6 @@ impl RangeConf {
 }
 
 impl Range {
-    /// A range that was checked when it was written down; `None` if that cannot have been.
-    pub(crate) fn restored(prefix: u8, first: IpAddr, last: IpAddr, gateway: IpAddr) -> Option<Range> {
-        let subnet = Cidr::new(first, prefix)?.network();
-        let plausible = number(first) <= number(last) && subnet.contains(last);
-        plausible.then_some(Range { subnet, first, last, gateway })
-    }
-
     /// The network.
     pub fn subnet(&self) -> Cidr {
         self.subnet
@@ -211,11 +204,6 @@ impl RangeSet {
         Ok(RangeSet(ranges))
     }
 
-    /// A set of ranges that were checked when they were written down.
-    pub(crate) fn restored(ranges: Vec<Range>) -> RangeSet {
-        RangeSet(ranges)
-    }
-
     /// The ranges, in the order of the configuration, which is the order of the round robin.
     pub fn ranges(&self) -> &[Range] {
         &self.0
@@ -273,11 +261,6 @@ impl fmt::Display for RangeSet {
 }
 
 impl RangeSets {
-    /// Sets that were checked when they were written down.
-    pub(crate) fn restored(sets: Vec<RangeSet>) -> RangeSets {
-        RangeSets(sets)
-    }
-
     /// Merges and checks the ranges of a configuration, in Go's order: those of the runtime (`ipRanges`), the one
     /// written directly into `ipam` (ignored without a subnet), `ipam.ranges`.
     ///

@@ -137,10 +137,27 @@ impl Error {
 
     /// The errno at the bottom of the chain of causes, if there is one.
     pub fn errno(&self) -> Option<i32> {
+        self.io().and_then(std::io::Error::raw_os_error)
+    }
+
+    /// Whether the cause is a shortage that passes without a repair: of disk space, inodes, memory, processes or file
+    /// descriptors.
+    pub fn is_shortage(&self) -> bool {
+        use std::io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull, WouldBlock};
+        // ENFILE, EMFILE, ENOBUFS: std has no kind for them.
+        const WITHOUT_A_KIND: [i32; 3] = [23, 24, 105];
+        self.io().is_some_and(|error| {
+            matches!(error.kind(), OutOfMemory | QuotaExceeded | StorageFull | WouldBlock)
+                || error.raw_os_error().is_some_and(|errno| WITHOUT_A_KIND.contains(&errno))
+        })
+    }
+
+    /// The first operating system error in the chain of causes.
+    fn io(&self) -> Option<&std::io::Error> {
         let mut cause: Option<&(dyn StdError + 'static)> = self.source();
         while let Some(error) = cause {
             if let Some(io) = error.downcast_ref::<std::io::Error>() {
-                return io.raw_os_error();
+                return Some(io);
             }
             cause = error.source();
         }
@@ -170,6 +187,16 @@ mod tests {
         let joined = Error::join(all).unwrap();
         assert_eq!((joined.code(), joined.msg(), joined.details()), (Code::INVALID_CONFIG, "a; b", "why"));
         assert!(Error::join([]).is_none());
+    }
+
+    #[test]
+    fn only_what_passes_without_a_repair_is_a_shortage() {
+        let of = |errno| Error::caused(Code::IO, "x", std::io::Error::from_raw_os_error(errno)).is_shortage();
+        // EAGAIN, ENOMEM, ENFILE, EMFILE, ENOSPC, ENOBUFS, EDQUOT.
+        assert!([11, 12, 23, 24, 28, 105, 122].into_iter().all(of));
+        // EPERM, ENOENT, EIO, EACCES, EROFS, EOPNOTSUPP.
+        assert!(![1, 2, 5, 13, 30, 95].into_iter().any(of));
+        assert!(!Error::new(Code::TRY_AGAIN, "no cause").is_shortage());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The plugin's keys: `ipam`, and what the runtime adds in `runtimeConfig`, `args` and CNI_ARGS.
 //!
-//! Two readings: [`AddConf`] is strict and for ADD; [`Place`] is all that the other verbs need, and forgives what has
-//! nothing to do with where the store is. Easy to get wrong: `ipam.subnet` and its neighbours are one more range set,
+//! Three readings: [`AddConf`] is strict and for ADD; [`StatusConf`] is as strict about what STATUS is given; [`Place`] is
+//! all that the other verbs need, and forgives what has nothing to do with where the store is. Easy to get wrong: `ipam.subnet` and its neighbours are one more range set,
 //! before those of `ipam.ranges` and behind those of the runtime; a set's position names its `last_reserved_ip` file.
 
 use std::path::PathBuf;
@@ -37,6 +37,25 @@ pub(crate) struct AddConf {
     pub(crate) requested: Requested,
     pub(crate) routes: Vec<Route>,
     pub(crate) resolv_conf: Option<PathBuf>,
+}
+
+/// What STATUS judges: what ADD reads of the network's own configuration. The runtime's part is missing.
+#[derive(Clone, Debug)]
+pub(crate) struct StatusConf {
+    pub(crate) place: Place,
+    /// `None` if only the runtime knows them.
+    pub(crate) sets: Option<RangeSets>,
+    pub(crate) resolv_conf: Option<PathBuf>,
+    pub(crate) shortage: ShortagePolicy,
+}
+
+/// What STATUS makes of a shortage that passes: a used-up range, a full disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ShortagePolicy {
+    /// It succeeds and reports the shortage.
+    Report,
+    /// It fails with code 50.
+    Fail,
 }
 
 #[derive(Default, Deserialize)]
@@ -79,18 +98,39 @@ impl Place {
         });
         Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier, again: Again::Refuse })
     }
+
+    /// Reads the same, and `reuse`, without forgiving anything.
+    fn strict(conf: &NetConf) -> Result<Place> {
+        let again = match boolean(conf, "reuse")? {
+            Some(true) => Again::Reuse,
+            Some(false) | None => Again::Refuse,
+        };
+        let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
+        Ok(Place { data_dir, lock_timeout, earlier: earlier(conf)?, again })
+    }
+}
+
+impl StatusConf {
+    /// Reads and checks everything that STATUS is given.
+    pub(crate) fn read(conf: &NetConf) -> Result<StatusConf> {
+        let (keys, place): (Keys, Place) = (conf.decode()?, Place::strict(conf)?);
+        let shortage = shortage(conf)?;
+        let sets = ranges(conf)?;
+        Ok(StatusConf { place, sets, resolv_conf: keys.ipam.and_then(resolv_conf), shortage })
+    }
+}
+
+/// `resolvConf`; an empty one is none.
+fn resolv_conf(ipam: Ipam) -> Option<PathBuf> {
+    Some(ipam.resolv_conf).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 impl AddConf {
     /// Reads and checks everything.
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
-        let again = match boolean(conf, "reuse")? {
-            Some(true) => Again::Reuse,
-            Some(false) | None => Again::Refuse,
-        };
-        let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
-        let place = Place { data_dir, lock_timeout, earlier: earlier(conf)?, again };
+        let place = Place::strict(conf)?;
+        shortage(conf)?;
 
         let mut requested = Requested::none();
         requested.add("runtimeConfig.ips", keys.runtime_config.ips.iter().map(String::as_str))?;
@@ -111,9 +151,9 @@ impl AddConf {
         })?;
 
         let sets = check(&keys, conf.version())?;
-        let ipam = keys.ipam.unwrap_or_default();
-        let resolv_conf = Some(ipam.resolv_conf).filter(|path| !path.is_empty()).map(PathBuf::from);
-        Ok(AddConf { place, sets, requested, routes: ipam.routes, resolv_conf })
+        let mut ipam = keys.ipam.unwrap_or_default();
+        let routes = std::mem::take(&mut ipam.routes);
+        Ok(AddConf { place, sets, requested, routes, resolv_conf: resolv_conf(ipam) })
     }
 }
 
@@ -143,8 +183,8 @@ fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
     Ok(sets)
 }
 
-/// The keys of `ipam` that are read apart from the rest: STATUS and DEL must not fail by the others.
-const READ_APART: [&str; 5] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot"];
+/// The keys of `ipam` that are read apart from the rest: DEL must not fail by the others.
+const READ_APART: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
 
 /// The keys of `ipam` and `runtimeConfig` that nobody here reads.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
@@ -180,6 +220,13 @@ fn earlier(conf: &NetConf) -> Result<Earlier> {
     Ok(match boolean(conf, "reclaimAfterReboot")? {
         Some(true) | None => Earlier::Reclaim,
         Some(false) => Earlier::Keep,
+    })
+}
+
+fn shortage(conf: &NetConf) -> Result<ShortagePolicy> {
+    Ok(match boolean(conf, "fullIsUnavailable")? {
+        Some(true) => ShortagePolicy::Fail,
+        Some(false) | None => ShortagePolicy::Report,
     })
 }
 

@@ -22,7 +22,7 @@ use cni::skel::{Added, Call, Plugin};
 use cni::{Cidr, Code, Error, Result};
 use cni_ipam::{Host, Options, Owner, RangeSets, Store};
 
-use conf::{AddConf, Place};
+use conf::{AddConf, Place, ShortagePolicy, StatusConf};
 
 /// The plugin.
 #[derive(Clone, Copy, Debug)]
@@ -141,37 +141,33 @@ impl Plugin for HostLocal {
         collected.error.map_or(Ok(()), Err)
     }
 
+    /// A used-up range or a full disk is only reported: where STATUS fails, the runtime makes the node unready, Kubernetes
+    /// evicts the pods that have their addresses, and CRI-O does not run the GC that would free the others.
     fn status(&self, call: &Call<'_>) -> Result<()> {
-        let place = Place::read(&call.conf, &call.notes)?;
-        let store = store(call, &place);
-        store.check_writable().map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-        if let Some(sets) = conf::ranges(&call.conf)? {
-            return match exhausted(&store, &sets)? {
-                Some(full) => Err(Error::new(Code::NOT_AVAILABLE, full)),
-                None => Ok(()),
-            };
+        let conf = StatusConf::read(&call.conf)?;
+        conf.resolv_conf.as_deref().map(resolv::read).transpose()?;
+        let store = store(call, &conf.place);
+        let mut shortages: Vec<String> = store.check_writable()?.iter().map(ToString::to_string).collect();
+        // Ranges that only the runtime knows come with an ADD.
+        if let Some(sets) = &conf.sets {
+            let usage = store.usage(sets)?;
+            let used_up = usage.iter().filter(|set| set.is_exhausted());
+            shortages.extend(used_up.map(|set| format!("no IP addresses available in range set: {set}")));
         }
-        // The next ADD may bring ranges of its own, so nothing is sure: a node that were called full for those of before
-        // would never get the ADD with the larger range. Said is it all the same, unless one of them has room.
-        let mut said = Vec::new();
-        for sets in &store.asked() {
-            match exhausted(&store, sets)? {
-                Some(full) => said.push(full),
-                None => return Ok(()),
+        if shortages.is_empty() {
+            return Ok(());
+        }
+        let shortages = shortages.join("; ");
+        match conf.shortage {
+            ShortagePolicy::Fail => Err(Error::new(Code::NOT_AVAILABLE, shortages)),
+            ShortagePolicy::Report => {
+                call.notes.note(format_args!(
+                    "{shortages}; the next ADD fails, and STATUS succeeds unless ipam has \"fullIsUnavailable\": true"
+                ));
+                Ok(())
             }
         }
-        for full in said {
-            call.notes.note(format_args!("{full}; an ADD succeeds only with other ranges (runtimeConfig.ipRanges)"));
-        }
-        Ok(())
     }
-}
-
-/// The message that says which sets are used up, if any is.
-fn exhausted(store: &Store, sets: &RangeSets) -> Result<Option<String>> {
-    let usage = store.usage(sets).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-    let full: Vec<String> = usage.iter().filter(|set| set.is_exhausted()).map(ToString::to_string).collect();
-    Ok((!full.is_empty()).then(|| format!("no IP addresses available in range set: {}", full.join("; "))))
 }
 
 fn owner(call: &Call<'_>) -> Owner {

@@ -312,21 +312,26 @@ fn check_compares_the_previous_result_within_its_ranges() {
 }
 
 #[test]
-fn status_says_50_with_figures_as_soon_as_the_next_add_would_fail() {
+fn status_reports_a_used_up_range_with_figures() {
     let host = Host::new();
     let conf = host.conf("1.1.0", subnet("10.0.0.0/29"));
     for id in ["a", "b", "c", "d", "e"] {
         host.ok("STATUS", "", &conf);
         host.ok("ADD", id, &conf);
     }
-    let (code, msg) = host.fails("STATUS", "", &conf);
-    assert_eq!(code, 50);
-    assert_eq!(msg, "no IP addresses available in range set: 10.0.0.1-10.0.0.6: 5 of 5 used");
+    assert_eq!(*host.notes.borrow(), [""; 0]);
+    host.ok("STATUS", "", &conf);
+    let used_up = "no IP addresses available in range set: 10.0.0.1-10.0.0.6: 5 of 5 used";
+    assert!(host.notes.borrow_mut().pop().unwrap().starts_with(used_up));
+    let mut strict = conf.clone();
+    strict["ipam"]["fullIsUnavailable"] = true.into();
+    assert_eq!(host.fails("STATUS", "", &strict), (50, used_up.to_owned()));
     let (code, msg) = host.fails("ADD", "f", &conf);
     assert_eq!(code, 11);
     assert!(msg.contains("no IP addresses available in range set: 10.0.0.1-10.0.0.6; 5 of 5 are used"), "{msg}");
     host.ok("DEL", "c", &conf);
-    host.ok("STATUS", "", &conf);
+    host.ok("STATUS", "", &strict);
+    assert_eq!(*host.notes.borrow(), [""; 0]);
 
     let mut conf = conf;
     conf["ipam"]["dataDir"] = host.path("10.0.0.2").to_str().unwrap().into();

@@ -1,4 +1,6 @@
-//! STATUS: would the next ADD succeed? Asked every few seconds, so it must be cheap and must not wait.
+//! STATUS: can ADDs work? Asked every few seconds, so it must be cheap and must not wait.
+//!
+//! Where it fails the node becomes unready and Kubernetes evicts its pods, so a shortage that passes is only reported.
 
 use std::time::Duration;
 
@@ -26,36 +28,72 @@ fn what_is_ready_says_nothing_and_makes_nothing() {
     assert!(!node.data_dir().exists());
 }
 
+/// The same network, whose STATUS fails where a range is used up.
+fn strict(config: &Value) -> Value {
+    patched(config.clone(), json!({"ipam": {"fullIsUnavailable": true}}))
+}
+
+/// What STATUS writes to stderr when it succeeds.
+#[track_caller]
+fn notes(node: &Node, config: &Value) -> String {
+    let outcome = status(node, config);
+    outcome.success();
+    outcome.stderr
+}
+
 #[test]
-fn an_exhausted_pool_is_not_available_and_says_how_full_it_is() {
+fn a_used_up_range_is_reported_and_is_code_50_on_demand() {
     let node = Node::new();
     let config = newest(host_local(&node, &["10.1.0.0/29"]));
     let all = attach(&node, &config, 5);
-    let failure = status(&node, &config).fails_with(50, "");
-    let text = format!("{failure:?}");
-    assert!(text.contains("5/5") || text.contains("5 of 5"), "used and total: {text}");
+    let used_up = "no IP addresses available in range set: 10.1.0.1-10.1.0.6: 5 of 5 used";
+    let said = notes(&node, &config);
+    assert!(said.starts_with(used_up) && said.contains("fullIsUnavailable") && said.lines().count() == 1, "{said}");
+    status(&node, &strict(&config)).fails_with(50, used_up);
+    status(&node, &patched(config.clone(), json!({"ipam": {"fullIsUnavailable": false}}))).success();
     all[0].1.del().success();
-    status(&node, &config).success();
+    assert_eq!(notes(&node, &strict(&config)), "");
+    assert_eq!(notes(&node, &config), "");
     for one in &all[1..] {
         one.1.del().success();
     }
 }
 
 #[test]
-fn one_exhausted_set_of_two_is_enough() {
+fn one_used_up_set_of_two_is_enough() {
     let node = Node::new();
     let config = newest(host_local(&node, &["fd00:1::/64", "10.1.0.0/30"]));
     let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
-    status(&node, &config).fails_with(50, "");
+    assert!(notes(&node, &config).contains("10.1.0.1-10.1.0.2: 1 of 1 used"));
+    status(&node, &strict(&config)).fails_with(50, "");
     attachment.del().success();
+    status(&node, &strict(&config)).success();
+}
+
+/// As after a runtime that was killed: CRI-O runs GC only after a STATUS that succeeds.
+#[test]
+fn leftovers_of_a_full_range_go_by_the_gc_after_status() {
+    let node = Node::new();
+    let config = newest(bridge(&node, &["10.1.0.0/29"]));
+    let mut all = attach(&node, &config, 5);
+    let (_c, staying, kept) = all.remove(0);
+    let late = node.container();
+    let late = Attachment::new(&node, &late, config.clone());
+    late.add().fails_with(11, "failed to allocate for range 0: no IP addresses available");
     status(&node, &config).success();
+    staying.gc(&[(&staying.id, "eth0")]).success();
+    assert_eq!(node.reservations("net1").len(), 1);
+    let result = late.add().success();
+    late.del_with(&result).success();
+    staying.check(&kept).success();
+    staying.del_with(&kept).success();
 }
 
 /// As a Go plugin leaves them that was killed between making a file and writing it, or a crash that lost what was written.
 #[test]
 fn blank_files_are_free_addresses() {
     let node = Node::new();
-    let config = newest(host_local(&node, &["10.1.0.0/29"]));
+    let config = strict(&newest(host_local(&node, &["10.1.0.0/29"])));
     let folder = node.data_dir().join("net1");
     std::fs::create_dir_all(&folder).unwrap();
     for host in 2..=5 {
@@ -87,37 +125,19 @@ fn without_ranges_there_is_nothing_to_exhaust() {
 }
 
 #[test]
-fn ranges_that_only_the_runtime_knows_are_said_to_be_full_and_do_not_make_a_node_unready() {
+fn ranges_that_only_the_runtime_knows_are_not_judged() {
     let node = Node::new();
-    let bare = newest(patched(host_local(&node, &[]), json!({"ipam": {"ranges": null}})));
-    let of = |subnet: &str| {
-        let ranges = json!([[{"subnet": subnet}], [{"subnet": "fd00:1::/64"}]]);
-        patched(bare.clone(), json!({"runtimeConfig": {"ipRanges": ranges}}))
-    };
-    let notes = |config: &Value| {
-        let outcome = status(&node, config);
-        outcome.success();
-        outcome.stderr
-    };
+    let bare = strict(&newest(patched(host_local(&node, &[]), json!({"ipam": {"ranges": null}}))));
+    let of = |subnet: &str| patched(bare.clone(), json!({"runtimeConfig": {"ipRanges": [[{"subnet": subnet}]]}}));
     let (_c, one, _) = attach(&node, &of("10.1.0.0/30"), 1).remove(0);
-    let said = notes(&bare);
-    assert!(said.contains("10.1.0.1-10.1.0.2: 1 of 1 used"), "{said}");
-    // Else a node that is given a larger range would never get the ADD that brings it.
-    let (_c, two, _) = attach(&node, &of("10.2.0.0/29"), 1).remove(0);
-    assert_eq!(notes(&bare), "");
-    let others = attach(&node, &of("10.2.0.0/29"), 4);
-    assert!(notes(&bare).contains("10.2.0.1-10.2.0.6: 5 of 5 used"));
-    // Asked about these very ranges, the next ADD is sure to fail.
-    status(&node, &of("10.2.0.0/29")).fails_with(50, "no IP addresses available in range set: 10.2.0.1-10.2.0.6");
+    assert_eq!(notes(&node, &bare), "");
+    status(&node, &of("10.1.0.0/30")).fails_with(50, "no IP addresses available in range set: 10.1.0.1-10.1.0.2");
     one.config(bare.clone()).del().success();
-    assert_eq!(notes(&bare), "");
-    for attachment in others.into_iter().map(|other| other.1).chain([two]) {
-        attachment.config(bare.clone()).del().success();
-    }
+    status(&node, &of("10.1.0.0/30")).success();
 }
 
 #[test]
-fn a_disk_without_room_is_not_available() {
+fn a_full_disk_is_reported_and_is_code_50_on_demand() {
     let node = Node::new();
     let (blocks, inodes) = (node.dir().join("blocks"), node.dir().join("inodes"));
     for (folder, options) in [(&blocks, "size=64k"), (&inodes, "nr_inodes=12")] {
@@ -129,14 +149,53 @@ fn a_disk_without_room_is_not_available() {
     {
         let config = newest(patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"dataDir": folder}})));
         let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
-        status(&node, &config).success();
+        assert_eq!(notes(&node, &config), "");
         node.run(&["sh", "-c", &format!("cd {}; {fill}", folder.display())]);
-        let failure = status(&node, &config).fails_with(50, "");
-        assert!(failure.msg.contains("net1") && failure.msg.contains("storage"), "{failure:?}");
+        let said = notes(&node, &config);
+        assert!(said.contains("net1 cannot be written: no storage space"), "{said}");
+        status(&node, &strict(&config)).fails_naming(50, &["net1", "no storage space"]);
         let late = node.container();
         let failure = Attachment::new(&node, &late, config.clone()).add().fails_with(5, "");
         assert!(failure.msg.contains("No space left"), "{failure:?}");
         attachment.del().success();
+    }
+}
+
+/// tuning asks the file system by making a file without a name.
+#[test]
+fn a_full_disk_makes_no_node_unready_by_tuning() {
+    let node = Node::new();
+    let folder = node.dir().join("inodes");
+    std::fs::create_dir(&folder).unwrap();
+    node.exec(&["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", folder.to_str().unwrap()]);
+    let config =
+        json!({"cniVersion": "1.1.0", "name": "net1", "type": "tuning", "mtu": 1400, "dataDir": folder.join("x")});
+    let said = notes(&node, &config);
+    assert!(said.contains("No space left on device") && said.contains("the next ADD may fail"), "{said}");
+}
+
+#[test]
+fn what_only_an_operator_can_repair_is_not_available() {
+    let node = Node::new();
+    let wrong = [
+        (json!({"lockTimeout": 0}), "ipam.lockTimeout"),
+        (json!({"lockTimeout": "5"}), "ipam.lockTimeout"),
+        (json!({"reuse": "yes"}), "ipam.reuse"),
+        (json!({"reclaimAfterReboot": 1}), "ipam.reclaimAfterReboot"),
+        (json!({"fullIsUnavailable": "no"}), "ipam.fullIsUnavailable"),
+        (json!({"routes": [{"dst": "nonsense"}]}), "nonsense"),
+        (json!({"ranges": [[{"subnet": "10.1.0.7/24"}]]}), "host bits"),
+        (json!({"resolvConf": "/nonexistent/resolv.conf"}), "failed to read /nonexistent/resolv.conf"),
+        (json!({"resolvConf": "/"}), "failed to read /"),
+    ];
+    for (ipam, words) in wrong {
+        for base in [host_local(&node, &["10.1.0.0/24"]), bridge(&node, &["10.1.0.0/24"])] {
+            let config = newest(patched(base, json!({ "ipam": ipam })));
+            status(&node, &config).fails_naming(50, &[words]);
+            let container = node.container();
+            let add = Attachment::new(&node, &container, config.clone()).add();
+            assert_ne!(add.status, Some(0), "STATUS fails where ADD works\n{}", add.report());
+        }
     }
 }
 
@@ -145,9 +204,10 @@ fn bridge_passes_on_what_its_ipam_says() {
     let node = Node::new();
     let config = newest(bridge(&node, &["10.1.0.0/30"]));
     let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
-    status(&node, &config).fails_with(50, "");
+    assert!(notes(&node, &config).contains("1 of 1 used"));
+    status(&node, &strict(&config)).fails_with(50, "no IP addresses available in range set: ");
     attachment.del_with(&result).success();
-    status(&node, &config).success();
+    assert_eq!(notes(&node, &strict(&config)), "");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use std::io;
 use std::net::IpAddr;
 
-use super::oldest::{oldest_key, oldest_of};
+use super::oldest::oldest_key;
 use super::record::{RECORD, family, from_payload, to_address};
 use super::table::TableError;
 use super::{Holder, Index, Record, bits, is_of};
@@ -40,13 +40,13 @@ impl Index {
     }
 
     /// Those of a set's addresses that have been taken longest, the oldest first: what a rebuild for this set has found,
-    /// which is true while the index is exact. Otherwise a pass over the table finds them.
+    /// which is true while the index is exact. Empty if no rebuild was for this set.
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
         let mut known = Vec::new();
         while let Some(payload) = self.table.get(&oldest_key(set, known.len() as u32))? {
             known.push(from_payload(&payload));
         }
-        if known.is_empty() { Ok(oldest_of(&self.records()?, set)) } else { Ok(known) }
+        Ok(known)
     }
 
     /// The addresses whose files have a content of this hash, in no order.

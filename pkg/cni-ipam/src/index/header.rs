@@ -6,7 +6,6 @@
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
-use super::asked::{self, Asked};
 use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
 use crate::host::Moment;
@@ -77,8 +76,6 @@ pub(crate) struct Header {
     pub(crate) earlier: Option<Moment>,
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
-    /// The ranges that ADDs have asked for in this boot.
-    pub(crate) asked: Asked,
 }
 
 pub(super) struct Writer(pub(super) Vec<u8>);
@@ -139,7 +136,8 @@ impl Header {
             body.u64(counter.used);
             body.u64(counter.asked);
         }
-        self.asked.encode(&mut body);
+        // How many more ranges follow. Older builds of ours kept some here for STATUS, and read no page without the number.
+        body.u64(0);
         let mut page = Writer(MAGIC.to_vec());
         page.u64(u64::from(self.clean));
         page.u64(body.0.len() as u64);
@@ -185,12 +183,12 @@ impl Header {
             let (first, last) = (body.u128()?, body.u128()?);
             header.counters.push(Counter { family, first, last, used: body.u64()?, asked: body.u64()? });
         }
-        header.asked = Asked::decode(&mut body)?;
+        // What follows in the page of an older build is passed over.
         Some(header)
     }
 }
 
-const FULL: usize = 32 + 17 * 8 + COUNTERS * 56 + asked::RANGES * asked::RANGE;
+const FULL: usize = 32 + 17 * 8 + COUNTERS * 56;
 const _: () = assert!(FULL <= HEADER as usize, "a full header must fit its page");
 
 #[cfg(test)]
@@ -212,7 +210,6 @@ mod tests {
             earlier: Some((9, 10)),
             sequence: 8,
             counters: vec![counter; COUNTERS],
-            asked: Asked::default(),
         }
     }
 
@@ -221,6 +218,20 @@ mod tests {
         let bytes = sample().encode();
         assert!(bytes.len() <= HEADER as usize);
         assert_eq!(Header::decode(&bytes), Some(sample()));
+    }
+
+    /// An older build of ours kept ranges behind the counters: 9 words each, their number before them.
+    #[test]
+    fn a_header_of_an_older_build_is_read() {
+        let mut page = sample().encode();
+        let body = page.split_off(32);
+        let remembered = [1_u64, 0, 24, 0x0a00_0001, 0, 0x0a00_00fe, 0, 0x0a00_0001, 0, 4 << 8 | 4];
+        let mut body = body[..body.len() - 8].to_vec();
+        remembered.iter().for_each(|word| body.extend_from_slice(&word.to_le_bytes()));
+        page[16..24].copy_from_slice(&(body.len() as u64).to_le_bytes());
+        page[24..].copy_from_slice(&hash(&body).to_le_bytes());
+        page.append(&mut body);
+        assert_eq!(Header::decode(&page), Some(sample()));
     }
 
     #[test]

@@ -29,7 +29,6 @@
 //! milliseconds, so two changes may leave the same mtime.
 
 mod answers;
-mod asked;
 pub(crate) mod bits;
 pub(crate) mod header;
 mod oldest;
@@ -46,12 +45,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::{Host, Moment};
-use crate::ranges::{Range, RangeSets, number};
+use crate::ranges::{Range, number};
 use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_payload};
 use table::{HEADER, Key, Storage, Table, TableError};
 
-pub(crate) use asked::Asked;
 pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{canonical, classify};
@@ -150,12 +148,10 @@ pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>,
 
 impl Index {
     /// An index of these records, each of another address, in memory. It counts what the former one counted, whose header
-    /// this is, and goes on remembering what was asked for, if that was in this boot.
+    /// this is.
     pub(crate) fn of(records: &[Record], former: &Header, host: &Host) -> Result<Index, TableError> {
-        let asked = if former.boot == host.boot() { former.asked.clone() } else { Asked::default() };
         let unread = records.iter().any(|record| record.holder == Holder::Unread);
-        let header =
-            Header { machine: host.machine(), boot: host.boot(), exact: true, unread, asked, ..Header::default() };
+        let header = Header { machine: host.machine(), boot: host.boot(), exact: true, unread, ..Header::default() };
         // Two entries per record, and the words of the tree: few, unless the addresses lie far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };
@@ -284,11 +280,6 @@ impl Index {
     /// Says so. Written with the index.
     pub(crate) fn set_shared(&mut self) {
         self.header.shared = true;
-    }
-
-    /// Remembers which ranges an ADD asks for. Written with the next change.
-    pub(crate) fn remember(&mut self, sets: &RangeSets) {
-        self.header.asked.remember(sets);
     }
 
     /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if there is none.

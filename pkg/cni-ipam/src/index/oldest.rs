@@ -3,7 +3,7 @@
 //! It is found when the folder is read anew, and kept in the table: a node without a free address is asked every second,
 //! and going through 65,000 records each time would take longer than all the rest. What a newcomer gets wrong: nobody
 //! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild. The rebuild of a verb
-//! that asks for no addresses goes by the sets that ADDs have asked for in this boot, as far as they are remembered.
+//! that asks for no addresses finds none; the ADD that needs them has the folder read again, once.
 
 use std::net::IpAddr;
 
@@ -42,11 +42,9 @@ pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
 }
 
 impl Index {
-    /// Finds them in `records`, which are all that this index was made of, for these sets and those that are remembered.
-    pub(crate) fn find_oldest(&mut self, asking: Option<&RangeSets>, records: &[Record]) -> Result<(), TableError> {
-        let asked = self.header.asked.clone();
-        let remembered = asked.all().iter().filter(|sets| Some(*sets) != asking);
-        for set in remembered.chain(asking).flat_map(RangeSets::sets) {
+    /// Finds them for these sets in `records`, which are all that this index was made of.
+    pub(crate) fn find_oldest(&mut self, asking: &RangeSets, records: &[Record]) -> Result<(), TableError> {
+        for set in asking.sets() {
             for (rank, address) in oldest_of(records, set).into_iter().enumerate() {
                 self.table.put(&oldest_key(set, rank as u32), &to_payload(address))?;
             }

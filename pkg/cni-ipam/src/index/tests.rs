@@ -84,40 +84,29 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
     ]);
     // Of another range, and so many that a pass over the table is more than ten reads.
     records.extend((1000..40_000).map(|n| aged(n, (1, 0), held)));
-    let set = |address: &str| {
+    let sets = |address: &str| {
         let conf = crate::RangeConf {
             subnet: Some("10.0.0.0/24".to_owned()),
             gateway: Some(address.to_owned()),
             ..Default::default()
         };
-        crate::RangeSet::check(&[conf]).unwrap()
+        crate::RangeSets::check(&[], &Default::default(), &[vec![conf]]).unwrap()
     };
-    let (all, some) = (set("10.0.0.254"), set("10.0.0.5"));
-    let expected = [v4(5), v4(3), v4(4)];
-    // Both who asks now and who is remembered to have asked.
-    for asking in [true, false] {
-        let mut index = Index::of(&records, &Header::default(), &Host::default()).unwrap();
-        assert_eq!(index.oldest(&all).unwrap(), expected);
-        let sets = RangeSets::restored(vec![all.clone()]);
-        if !asking {
-            index.remember(&sets);
-        }
-        index.find_oldest(asking.then_some(&sets), &records).unwrap();
+    let oldest = |records: &[Record], gateway: &str| {
+        let sets = sets(gateway);
+        let mut index = Index::of(records, &Header::default(), &Host::default()).unwrap();
+        assert_eq!(index.oldest(&sets.sets()[0]).unwrap(), [] as [IpAddr; 0], "found by the rebuild of an ADD alone");
+        index.find_oldest(&sets, records).unwrap();
         let before = index.accesses();
-        assert_eq!(index.oldest(&all).unwrap(), expected);
+        let oldest = index.oldest(&sets.sets()[0]).unwrap();
         assert!(index.accesses() - before < 10, "found again without a pass over the table");
-        assert_eq!(index.unread().unwrap(), [v4(4)]);
-    }
-    // As many as are remembered, in a table made for nothing.
-    let mut empty = Index::of(&[], &Header::default(), &Host::default()).unwrap();
-    (0..28).for_each(|n| empty.remember(&RangeSets::restored(vec![set(&format!("10.0.0.{}", 201 + n))])));
-    empty.find_oldest(None, &records).unwrap();
-    assert_eq!(empty.oldest(&set("10.0.0.201")).unwrap(), expected);
-    let few = Index::of(&records[188..], &Header::default(), &Host::default()).unwrap();
-    assert_eq!(few.oldest(&some).unwrap(), [v4(3), v4(4), v4(199)], "no gateway");
-    let few = Index::of(&records[190..194], &Header::default(), &Host::default()).unwrap();
+        assert_eq!(index.unread().unwrap().len(), records.iter().filter(|one| one.holder == Holder::Unread).count());
+        oldest
+    };
+    assert_eq!(oldest(&records, "10.0.0.254"), [v4(5), v4(3), v4(4)]);
+    assert_eq!(oldest(&records[188..], "10.0.0.5"), [v4(3), v4(4), v4(199)], "no gateway");
     assert_eq!(
-        few.oldest(&all).unwrap(),
+        oldest(&records[190..194], "10.0.0.254"),
         [v4(3), v4(4), v4(1)],
         "just changed when it was read, so new; blank is nobody's"
     );

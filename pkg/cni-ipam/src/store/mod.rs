@@ -166,7 +166,7 @@ pub struct Locked {
     store: Store,
     index: Option<Index>,
     trust: Trust,
-    /// What an ADD asks for: a new index counts it from the start.
+    /// What an ADD asks for: a new index counts it from the start, and finds its oldest holders.
     asking: Option<RangeSets>,
     /// Whether files that cannot be read have been told.
     told: Told,
@@ -390,9 +390,8 @@ impl Locked {
         }
         let mut index = Index::of(&records, &former, host)?;
         if let Some(asking) = &self.asking {
-            index.remember(asking);
+            index.find_oldest(asking, &records)?;
         }
-        index.find_oldest(self.asking.as_ref(), &records)?;
         index.set_earlier(self.earlier_in(&records));
         if !reboot::is_local(&self.folder.file) {
             index.set_shared();

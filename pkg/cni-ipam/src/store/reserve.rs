@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use cni::{Code, Error, Result};
 
 use super::folder::Linked;
-use super::{Locked, Owner, Trouble};
+use super::{Locked, Owner, Trouble, Trust};
 use crate::allocator::{self, Occupied, Requested};
 use crate::index::table::TableError;
 use crate::index::{Content, Index, Record};
@@ -94,7 +94,6 @@ impl Locked {
                 // STATUS answers from these counters.
                 locked.index()?.count(range)?;
             }
-            locked.index()?.remember(sets);
             let new: Vec<(usize, IpAddr)> = picked
                 .iter()
                 .enumerate()
@@ -158,6 +157,8 @@ impl Locked {
             Some(address) => Ok(Pick { address, held: false }),
             // Something may have been removed without the lock and unseen; reading the folder once will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
+            // Reading it for this set also finds who has held the addresses longest, and the next ADD finds that kept.
+            None if self.trust == Trust::Index && self.index()?.oldest(set)?.is_empty() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }
     }

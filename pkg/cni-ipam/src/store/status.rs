@@ -1,9 +1,8 @@
 //! STATUS: how many addresses are used, without the lock and without waiting.
 //!
 //! It writes nothing and rebuilds nothing. With an index that is true and stays so while it is read, the answer
-//! costs a few reads; else the names in the folder are counted. What a newcomer gets wrong: a name may be that of a blank
-//! file, whose address is free. The files are looked at only where the names alone would mean "full": a node called
-//! full for those would never get the ADD that makes a new index.
+//! costs a few reads; else the names in the folder are counted. A name may be that of a blank file, whose address is
+//! free, so where the names alone mean "full" the files are looked at too.
 
 use std::fmt;
 use std::fs::File;
@@ -44,13 +43,6 @@ impl fmt::Display for Usage {
 }
 
 impl Store {
-    /// What ADDs have asked for since the machine was booted, the latest first, as far as it is remembered: for STATUS of
-    /// a network whose ranges the runtime alone knows.
-    pub fn asked(&self) -> Vec<RangeSets> {
-        let header = index::peek_header(&self.index_path()).filter(|header| header.boot == self.options.host.boot());
-        header.map(|header| header.asked.all().to_vec()).unwrap_or_default()
-    }
-
     /// How full each set is. Takes no lock, never waits, changes nothing.
     ///
     /// # Errors
@@ -78,7 +70,7 @@ impl Store {
                 occupied.map_or(named, counted)
             }
         };
-        // After a reboot the next ADD makes room; a node called full until then would never get that ADD.
+        // After a reboot the next ADD makes room.
         if usage.iter().any(Usage::is_exhausted) {
             let dead = self.reclaimable();
             for (usage, set) in usage.iter_mut().zip(sets.sets()) {
@@ -118,11 +110,12 @@ impl Store {
         }
     }
 
-    /// Whether an ADD could write here: the folder, or what it would be made in, is a folder, can be written and has room.
+    /// Returns the shortage that keeps an ADD from writing here for now: a disk without free blocks or inodes. The place
+    /// is the network's folder or, where that is missing, the nearest folder above it.
     ///
     /// # Errors
-    /// Code 5, with the path.
-    pub fn check_writable(&self) -> Result<()> {
+    /// Code 5, with the path, if the place cannot be written to until an operator repairs something.
+    pub fn check_writable(&self) -> Result<Option<Error>> {
         for path in self.path().ancestors() {
             let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
             let failed = |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
@@ -130,18 +123,18 @@ impl Store {
                 Ok(metadata) if metadata.is_dir() => {
                     access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
                     let room = statfs(path).map_err(|errno| failed(errno.into()))?;
-                    // File systems that do not count say 0 of 0.
+                    // File systems that do not count report 0 of 0.
                     let blocks = room.blocks() > 0 && room.blocks_free() == 0;
                     let files = room.files() > 0 && room.files_free() == 0;
-                    return if blocks || files { Err(failed(std::io::ErrorKind::StorageFull.into())) } else { Ok(()) };
+                    return Ok((blocks || files).then(|| failed(std::io::ErrorKind::StorageFull.into())));
                 }
                 Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
-                // A link that leads nowhere is in the way of whoever would make a folder.
+                // A link that leads nowhere is in the way of the process that would make a folder.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.is_symlink() => {}
                 Err(error) => return Err(failed(error)),
             }
         }
-        Ok(())
+        Ok(None)
     }
 }
 

@@ -63,10 +63,11 @@ pub trait Plugin {
     /// All that went wrong, after everything that could be removed has been.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()>;
 
-    /// Whether the next ADD could be served.
+    /// Whether ADDs can be handled.
     ///
     /// # Errors
-    /// Codes 50 and 51, or what is wrong with the configuration.
+    /// What keeps every ADD from working until it is repaired. The skeleton only reports a shortage that passes, and turns
+    /// the codes of configurations, files and unsupported keys into 50.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 }
 
@@ -294,7 +295,7 @@ fn serve(
             let valid = ValidAttachments::from_config(call.conf.json())?;
             unwinding(plugin, || plugin.gc(&call, &valid))
         }
-        Verb::Status => unwinding(plugin, || plugin.status(&call)),
+        Verb::Status => status(plugin, &call),
         Verb::Version => Ok(()),
     }
 }
@@ -313,6 +314,22 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
         write_out(stdout, &bytes)?;
         rollback.commit();
         Ok(())
+    })
+}
+
+/// STATUS: code 50 if no ADD can work until something is repaired. A runtime that gets an error makes the node unready, and
+/// Kubernetes then evicts pods that work, so a shortage that passes is only reported.
+fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
+    let Err(error) = unwinding(plugin, || plugin.status(call)) else { return Ok(()) };
+    if error.is_shortage() {
+        call.notes.note(format_args!("STATUS succeeds, but the next ADD may fail: {error}"));
+        return Ok(());
+    }
+    Err(match error.code() {
+        Code::UNSUPPORTED_FIELD | Code::IO | Code::DECODE | Code::INVALID_CONFIG => {
+            error.with_code(Code::NOT_AVAILABLE)
+        }
+        _ => error,
     })
 }
 

@@ -121,7 +121,7 @@ pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
     seen.well("every network's plugins say that they could serve an add")
 }
 
-/// How full the ranges are.
+/// How full the ranges are, and whether the disk has room for a reservation. STATUS succeeds where they are full.
 pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("addresses");
     let place = crate::ipam::Place::default();
@@ -137,6 +137,10 @@ pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
                 seen.found(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
             }
         }
+    }
+    for (network, folder, shortage) in desk.shortages()? {
+        let folder = quoted(&folder.to_string_lossy());
+        seen.found(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
     }
     Ok(seen.well(format!("no range is more than {fullest}% full")))
 }

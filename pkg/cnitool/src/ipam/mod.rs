@@ -135,6 +135,18 @@ impl<'a, 'm> Desk<'a, 'm> {
         Ok(all)
     }
 
+    /// The configured networks whose reservations find no room on the disk, with the folder and why.
+    pub(crate) fn shortages(&self) -> Result<Vec<(String, PathBuf, Error)>, Error> {
+        let mut all = Vec::new();
+        for addresses in self.all()?.into_iter().filter(|addresses| addresses.configured) {
+            // A folder that cannot be written at all is STATUS's to report.
+            if let Ok(Some(shortage)) = self.store(&addresses).check_writable() {
+                all.push((addresses.network, addresses.data_dir, shortage));
+            }
+        }
+        Ok(all)
+    }
+
     /// One network.
     fn one(&self, network: &str) -> Result<Addresses, Error> {
         ident::check_network_name(network)?;

@@ -51,7 +51,8 @@ impl Machine {
     }
 
     fn network(&self, subnet: &str) -> Value {
-        patched(host_local(&self.node, &[subnet]), json!({"cniVersion": "1.1.0"}))
+        let keys = json!({"cniVersion": "1.1.0", "ipam": {"fullIsUnavailable": true}});
+        patched(host_local(&self.node, &[subnet]), keys)
     }
 
     fn dir(&self, name: &str) -> String {

@@ -374,7 +374,7 @@ fn status_says_whether_a_backend_can_be_used() {
         if world.backend == Backend::Nftables {
             assert_eq!(world.rules(), before, "nothing is left");
         }
-        call(&patched(config, json!({"markMasqBit": 77}))).fails_with(7, "");
+        call(&patched(config, json!({"markMasqBit": 77}))).fails_with(50, "");
     });
 }
 

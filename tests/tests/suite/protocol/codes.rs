@@ -90,13 +90,15 @@ fn code_11_exhaustion() {
 }
 
 #[test]
-fn code_50_status_of_an_exhausted_network() {
+fn code_50_status_where_no_add_can_work() {
     let node = Node::new();
+    let container = node.container();
     let config = patched(host_local(&node, &["10.1.0.0/30"]), json!({"cniVersion": "1.1.0"}));
-    let all = attach(&node, &config, 1);
-    assert_eq!(all[0].1.status().failure().code, Some(50));
-    all[0].1.del().success();
-    all[0].1.status().success();
+    let attachment = Attachment::new(&node, &container, config);
+    let file = node.file("networks", "a file where a folder should be");
+    assert_eq!(attachment.status().failure().code, Some(50));
+    std::fs::remove_file(file).unwrap();
+    attachment.status().success();
 }
 
 #[test]
