@@ -4,9 +4,11 @@
 //! address takes the lowest of its ports' and changes it with them; and a kernel may have bridges but no VLAN
 //! filtering, which it tells (EOPNOTSUPP) only when asked to switch it on.
 
+use std::thread;
 use std::time::Instant;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
+use nix::sched::{CloneFlags, unshare};
 use rtnetlink::packet_route::link::{
     InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoPortKind, LinkAttribute, LinkFlags, LinkInfo,
     LinkMessage,
@@ -55,6 +57,22 @@ pub struct PortFlags {
     pub hairpin: bool,
     /// Whether it exchanges no frames with other isolated ports. Ignored by kernels before 4.18.
     pub isolated: bool,
+}
+
+/// Checks that this kernel's bridges can filter by VLAN, by making such a bridge in a network namespace of its own, which
+/// ends with the thread that made it. No network namespace that exists is changed.
+///
+/// # Errors
+/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. Any other error answers nothing.
+pub fn probe_vlan_filtering() -> Result<()> {
+    let failed = |cause: Cause| Error::new("failed to probe bridge VLAN filtering in a new network namespace", cause);
+    let probe = move || {
+        unshare(CloneFlags::CLONE_NEWNET).map_err(|errno| failed(errno.into()))?;
+        let spec = BridgeSpec { vlan_filtering: true, ..BridgeSpec::named("probe0") };
+        Netlink::open()?.create_bridge(&spec).map(drop)
+    };
+    let thread = thread::Builder::new().name("vlan-probe".into()).spawn(probe).map_err(|error| failed(error.into()))?;
+    thread.join().unwrap_or_else(|_| Err(failed(Cause::text("the thread panicked"))))
 }
 
 impl Netlink {
@@ -208,6 +226,19 @@ mod tests {
             spec.master = Some(bridge.index);
             netlink.create_veth(&spec).unwrap();
             assert_eq!(netlink.link("br0").unwrap().mac, Some(mac));
+        });
+    }
+
+    #[test]
+    fn probing_vlan_filtering_agrees_with_a_bridge_and_leaves_nothing() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let before = netlink.list_links().unwrap();
+            let probed = probe_vlan_filtering();
+            assert_eq!(netlink.list_links().unwrap(), before);
+            let made = netlink.create_bridge(&BridgeSpec { vlan_filtering: true, ..BridgeSpec::named("br0") });
+            assert_eq!(probed.is_ok(), made.is_ok(), "{probed:?}");
+            assert!(probed.is_ok() || probed.unwrap_err().is_unsupported());
         });
     }
 

@@ -47,7 +47,7 @@ pub mod vlan;
 pub mod watch;
 
 pub use addr::{Addr, Dad};
-pub use bridge::{BridgeSpec, PortFlags};
+pub use bridge::{BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, Taken};
 pub use link::{BridgeInfo, Link, LinkKind, OperState, Port, PortState, Promisc};
 pub use mac::Mac;

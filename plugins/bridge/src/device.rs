@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use cni::skel::MachineRef;
+use cni::skel::{Call, MachineRef};
 use cni::{Code, Error, Result};
 use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, Watch, sysctl};
 
@@ -94,6 +94,24 @@ pub(crate) fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
     };
     let msg = format!("{}: {asked} needs a kernel with bridge VLAN filtering", error.msg());
     Error::new(Code::UNSUPPORTED_FIELD, msg)
+}
+
+/// STATUS: that the kernel has VLAN filtering, if the configuration needs it.
+///
+/// # Errors
+/// Code 2 naming key and value.
+pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
+    if conf.vlans.is_none() {
+        return Ok(());
+    }
+    match cni_linux::probe_vlan_filtering() {
+        Ok(()) => Ok(()),
+        Err(error) if error.is_unsupported() => Err(no_vlan_filtering(error.into(), conf)),
+        Err(error) => {
+            call.notes.note(format_args!("STATUS does not know whether the kernel has bridge VLAN filtering: {error}"));
+            Ok(())
+        }
+    }
 }
 
 /// Sets the MAC that the bridge has, so that it keeps it. Only where all ports are CNI's: the MAC of a bridge with an

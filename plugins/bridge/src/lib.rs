@@ -89,6 +89,7 @@ impl Plugin for Bridge {
                 device::check_foreign_ports(&host, &link).map_err(not_ready)?;
             }
         }
+        device::check_vlan_filtering(call, &conf)?;
         if conf.spoof_check {
             let probed = SpoofCheck::open().and_then(|mut spoof| spoof.probe());
             probed.map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;

@@ -226,6 +226,28 @@ fn a_name_that_is_no_bridge_is_not_available() {
     node.exec(&["ip", "link", "del", "br0"]);
 }
 
+/// The kernel is asked, not a bridge that happens to exist.
+#[test]
+fn vlans_that_the_kernel_cannot_filter_are_not_available() {
+    let node = Node::new();
+    let cases = [(json!({"vlan": 100}), "\"vlan\": 100"), (json!({"vlanTrunk": [{"id": 5}]}), "\"vlanTrunk\": [5]")];
+    for bridge in ["missing", "there"] {
+        for (keys, words) in &cases {
+            let outcome = status(&node, &newest(patched(layer2(), keys.clone())));
+            match probe::vlan_filtering() {
+                Ok(()) => drop(outcome.success()),
+                Err(_) => drop(outcome.fails_naming(50, &[words, "bridge VLAN filtering"])),
+            }
+        }
+        let links = node.json(&["ip", "-j", "link", "show", "type", "bridge"]);
+        let left = links.as_array().map_or(0, Vec::len);
+        assert_eq!(left, usize::from(bridge == "there"), "STATUS makes no bridge on the host: {links}");
+        if bridge == "missing" {
+            node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+        }
+    }
+}
+
 #[test]
 fn a_held_lock_is_not_waited_for() {
     require!(probe::tool("flock"));
