@@ -39,7 +39,48 @@ pub fn check_network_name(name: &str) -> Result<()> {
     Err(Error::config("invalid characters found in network name").with_details(name))
 }
 
-/// Checks a CNI_IFNAME: what the kernel takes as the name of a link.
+/// Checks a CNI_IFNAME of a new attachment: a [link's name](check_interface_name) that means one interface and no other.
+///
+/// DEL and CHECK do not apply this check: an earlier release may have made something for such a name.
+///
+/// # Errors
+/// Code 4, naming the variable.
+pub fn check_new_interface_name(name: &str) -> Result<()> {
+    check_interface_name(name)?;
+    match ambiguity(name) {
+        Some(why) => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("interface name {name:?} {why} (CNI_IFNAME)"))),
+        None => Ok(()),
+    }
+}
+
+/// Checks the name of a link on the host that a configuration names, a bridge for example.
+///
+/// # Errors
+/// Code 7; the message begins with `what` and the name.
+pub fn check_host_link_name(what: &str, name: &str) -> Result<()> {
+    let refused = |why: &str| Err(Error::config(format!("{what} {name:?}: {why}")));
+    if let Err(error) = check_interface_name(name) {
+        return refused(error.msg());
+    }
+    match ambiguity(name) {
+        Some(why) => refused(&format!("the name {why}")),
+        None if name == "lo" => refused("the name is that of the loopback interface"),
+        None => Ok(()),
+    }
+}
+
+/// Why a link's name may mean another interface than the one that is made under it.
+fn ambiguity(name: &str) -> Option<&'static str> {
+    match name {
+        // RTM_NEWLINK replaces `%d` by a number, so the link gets another name.
+        _ if name.contains('%') => Some("contains %, which the kernel takes for a template"),
+        // Kernels refuse these two for a new link.
+        "all" | "default" => Some("is reserved: net/ipv4/conf has a folder of this name for more than one interface"),
+        _ => None,
+    }
+}
+
+/// Checks the name of any interface: what the kernel takes as the name of a link.
 ///
 /// # Errors
 /// Code 4 with Go's text.
@@ -79,6 +120,21 @@ mod tests {
             assert!(check_container_id(bad).is_err() && check_network_name(bad).is_err(), "{bad}");
         }
         assert_eq!(check_network_name("").unwrap_err().msg(), "missing network name");
+    }
+
+    #[test]
+    fn a_new_interface_has_a_name_of_its_own() {
+        for good in ["eth0", "lo", "all0", "defaults", "ALL", "eth0.100"] {
+            assert!(check_new_interface_name(good).is_ok(), "{good}");
+        }
+        for bad in ["eth%d", "%", "%s", "100%", "all", "default", "", "a/b"] {
+            assert_eq!(check_new_interface_name(bad).unwrap_err().code(), Code::INVALID_ENVIRONMENT, "{bad}");
+        }
+        assert!(check_host_link_name("bridge", "br0").is_ok());
+        for bad in ["br%d", "all", "default", "lo", "a/b", ""] {
+            let error = check_host_link_name("bridge", bad).unwrap_err();
+            assert!(error.code() == Code::INVALID_CONFIG && error.msg().starts_with("bridge \""), "{error}");
+        }
     }
 
     #[test]

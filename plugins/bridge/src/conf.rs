@@ -160,8 +160,7 @@ impl Conf {
     pub(crate) fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
         let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
-        ident::check_interface_name(&bridge)
-            .map_err(|error| Error::config(format!("bridge {bridge:?}: {}", error.msg())))?;
+        ident::check_host_link_name("bridge", &bridge)?;
         if raw.hairpin_mode && raw.promisc_mode {
             return Err(Error::config("cannot set hairpin mode and promiscuous mode at the same time"));
         }
@@ -383,7 +382,10 @@ mod tests {
         ] {
             assert_eq!(refusal(keys), text);
         }
-        assert!(refusal(r#","bridge":"a/b""#).contains("a/b"));
+        for name in ["a/b", "br%d", "all", "default", "lo"] {
+            let text = refusal(&format!(r#","bridge":"{name}""#));
+            assert!(text.starts_with(&format!("bridge {name:?}: ")), "{text}");
+        }
         assert!(refusal(r#","bridge":"twelve-bytes","isGateway":true,"vlan":100"#).contains("twelve-bytes.100"));
         assert!(refusal(r#","runtimeConfig":{"mac":"01:00:00:00:00:01"}"#).contains("no unicast address"));
     }

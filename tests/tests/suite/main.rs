@@ -11,6 +11,7 @@ mod files;
 mod gc;
 mod host_local;
 mod install;
+mod interface_names;
 mod keeps_going;
 mod loopback;
 mod masquerade;

@@ -117,10 +117,12 @@ impl Environment {
         }
         type Rule<'a> = (&'static str, &'a str, bool, fn(&str) -> Result<()>);
         let attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
+        // What was made under any name must still be found and removed.
+        let ifname = if verb == Verb::Add { ident::check_new_interface_name } else { ident::check_interface_name };
         let rules: [Rule<'_>; 4] = [
             ("CNI_CONTAINERID", &self.container_id, attachment, ident::check_container_id),
             ("CNI_NETNS", &self.netns, attachment && verb != Verb::Del, |_| Ok(())),
-            ("CNI_IFNAME", &self.ifname, attachment, ident::check_interface_name),
+            ("CNI_IFNAME", &self.ifname, attachment, ifname),
             ("CNI_PATH", &self.path, verb != Verb::Version, |_| Ok(())),
         ];
         let mut absent = Vec::new();

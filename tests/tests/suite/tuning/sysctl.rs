@@ -197,7 +197,7 @@ fn an_interface_called_all_gets_no_placeholder() {
     let container = pod(&node);
     for ifname in ["all", "default"] {
         let attachment = tuned(&node, &container, one("net.ipv4.conf.IFNAME.arp_filter", "1")).ifname(ifname);
-        attachment.add_after(&prev(&container)).fails_naming(7, &["IFNAME", ifname]);
+        attachment.add_after(&prev(&container)).fails_naming(4, &["CNI_IFNAME", ifname]);
         assert_eq!(container.sysctl(&format!("net/ipv4/conf/{ifname}/arp_filter")), "0");
     }
 }

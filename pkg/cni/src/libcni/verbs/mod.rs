@@ -34,6 +34,7 @@ impl Runtime<'_> {
     /// attachment that is already remembered. Later: the plugin's own error first; every plugin then gets a DEL, in
     /// reverse, the ones never reached too, and what goes wrong there stands in the details. Nothing is remembered.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
+        ident::check_new_interface_name(&attachment.ifname)?;
         let version = check_call(list, attachment)?;
         for plugin in list.plugins() {
             find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| blame(plugin, "add", error))?;
