@@ -307,10 +307,9 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
         if call.machine.terminated() {
             return Err(Error::new(Code::TRY_AGAIN, "interrupted by a signal: all of this ADD was rolled back"));
         }
-        let bytes = result.encode(call.conf.version()).map_err(|error| {
-            let doing = format!("failed to express the result in version {}", call.conf.version());
-            Error::new(Code::INCOMPATIBLE_VERSION, error.to_string()).with_details(doing)
-        })?;
+        // Other programs compare this text for equality, so nothing is added to it.
+        let encoded = result.encode(call.conf.version());
+        let bytes = encoded.map_err(|error| Error::new(Code::INCOMPATIBLE_VERSION, error.to_string()))?;
         write_out(stdout, &bytes)?;
         rollback.commit();
         Ok(())
