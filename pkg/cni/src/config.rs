@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::json::Json;
-use crate::result::AddResult;
+use crate::result::{AddResult, Dns};
 use crate::version::Version;
 use crate::{Code, Error, Result, ident};
 
@@ -112,6 +112,37 @@ impl NetConf {
             .map(Some)
             .map_err(|error| Error::caused(Code::DECODE, "could not parse prevResult", error))
     }
+}
+
+/// `runtimeConfig.dns`: what a runtime wants a container to resolve names with. A convention of the specification, which
+/// names the keys `servers` and `searches`; `dns` of a configuration has `nameservers` and `search`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct RuntimeDns {
+    servers: Vec<String>,
+    nameservers: Vec<String>,
+    searches: Vec<String>,
+    search: Vec<String>,
+    domain: String,
+    options: Vec<String>,
+}
+
+impl From<RuntimeDns> for Dns {
+    fn from(dns: RuntimeDns) -> Dns {
+        let either = |one: Vec<String>, other| if one.is_empty() { other } else { one };
+        Dns {
+            nameservers: either(dns.servers, dns.nameservers),
+            domain: dns.domain,
+            search: either(dns.searches, dns.search),
+            options: dns.options,
+        }
+    }
+}
+
+/// What replaces IPAM's name resolution in the result of a plugin that creates an interface: `runtimeConfig.dns` as a whole
+/// if it is present, else `dns` of the configuration as a whole if it says anything. `None` leaves IPAM's.
+pub fn dns_override(of_runtime: Option<RuntimeDns>, of_conf: Dns) -> Option<Dns> {
+    of_runtime.map(Dns::from).or_else(|| Some(of_conf).filter(|dns| !dns.is_empty()))
 }
 
 /// The document as an object.
@@ -253,6 +284,25 @@ mod tests {
         let conf = NetConf::parse(r#"{"name":"a","cniVersion":"0.4.0","prevResult":{"cniVersion":"1.0.0"}}"#).unwrap();
         assert!(conf.prev_result().unwrap_err().msg().starts_with("could not parse prevResult: result type supports"));
         assert!(NetConf::parse(r#"{"name":"a","prevResult":null}"#).unwrap().prev_result().unwrap().is_none());
+    }
+
+    #[test]
+    fn the_runtimes_dns_replaces_the_configurations_as_a_whole() {
+        let chosen = |of_runtime: &str, of_conf: &str| {
+            let of_runtime = Json::parse(of_runtime.as_bytes()).unwrap().decode::<Option<RuntimeDns>>().unwrap();
+            dns_override(of_runtime, Json::parse(of_conf.as_bytes()).unwrap().decode().unwrap())
+        };
+        let of_conf = r#"{"nameservers":["192.0.2.9"],"domain":"conf.example","search":["c"],"options":["rotate"]}"#;
+        let dns = |text: &str| Some(Json::parse(text.as_bytes()).unwrap().decode::<Dns>().unwrap());
+        assert_eq!(chosen("null", of_conf), dns(of_conf));
+        assert_eq!(chosen("null", "{}"), None);
+        assert_eq!(chosen("null", r#"{"nameservers":[]}"#), None);
+        assert_eq!(chosen(r#"{"servers":["192.0.2.1"]}"#, of_conf), dns(r#"{"nameservers":["192.0.2.1"]}"#));
+        // As Go's libcni writes what was not given.
+        assert_eq!(chosen(r#"{"Servers":null,"Searches":["s"],"Options":null}"#, of_conf), dns(r#"{"search":["s"]}"#));
+        let all = r#"{"nameservers":["192.0.2.2"],"search":["t"],"domain":"d","options":["ndots:1"]}"#;
+        assert_eq!(chosen(all, of_conf), dns(all));
+        assert_eq!(chosen("{}", of_conf), Some(Dns::default()), "present, and says that there is none");
     }
 
     #[test]

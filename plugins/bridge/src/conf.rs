@@ -3,7 +3,7 @@
 //! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the configuration, and no mistake
 //! in it, can keep them from cleaning.
 
-use cni::config::NetConf;
+use cni::config::{self, NetConf, RuntimeDns};
 use cni::result::Dns;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result, ident};
@@ -135,6 +135,7 @@ struct RawRuntime {
     mac: String,
     #[serde(rename = "ipRanges")]
     ip_ranges: Option<cni::json::Json>,
+    dns: Option<RuntimeDns>,
 }
 
 /// What host-local's keys say about gateways. Wrong types in there are IPAM's to complain about.
@@ -190,7 +191,7 @@ impl Conf {
             mtu: mtu(raw.mtu)?,
             mac: mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])?,
             own_gateways: own_gateways(&raw.ipam, raw.runtime_config.ip_ranges.as_ref()),
-            dns: Some(raw.dns).filter(|dns| !dns.is_empty()),
+            dns: config::dns_override(raw.runtime_config.dns, raw.dns),
             bridge,
             gateway,
             force_address: raw.force_address,

@@ -1,8 +1,8 @@
 //! Addresses and connectivity: IPv4, IPv6, both, several ranges.
 
-use cni_testkit::{Attachment, Node};
-use conformance::{addresses, attach, bridge, host_end, ipam, patched, sandboxed};
-use serde_json::json;
+use cni_testkit::{Attachment, Node, bin_dir, probe, require};
+use conformance::{addresses, attach, bridge, host_end, ipam, layer2, patched, sandboxed};
+use serde_json::{Value, json};
 
 #[test]
 fn the_result_is_what_the_kernel_has() {
@@ -166,4 +166,52 @@ fn dns_of_the_configuration_replaces_that_of_ipam() {
     let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
     assert_eq!(result["dns"], json!({"nameservers": ["192.0.2.9"]}));
     attachment.del_with(&result).success();
+}
+
+#[test]
+fn dns_of_the_runtime_replaces_all_other_as_a_whole() {
+    let node = Node::new();
+    let path = node.file("resolv.conf", "nameserver 192.0.2.1\nsearch a.example\n");
+    let conf = json!({"dns": {"nameservers": ["192.0.2.9"], "options": ["rotate"]}});
+    let layer3 = patched(patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipam": {"resolvConf": path}})), conf.clone());
+    let layer2 = patched(layer2(), conf);
+    // As the specification's convention has the keys, as `dns` of a configuration has them, as Go's libcni writes them.
+    for (given, expected) in [
+        (json!({"servers": ["192.0.2.7"], "searches": ["r"]}), json!({"nameservers": ["192.0.2.7"], "search": ["r"]})),
+        (json!({"nameservers": ["192.0.2.8"], "domain": "d"}), json!({"nameservers": ["192.0.2.8"], "domain": "d"})),
+        (
+            json!({"Servers": null, "Searches": ["r"], "Options": ["edns0"]}),
+            json!({"search": ["r"], "options": ["edns0"]}),
+        ),
+        (json!({}), Value::Null),
+    ] {
+        for base in [&layer3, &layer2] {
+            let mut config = base.clone();
+            // Not by `patched`, for which null takes a key away.
+            config["runtimeConfig"] = json!({ "dns": given });
+            let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+            assert_eq!(result["dns"], expected, "{given}");
+            attachment.check(&result).success();
+            attachment.del_with(&result).success();
+        }
+    }
+    let container = node.container();
+    let wrong = patched(layer2, json!({"runtimeConfig": {"dns": {"servers": "192.0.2.7"}}}));
+    let attachment = Attachment::new(&node, &container, wrong);
+    attachment.add().fails_naming(6, &["runtimeConfig.dns.servers"]);
+    attachment.del().success();
+}
+
+#[test]
+fn validate_knows_the_capability_dns() {
+    require!(probe::plugin("cnitool"));
+    let node = Node::new();
+    let cnitool = bin_dir().join("cnitool");
+    for (name, ok) in [("dns", true), ("dnss", false)] {
+        let plugin = json!({"type": "bridge", "capabilities": {name: true}});
+        let list = json!({"cniVersion": "1.0.0", "name": "net1", "plugins": [plugin]});
+        let file = node.file("10-net1.conflist", list.to_string());
+        let ran = node.run(&[cnitool.to_str().unwrap(), "validate", "--file-only", file.to_str().unwrap()]);
+        assert!(ran.ok == ok, "{name}: {}{}", ran.stdout, ran.stderr);
+    }
 }
