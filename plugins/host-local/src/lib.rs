@@ -147,6 +147,7 @@ impl Plugin for HostLocal {
         let conf = StatusConf::read(&call.conf)?;
         conf.resolv_conf.as_deref().map(resolv::read).transpose()?;
         let store = store(call, &conf.place);
+        store.report_foreign();
         let mut shortages: Vec<String> = store.check_writable()?.iter().map(ToString::to_string).collect();
         // Ranges that only the runtime knows come with an ADD.
         if let Some(sets) = &conf.sets {

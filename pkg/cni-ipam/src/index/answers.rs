@@ -39,6 +39,16 @@ impl Index {
         Ok(unread.map(|record| record.address).collect())
     }
 
+    /// The addresses that were taken by what is not a reservation when the folder was read. Costs a pass over the table
+    /// where there are any.
+    pub(crate) fn foreign(&self) -> io::Result<Vec<IpAddr>> {
+        if !self.header.foreign {
+            return Ok(Vec::new());
+        }
+        let foreign = self.records()?.into_iter().filter(|record| record.holder == Holder::Unknown);
+        Ok(foreign.map(|record| record.address).collect())
+    }
+
     /// Those of a set's addresses that have been taken longest, the oldest first: what a rebuild for this set has found,
     /// which is true while the index is exact. Empty if no rebuild was for this set.
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {

@@ -65,6 +65,8 @@ pub(crate) struct Header {
     pub(crate) exact: bool,
     /// Whether there may be files that could not be read when the folder was.
     pub(crate) unread: bool,
+    /// Whether there may be names of addresses that are taken by what is not a reservation.
+    pub(crate) foreign: bool,
     /// Whether another machine may have the folder on a disk of its own: what is reserved here gets no boot.
     pub(crate) shared: bool,
     pub(crate) slots: u64,
@@ -116,7 +118,8 @@ impl Header {
     /// The bytes of the page that matter; the rest of it is unused.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = Writer(Vec::with_capacity(512));
-        body.u64(u64::from(self.exact) | u64::from(self.unread) << 1 | u64::from(self.shared) << 2);
+        let flags = [self.exact, self.unread, self.shared, self.foreign];
+        body.u64(flags.into_iter().enumerate().map(|(bit, flag)| u64::from(flag) << bit).sum());
         body.u64(self.slots);
         body.u64(self.used);
         body.u64(self.stamp.device);
@@ -166,6 +169,7 @@ impl Header {
         let flags = body.u64()?;
         let flag = |bit: u32| flags & (1 << bit) != 0;
         let mut header = Header { clean, exact: flag(0), unread: flag(1), shared: flag(2), ..Header::default() };
+        header.foreign = flag(3);
         (header.slots, header.used) = (body.u64()?, body.u64()?);
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
@@ -202,6 +206,7 @@ mod tests {
             exact: true,
             unread: true,
             shared: true,
+            foreign: true,
             slots: 512,
             used: 7,
             stamp: Stamp { device: 1, inode: 2, mtime: (-3, 4), ctime: (5, 999_999_999) },

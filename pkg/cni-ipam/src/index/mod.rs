@@ -50,7 +50,7 @@ use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_payload};
 use table::{HEADER, Key, Storage, Table, TableError};
 
-pub(crate) use rebuild::{Content, is_unchanged, names_in, read, read_name, scan};
+pub(crate) use rebuild::{Content, LONGEST, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{canonical, classify};
 pub(crate) use record::{Holder, LINKING, Record};
@@ -151,7 +151,9 @@ impl Index {
     /// this is.
     pub(crate) fn of(records: &[Record], former: &Header, host: &Host) -> Result<Index, TableError> {
         let unread = records.iter().any(|record| record.holder == Holder::Unread);
-        let header = Header { machine: host.machine(), boot: host.boot(), exact: true, unread, ..Header::default() };
+        let foreign = records.iter().any(|record| record.holder == Holder::Unknown);
+        let (machine, boot) = (host.machine(), host.boot());
+        let header = Header { machine, boot, exact: true, unread, foreign, ..Header::default() };
         // Two entries per record, and the words of the tree: few, unless the addresses lie far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };

@@ -20,8 +20,10 @@ use nix::sys::stat::Mode;
 
 use super::{Holder, Record, hash};
 
-/// No content longer than this is a reservation's.
-const LONGEST: u64 = 64 * 1024;
+/// No reservation is longer than this many bytes. Of a longer file nothing more is read.
+pub(crate) const LONGEST: u64 = 64 * 1024;
+/// A longer first line is not a container's ID.
+const LONGEST_ID: usize = 4096;
 /// A file that changed less than this many seconds ago may change again without its times telling.
 const SETTLED: i64 = 2;
 
@@ -71,7 +73,8 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
             }
         };
         let record = match known.get(&address) {
-            Some(known) if known.holder != Holder::Unread && is_same(known, &metadata) => {
+            // What could not be attributed may be by now: an older build of ours did not read files that are too long.
+            Some(known) if !matches!(known.holder, Holder::Unread | Holder::Unknown) && is_same(known, &metadata) => {
                 Record { ctime: ctime(&metadata), ..*known }
             }
             _ => fresh(address, &metadata, read(folder, address), now),
@@ -126,9 +129,9 @@ pub(crate) enum Content {
     Absent,
     /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is free.
     Blank,
-    /// A reservation's text, trimmed as Go trims it.
+    /// A reservation's text, trimmed as Go trims it; of a file that is too long the owner that its beginning names.
     Text(Vec<u8>),
-    /// No regular file, or far too long.
+    /// Not a regular file, or a file that is too long and names no owner. The address is taken.
     Foreign,
 }
 
@@ -157,7 +160,7 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
 
 pub(crate) fn classify(bytes: &[u8]) -> Content {
     if bytes.len() as u64 > LONGEST {
-        return Content::Foreign;
+        return owner_of_oversized(&bytes[..LONGEST as usize]);
     }
     if bytes.iter().all(|byte| *byte == 0 || byte.is_ascii_whitespace()) {
         return Content::Blank;
@@ -167,6 +170,27 @@ pub(crate) fn classify(bytes: &[u8]) -> Content {
         Ok(text) => Content::Text(text.trim().as_bytes().to_vec()),
         Err(_) => Content::Text(bytes.trim_ascii().to_vec()),
     }
+}
+
+/// The owner that a file names whose `beginning` this is: a container's ID in its first line, and an interface in the second
+/// one if it is a reservation's. Whoever wrote the rest, the owner's DEL must find the file, and a GC without the owner too.
+fn owner_of_oversized(beginning: &[u8]) -> Content {
+    let text = String::from_utf8_lossy(beginning);
+    let text = text.trim_start();
+    let end = text.find(['\r', '\n', '\0']).unwrap_or(text.len());
+    let (id, rest) = text.split_at(end);
+    let id = match id.trim_end() {
+        "" => return Content::Foreign,
+        // Not the ID of any container: no ID has the last character.
+        id if id.len() > LONGEST_ID => format!("{}…", id.chars().take(64).collect::<String>()),
+        id => id.to_owned(),
+    };
+    let ifname = rest.strip_prefix("\r\n").and_then(|rest| rest.split(|c: char| c.is_whitespace() || c == '\0').next());
+    let owner = match ifname.filter(|name| cni::ident::check_interface_name(name).is_ok()) {
+        Some(ifname) => format!("{id}\r\n{ifname}"),
+        None => id,
+    };
+    Content::Text(owner.into_bytes())
 }
 
 #[cfg(test)]
@@ -206,7 +230,28 @@ mod tests {
         assert_eq!(classify(b" id\r\neth0\n"), Content::Text(b"id\r\neth0".to_vec()));
         assert_eq!(classify(b"x"), Content::Text(b"x".to_vec()), "a short text is an old reservation");
         assert_eq!(classify(b"\xff \n"), Content::Text(b"\xff".to_vec()));
-        assert_eq!(classify(&vec![b'x'; LONGEST as usize + 1]), Content::Foreign);
+    }
+
+    #[test]
+    fn a_file_that_is_too_long_is_its_beginnings_owners() {
+        let oversized = |beginning: &str, filler: u8| {
+            let mut bytes = beginning.as_bytes().to_vec();
+            bytes.resize(LONGEST as usize + 1, filler);
+            classify(&bytes)
+        };
+        let text = |text: &str| Content::Text(text.as_bytes().to_vec());
+        assert_eq!(oversized("id\r\neth0", 0), text("id\r\neth0"));
+        assert_eq!(oversized(" id\r\neth0\r\n", b'x'), text("id\r\neth0"));
+        assert_eq!(oversized("id\r\neth0", b'x'), text("id"), "no interface has such a name");
+        assert_eq!(oversized("id\n", b'x'), text("id"));
+        assert_eq!(oversized("id", b' '), text("id"));
+        assert_eq!(oversized("", b'x'), text(&format!("{}…", "x".repeat(64))));
+        assert_eq!(oversized("", 0), Content::Foreign, "blank as far as it is read, which proves nothing");
+        assert_eq!(oversized("\r\n", b' '), Content::Foreign);
+        let mut invalid = vec![0xff; LONGEST as usize + 1];
+        assert!(matches!(classify(&invalid), Content::Text(_)));
+        invalid.truncate(LONGEST as usize);
+        assert_eq!(classify(&invalid), Content::Text(invalid));
     }
 
     #[test]

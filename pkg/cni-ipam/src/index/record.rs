@@ -24,7 +24,8 @@ const LINKED_WITHIN: i64 = 10;
 pub(crate) enum Holder {
     /// The file is blank: the address is free.
     Nobody,
-    /// The name is taken by something that is no reservation: a directory, a link, a huge file.
+    /// The name is taken by something that is not a reservation: a directory, a link, a file that is too long and names no
+    /// owner.
     Unknown,
     /// The file could not be read when the folder was: it may be anybody's.
     Unread,

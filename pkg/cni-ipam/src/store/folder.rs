@@ -192,6 +192,21 @@ impl Folder {
         file.set_len(text.len() as u64)
     }
 
+    /// What is unusual about an address's file: `its file has 70000 bytes, more than any reservation`, `it is a directory`.
+    pub(crate) fn peculiarity(&self, address: IpAddr) -> Option<String> {
+        let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
+        let kind = metadata.file_type();
+        Some(match metadata.len() {
+            _ if kind.is_dir() => "it is a directory, not a reservation".to_owned(),
+            _ if kind.is_symlink() => "it is a symbolic link, not a reservation".to_owned(),
+            _ if !kind.is_file() => "it is not a regular file".to_owned(),
+            length if length > crate::index::LONGEST => {
+                format!("its file has {length} bytes, more than any reservation")
+            }
+            _ => return None,
+        })
+    }
+
     /// When a reservation was made, by its file.
     pub(crate) fn made_at(&self, address: IpAddr) -> Option<SystemTime> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;

@@ -25,6 +25,8 @@ pub struct Listed {
     pub reservations: Vec<Reservation>,
     /// The addresses whose files could not be read, and why.
     pub unread: Vec<(IpAddr, Error)>,
+    /// The addresses whose names are taken by something unusual, and what. Some of them are among the reservations.
+    pub unusual: Vec<(IpAddr, String)>,
 }
 
 /// What somebody holds, as far as it can be read.
@@ -124,13 +126,19 @@ impl Locked {
             Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
         })?;
         addresses.sort_unstable();
-        let mut listed = Listed { reservations: Vec::with_capacity(addresses.len()), unread: Vec::new() };
+        let mut listed =
+            Listed { reservations: Vec::with_capacity(addresses.len()), unread: Vec::new(), unusual: Vec::new() };
         for address in addresses {
             match self.read(address) {
                 Ok(Content::Text(text)) => listed.reservations.push(Reservation::of(&self.folder, address, &text)),
-                Ok(_) => {}
-                Err(error) => listed.unread.push((address, error)),
+                Ok(Content::Foreign) => {}
+                Ok(Content::Absent | Content::Blank) => continue,
+                Err(error) => {
+                    listed.unread.push((address, error));
+                    continue;
+                }
             }
+            listed.unusual.extend(self.folder.peculiarity(address).map(|what| (address, what)));
         }
         Ok(listed)
     }
@@ -139,7 +147,7 @@ impl Locked {
     pub(super) fn describe(&self, address: IpAddr) -> String {
         match self.read(address) {
             Ok(Content::Text(text)) => Reservation::of(&self.folder, address, &text).to_string(),
-            Ok(Content::Foreign) => format!("{}/{address} is no reservation", self.folder.path.display()),
+            Ok(Content::Foreign) => format!("{}/{address} is not a reservation", self.folder.path.display()),
             Ok(Content::Absent | Content::Blank) => format!("{address} has just been released"),
             Err(error) => error.to_string(),
         }

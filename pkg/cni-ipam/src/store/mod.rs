@@ -308,6 +308,24 @@ impl Store {
         self.sidecar.join("index")
     }
 
+    /// Notes addresses that are taken by what is not a reservation, in one line.
+    fn note_foreign(&self, foreign: &mut [IpAddr]) {
+        const NAMED: usize = 8;
+        foreign.sort_unstable();
+        let named: Vec<String> = foreign.iter().take(NAMED).map(ToString::to_string).collect();
+        let others = match foreign.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            others => format!(" and {others} others"),
+        };
+        if !named.is_empty() {
+            self.options.notes.note(format_args!(
+                "{} in {}{others}: not a reservation, so no DEL and no GC frees the address; remove it if no container uses it",
+                named.join(", "),
+                self.path.display()
+            ));
+        }
+    }
+
     /// Says once that the index cannot be kept; everything works without it.
     fn tell(&self, error: impl fmt::Display) {
         if self.told.replace(Told::Once) == Told::NotYet {

@@ -41,7 +41,7 @@ impl Locked {
     }
 
     /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID is in `valid` with
-    /// any interface. What is no reservation stays. What an earlier boot has left goes before that, valid or not, as the
+    /// any interface. What is not a reservation stays and is noted. What an earlier boot has left goes before that, valid or not, as the
     /// options say.
     ///
     /// # Errors
@@ -51,10 +51,11 @@ impl Locked {
         let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
         let held = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
-            let held = |record: &Record| matches!(record.holder, Holder::Content(_) | Holder::Unread);
+            // An index of an older build calls reservations unknown whose files are too long.
+            let held = |record: &Record| record.holder != Holder::Nobody;
             Ok(records.into_iter().filter(held).collect::<Vec<_>>())
         })?;
-        let mut doomed = Vec::new();
+        let (mut doomed, mut foreign) = (Vec::new(), Vec::new());
         let mut errors = Vec::new();
         for record in &held {
             if matches!(record.holder, Holder::Content(hash) if valid.contains(&hash)) {
@@ -65,17 +66,19 @@ impl Locked {
                 Ok(Content::Text(text)) if !valid.contains(&hash(&text)) => {
                     doomed.push(Reservation::of(&self.folder, record.address, &text));
                 }
+                Ok(Content::Foreign) => foreign.push(record.address),
                 Ok(_) => {}
                 Err(error) => errors.push(error),
             }
         }
+        self.store.note_foreign(&mut foreign);
         doomed.sort_unstable_by_key(|reservation| reservation.address);
         let addresses: Vec<IpAddr> = doomed.iter().map(|reservation| reservation.address).collect();
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
         let removed: HashSet<IpAddr> = removed.into_iter().collect();
         doomed.retain(|reservation| removed.contains(&reservation.address));
-        Ok(Collected { kept: held.len() - doomed.len(), removed: doomed, error: Error::join(errors) })
+        Ok(Collected { kept: held.len() - foreign.len() - doomed.len(), removed: doomed, error: Error::join(errors) })
     }
 
     /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the lock that it still holds.

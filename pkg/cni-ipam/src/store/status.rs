@@ -82,6 +82,13 @@ impl Store {
 }
 
 impl Store {
+    /// Notes the addresses that are taken by what is not a reservation, as far as the index knows. Takes no lock.
+    pub fn report_foreign(&self) {
+        let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
+        let foreign = index::peek(&self.index_path(), stamp, |index| Ok(Some(index.foreign()?)));
+        self.note_foreign(&mut foreign.unwrap_or_default());
+    }
+
     /// How many names in the folder are addresses. Takes no lock and opens no file; a missing folder has none.
     ///
     /// # Errors

@@ -142,5 +142,12 @@ pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
         let folder = quoted(&folder.to_string_lossy());
         seen.found(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
     }
+    for (network, file, what) in &ground.picture.unusual {
+        let advice = format!(
+            "look who uses the address (cnitool ipam show {}); if nobody does, remove the file",
+            quoted(network)
+        );
+        seen.found_without_command(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);
+    }
     Ok(seen.well(format!("no range is more than {fullest}% full")))
 }

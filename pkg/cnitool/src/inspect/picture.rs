@@ -1,5 +1,6 @@
 //! All that is looked at, read once.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use cni::Error;
@@ -32,6 +33,8 @@ pub(crate) struct Picture {
     pub(crate) saved: Vec<Saved>,
     /// By network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
+    /// Where an address's name is taken by something unusual: the network, the file, what it is.
+    pub(crate) unusual: Vec<(String, PathBuf, String)>,
 }
 
 impl Picture {
@@ -59,17 +62,20 @@ impl Picture {
         }
         let place = Place::default();
         let desk = Desk::new(shared, call, &place, notes);
-        let mut reservations = Vec::new();
+        let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
         for addresses in desk.all()? {
-            let held = match desk.lock(&addresses)? {
+            let (held, odd) = match desk.lock(&addresses)? {
                 Some(mut locked) => desk.told(locked.list()?),
-                None => Vec::new(),
+                None => Default::default(),
             };
             let folder = addresses.data_dir.clone();
+            let file = |address: IpAddr| folder.join(&addresses.network).join(address.to_string());
+            unusual.extend(odd.into_iter().map(|(address, what)| (addresses.network.clone(), file(address), what)));
             reservations.push((addresses.network, folder, held));
         }
         let rules = survey(call.machine.0, notes)?;
-        Ok(Picture { networks, remembered: listing.entries, links, marked, rules, saved: backups, reservations })
+        let remembered = listing.entries;
+        Ok(Picture { networks, remembered, links, marked, rules, saved: backups, reservations, unusual })
     }
 
     /// The host's end of each attachment that is known of: by our mark, else by what is remembered of its result, which is

@@ -45,7 +45,7 @@ impl Desk<'_, '_> {
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
-        let Listed { reservations, unread } = locked.list()?;
+        let Listed { reservations, unread, .. } = locked.list()?;
         let unread = Error::join(unread.into_iter().map(|(_, error)| error));
         let judged = self.judged(&addresses.network, reservations)?;
         let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();

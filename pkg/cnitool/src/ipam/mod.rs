@@ -9,6 +9,7 @@ mod release;
 mod show;
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -215,12 +216,12 @@ impl<'a, 'm> Desk<'a, 'm> {
         self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine.0)
     }
 
-    /// What could be read; of the rest the operator is told.
-    pub(crate) fn told(&self, listed: Listed) -> Vec<Reservation> {
+    /// What could be read, and what is unusual; of the rest the operator is told.
+    pub(crate) fn told(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
         for (_, error) in &listed.unread {
             self.notes.note(error);
         }
-        listed.reservations
+        (listed.reservations, listed.unusual)
     }
 
     /// Every reservation, judged; the marks are those of the host's links.

@@ -43,7 +43,7 @@ impl Desk<'_, '_> {
             Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(folder)
         };
         let Some(mut locked) = self.lock(&addresses)? else { return Err(nothing()) };
-        let Listed { reservations: mut chosen, unread } = locked.list()?;
+        let Listed { reservations: mut chosen, unread, .. } = locked.list()?;
         chosen.retain(|held| is_meant(args, held));
         // Of a container whatever cannot be read may be its own.
         let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|meant| meant == *address));

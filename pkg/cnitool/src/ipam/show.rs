@@ -19,9 +19,9 @@ pub(super) struct Show {
 impl Desk<'_, '_> {
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
-        let reservations = match self.lock(&addresses)? {
+        let (reservations, unusual) = match self.lock(&addresses)? {
             Some(mut locked) => self.told(locked.list()?),
-            None => Vec::new(),
+            None => Default::default(),
         };
         let judged = self.judged(&addresses.network, reservations)?;
         let outside = |held: &Judged| match &addresses.ranges {
@@ -43,9 +43,14 @@ impl Desk<'_, '_> {
                 };
                 let rows: Vec<_> = judged.iter().map(row).collect();
                 let folder = self.store(&addresses).path().display().to_string();
-                write_json(streams, &json!({"network": addresses.network, "folder": folder, "reservations": rows}))
+                let odd: Vec<_> =
+                    unusual.iter().map(|(address, what)| json!({"address": address, "what": what})).collect();
+                write_json(
+                    streams,
+                    &json!({"network": addresses.network, "folder": folder, "reservations": rows, "unusual": odd}),
+                )
             }
-            Format::Text if judged.is_empty() => {
+            Format::Text if judged.is_empty() && unusual.is_empty() => {
                 write(streams, &format!("Nothing is reserved in {}.\n", self.store(&addresses).path().display()))
             }
             Format::Text => {
@@ -69,6 +74,8 @@ impl Desk<'_, '_> {
                         Life::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
                     }
                 }
+                let unusual = unusual.iter().map(|(address, what)| format!("{address}: {what}"));
+                lines.extend(unusual.map(|line| paint(streams.stdout_style, Colour::Yellow, &line)));
                 write(streams, &format!("{}\n", lines.join("\n")))
             }
         }

@@ -4,6 +4,7 @@ mod allocation;
 mod bad_disks;
 mod exhaustion;
 mod life;
+mod oversized;
 mod ranges;
 mod reboot;
 mod requested;

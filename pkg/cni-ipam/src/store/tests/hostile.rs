@@ -29,7 +29,7 @@ fn a_hostile_folder_does_no_harm_and_comes_to_none() {
     let three = sets(&["10.0.0.0/24", "10.1.0.0/24", "10.2.0.0/24"]);
     assert_eq!(net.add("10.0.0.9", &three).unwrap(), ["10.0.0.5", "10.1.0.2", "10.2.0.2"]);
     assert_eq!(net.del("10.0.0.9").len(), 3);
-    assert!(net.add_asking("b", &three, &asking("10.0.0.2")).unwrap_err().msg().contains("is no reservation"));
+    assert!(net.add_asking("b", &three, &asking("10.0.0.2")).unwrap_err().msg().contains("is not a reservation"));
     assert!(before.iter().filter(|name| *name != "last_reserved_ip.0").all(|name| net.names().contains(name)));
 }
 
