@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use cni::config::NetConf;
-use cni::{Error, Result};
+use cni::json::Json;
+use cni::{Code, Error, Result};
 use cni_linux::firewall::iptables::check_conditions;
 use cni_linux::firewall::portmap::conditions::Dialect;
 use cni_linux::firewall::portmap::{Claim, Mapping, Policy, Protocol, SetMark, Snat};
@@ -81,9 +82,13 @@ impl Conf {
     /// Reads the configuration.
     ///
     /// # Errors
-    /// 6 and 7, with Go's texts where it has them, without its prefix.
+    /// 6 and 7, with Go's texts where it has them, without its prefix. Go's text about a port names no mapping:
+    /// [`Conf::refused_port`] does.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: Raw = conf.decode()?;
+        let raw: Raw = conf
+            .json()
+            .decode()
+            .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
         let policy = match raw.port_conflict.as_str() {
             "" => Policy::Judge,
             "ignore" => Policy::Ignore,
@@ -112,13 +117,34 @@ impl Conf {
 
     /// The mappings alone, those that make no sense left out: for DEL.
     pub(crate) fn sound_mappings(conf: &NetConf) -> Vec<Mapping> {
-        let Some(list) = conf.json().get("runtimeConfig").and_then(|config| config.get("portMappings")) else {
-            return Vec::new();
-        };
-        let cni::json::Json::Array(items) = list else { return Vec::new() };
-        let mapping = |item: &cni::json::Json| mapping(&item.decode::<RawMapping>().ok()?).ok();
-        items.iter().filter_map(mapping).collect()
+        let mapping = |item: &Json| mapping(&item.decode::<RawMapping>().ok()?).ok();
+        listed_mappings(conf).iter().filter_map(mapping).collect()
     }
+
+    /// Returns the mapping whose port [`Conf::new`] has refused with this error, as `portMappings[1]`. The error has
+    /// Go's text alone, which other programs compare.
+    pub(crate) fn refused_port(conf: &NetConf, error: &Error) -> Option<String> {
+        let is_refused = |item: &Json| {
+            let refusal = item.decode::<RawMapping>().ok().and_then(|raw| mapping(&raw).err());
+            matches!(refusal, Some(Refusal::Port(text)) if text == error.msg())
+        };
+        listed_mappings(conf).iter().position(is_refused).map(|index| format!("portMappings[{index}]"))
+    }
+}
+
+fn listed_mappings(conf: &NetConf) -> &[Json] {
+    match conf.json().get("runtimeConfig").and_then(|config| config.get("portMappings")) {
+        Some(Json::Array(items)) => items,
+        _ => &[],
+    }
+}
+
+/// Why a mapping makes no sense.
+enum Refusal {
+    /// A port, in Go's words.
+    Port(String),
+    /// Anything else, for which Go has no words.
+    Other(String),
 }
 
 /// The keys that nobody here reads.
@@ -139,7 +165,7 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
         (None, None) => Ok(SetMark::Bit(DEFAULT_BIT)),
         (Some(bit), None) => match u8::try_from(bit) {
             Ok(bit @ 0..=31) => Ok(SetMark::Bit(bit)),
-            _ => Err(Error::config("MasqMarkBit must be between 0 and 31").with_details(format!("markMasqBit: {bit}"))),
+            _ => Err(Error::config("MasqMarkBit must be between 0 and 31")),
         },
     }
 }
@@ -247,8 +273,11 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     let mut mappings: Vec<Mapping> = Vec::with_capacity(raw.len());
     let mut claimed = BTreeMap::new();
     for (index, raw) in raw.iter().enumerate() {
-        let mapping = mapping(raw).map_err(|why| {
-            Error::config(format!("{why} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
+        let mapping = mapping(raw).map_err(|why| match why {
+            Refusal::Port(text) => Error::config(text),
+            Refusal::Other(text) => {
+                Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
+            }
         })?;
         // Looked up, not compared with each before it: whoever writes a pod says how many there are.
         let before = claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
@@ -268,22 +297,23 @@ fn claims(mapping: &Mapping) -> impl Iterator<Item = Claim> {
     any_container.into_iter().filter_map(move |container| mapping.claim(container))
 }
 
-fn mapping(raw: &RawMapping) -> Result<Mapping, String> {
+fn mapping(raw: &RawMapping) -> Result<Mapping, Refusal> {
     let port = |port: i64, what: &str| match u16::try_from(port) {
         Ok(port @ 1..) => Ok(port),
-        _ => Err(format!("Invalid {what} port number: {port}")),
+        _ => Err(Refusal::Port(format!("Invalid {what} port number: {port}"))),
     };
     let container_port = port(raw.container_port, "container")?;
     let host_port = port(raw.host_port, "host")?;
     let protocol = match raw.protocol.as_deref().unwrap_or_default() {
         "" => Protocol::Tcp,
-        name => Protocol::by_name(name).ok_or_else(|| format!("Invalid protocol {name:?}: not tcp, udp or sctp"))?,
+        name => Protocol::by_name(name)
+            .ok_or_else(|| Refusal::Other(format!("Invalid protocol {name:?}: not tcp, udp or sctp")))?,
     };
     let host_ip = match raw.host_ip.as_deref().unwrap_or_default() {
         "" => None,
         text => {
             let parsed: Result<IpAddr, _> = text.parse();
-            Some(parsed.map_err(|_| format!("Invalid host IP {text:?}"))?.to_canonical())
+            Some(parsed.map_err(|_| Refusal::Other(format!("Invalid host IP {text:?}")))?.to_canonical())
         }
     };
     Ok(Mapping { protocol, host_ip, host_port, container_port })
@@ -333,13 +363,29 @@ mod tests {
     }
 
     #[test]
-    fn bad_mappings_are_refused_with_their_index() {
+    fn a_bad_port_is_refused_in_go_s_words_alone() {
         let good = r#"{"hostPort":1,"containerPort":1},"#;
         for (mapping, text) in [
-            (r#"{"hostPort":0,"containerPort":80}"#, "Invalid host port number: 0 (portMappings[1])"),
-            (r#"{"hostPort":65536,"containerPort":80}"#, "Invalid host port number: 65536 (portMappings[1])"),
-            (r#"{"hostPort":80}"#, "Invalid container port number: 0 (portMappings[1])"),
-            (r#"{"hostPort":80,"containerPort":-1}"#, "Invalid container port number: -1 (portMappings[1])"),
+            (r#"{"hostPort":0,"containerPort":80}"#, "Invalid host port number: 0"),
+            (r#"{"hostPort":65536,"containerPort":80}"#, "Invalid host port number: 65536"),
+            (r#"{"hostPort":80}"#, "Invalid container port number: 0"),
+            (r#"{"hostPort":80,"containerPort":-1}"#, "Invalid container port number: -1"),
+        ] {
+            let keys = mapped(&format!("{good}{mapping}"));
+            let error = parse(&keys).unwrap_err();
+            assert_eq!(error.to_string(), text, "no details either");
+            let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net"{keys}}}"#);
+            let refused = Conf::refused_port(&NetConf::parse(conf).unwrap(), &error);
+            assert_eq!(refused.as_deref(), Some("portMappings[1]"));
+        }
+        let error = parse(r#","markMasqBit":32"#).unwrap_err();
+        assert_eq!(error.to_string(), "MasqMarkBit must be between 0 and 31");
+    }
+
+    #[test]
+    fn other_bad_mappings_are_refused_with_their_index() {
+        let good = r#"{"hostPort":1,"containerPort":1},"#;
+        for (mapping, text) in [
             (
                 r#"{"hostPort":80,"containerPort":80,"protocol":"icmp"}"#,
                 "Invalid protocol \"icmp\": not tcp, udp or sctp (portMappings[1])",

@@ -60,7 +60,7 @@ impl Plugin for Portmap {
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let parsed = |error: Error| error.context("failed to parse config");
-        let conf = Conf::new(&call.conf).map_err(parsed)?;
+        let conf = parse(call).map_err(parsed)?;
         let prev = call.conf.prev_result().map_err(parsed)?;
         let result = prev.ok_or_else(|| Error::config("must be called as chained plugin"))?;
         let rollback = forward::add(call, &conf, &result)?;
@@ -68,7 +68,7 @@ impl Plugin for Portmap {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        let conf = Conf::new(&call.conf)?;
+        let conf = parse(call)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         check::check(call, &conf, &prev)
     }
@@ -101,6 +101,15 @@ impl Plugin for Portmap {
             }),
         }
     }
+}
+
+/// Reads the configuration, and logs which mapping has a bad port: Go's text about it, the error, does not say.
+fn parse(call: &Call<'_>) -> Result<Conf> {
+    Conf::new(&call.conf).inspect_err(|error| {
+        if let Some(mapping) = Conf::refused_port(&call.conf, error) {
+            call.notes.note(format_args!("portmap: {mapping}: {}", error.msg()));
+        }
+    })
 }
 
 /// The mark of this call's attachment.

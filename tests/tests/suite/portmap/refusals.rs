@@ -75,11 +75,49 @@ fn a_bad_mapping_is_named_by_its_place() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let pod = world.dual();
-    let config = world.config(json!([map(8080, 80, "tcp"), {"hostPort": 8081, "containerPort": 0}]));
-    let call = pod.invocation(&cni_testkit::bin_dir(), "ADD", &world.config(json!([])), None);
-    call.bad_config(&patched(config, json!({"prevResult": pod.result}))).run().fails_naming(7, &["portMappings[1]"]);
+    for (bad, word) in [(json!({"containerPort": 0}), "0"), (json!({"protocol": "icmp"}), "icmp")] {
+        let config = world.config(json!([map(8080, 80, "tcp"), patched(map(8081, 80, "tcp"), bad)]));
+        let call = pod.invocation(&cni_testkit::bin_dir(), "ADD", &world.config(json!([])), None);
+        let outcome = call.bad_config(&patched(config, json!({"prevResult": pod.result}))).run();
+        let failure = outcome.fails_naming(7, &[word]);
+        assert!((outcome.stderr + &failure.msg).contains("portMappings[1]"), "{failure:?}");
+    }
     let twice = world.config(json!([map(8080, 80, "tcp"), map(8080, 81, "tcp")]));
     pod.add(&twice).fails_naming(7, &["portMappings[1]", "portMappings[0]"]);
+    pod.leave();
+}
+
+/// Other programs compare these by equality with what Go's plugin prints, and libcni appends the details to the message.
+#[test]
+fn a_refusal_that_go_words_reads_exactly_as_go_s() {
+    require!(Backend::Nftables.probe());
+    let world = World::new(Backend::Nftables);
+    let pod = world.dual();
+    let good = world.config(json!([map(8080, 80, "tcp")]));
+    let second = |bad: Value| json!({"runtimeConfig": {"portMappings": [map(8080, 80, "tcp"), patched(map(81, 80, "tcp"), bad)]}});
+    for (patch, text) in [
+        (second(json!({"hostPort": 0})), "Invalid host port number: 0"),
+        (second(json!({"hostPort": -1})), "Invalid host port number: -1"),
+        (second(json!({"containerPort": 0})), "Invalid container port number: 0"),
+        (second(json!({"containerPort": -7, "hostPort": 0})), "Invalid container port number: -7"),
+        (json!({"markMasqBit": 32}), "MasqMarkBit must be between 0 and 31"),
+        (json!({"markMasqBit": 1, "externalSetMarkChain": "X"}), "Cannot specify externalSetMarkChain and markMasqBit"),
+        (json!({"backend": "pf"}), "unrecognized backend \"pf\""),
+        (
+            json!({"conditionsV6": ["-s", "fd00::1"]}),
+            "nftables backend was requested but configuration contains iptables-specific options [conditionsV6]",
+        ),
+    ] {
+        let config = patched(good.clone(), patched(patch, json!({"prevResult": pod.result})));
+        let call = |verb: &str| {
+            let call = world.node.plugin("portmap").command(verb).container(&pod.container);
+            call.bad_config(&config).run().fails_with(7, "")
+        };
+        for (verb, prefix) in [("ADD", "failed to parse config: "), ("CHECK", "")] {
+            let failure = call(verb);
+            assert_eq!((failure.msg, failure.details), (format!("{prefix}{text}"), String::new()), "{verb}");
+        }
+    }
     pod.leave();
 }
 
