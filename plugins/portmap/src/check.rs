@@ -45,12 +45,24 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     if !wrong.is_empty() {
         return Err(Error::new(Code::CHECK_FAILED, wrong.join("; ")));
     }
-    if let Some(key) = forward::localnet_key(&wanted)?
-        && sysctl::read(&key)? != "1"
-    {
-        return Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off: 127.0.0.1 cannot be mapped")));
+    let value = forward::localnet_key(&wanted).map(|key| key.map(|key| (sysctl::read(&key), key)));
+    match value {
+        Ok(None) => Ok(()),
+        Ok(Some((Ok(value), _))) if value == "1" => Ok(()),
+        Ok(Some((Ok(_), key))) => {
+            Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off: 127.0.0.1 cannot be mapped")))
+        }
+        // As in ADD: without a route there is no interface whose sysctl could be judged.
+        Ok(Some((Err(error), _))) if error.is_not_found() => {
+            forward::note_no_localnet(call, &error.into());
+            Ok(())
+        }
+        Ok(Some((Err(error), _))) => Err(error.into()),
+        Err(error) => {
+            forward::note_no_localnet(call, &error);
+            Ok(())
+        }
     }
-    Ok(())
 }
 
 fn holds(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<bool> {

@@ -32,7 +32,11 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
         return Ok(rollback);
     }
-    let localnet = localnet_key(&wanted)?;
+    // Without a route to the container everything works but this, and another node may do the routing.
+    let localnet = localnet_key(&wanted).unwrap_or_else(|error| {
+        note_no_localnet(call, &error);
+        None
+    });
     let backend = backend(call, conf)?;
     if let Err(error) = establish(call, &wanted, backend, &mut rollback) {
         if conf.backend.is_some() || backend == Backend::Nftables || !is_useless(call, &wanted, &error) {
@@ -42,9 +46,12 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         establish(call, &wanted, Backend::Nftables, &mut rollback)?;
     }
     if let Some(key) = localnet {
-        sysctl::ensure(&key, "1").map_err(|error| {
-            Error::from(error).context("unable to set route_localnet, without which 127.0.0.1 cannot be mapped")
-        })?;
+        match sysctl::ensure(&key, "1") {
+            // The interface has gone meanwhile, or has no IPv4.
+            Err(error) if error.is_not_found() => note_no_localnet(call, &error.into()),
+            Err(error) => return Err(Error::from(error).context("unable to enable route_localnet")),
+            Ok(_) => {}
+        }
     }
     // The mapping works without; only connections that are under way may be lost a little longer.
     let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, Forget::Others));
@@ -193,8 +200,15 @@ pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
 }
 
+pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
+    call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
+}
+
 /// Answers from a container to a client at 127.0.0.1 arrive from outside with a loopback address, which the kernel
-/// refuses unless the interface allows it.
+/// refuses unless the interface allows it. `None` if that is not wanted.
+///
+/// # Errors
+/// The host has no route to the container.
 pub(crate) fn localnet_key(wanted: &Forwarding) -> Result<Option<String>> {
     let v4 = wanted.families().map(|(container, _)| container).find(|container| container.is_ipv4());
     let Some(container) = v4.filter(|_| wanted.snat != Snat::No) else { return Ok(None) };

@@ -4,6 +4,7 @@
 
 mod identity;
 mod life;
+mod no_route;
 mod packets;
 mod refusals;
 mod rivals;
