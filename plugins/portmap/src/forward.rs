@@ -23,13 +23,17 @@ use crate::mark;
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
     let mut rollback = call.rollback();
-    if conf.mappings.is_empty() {
-        return Ok(rollback);
-    }
-    let wanted = forwarding(call, conf, containers(&call.ifname, prev));
+    let links = prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    let wanted = Forwarding {
+        links: links.map(|interface| interface.name.clone()).collect(),
+        ..forwarding(call, conf, containers(&call.ifname, prev))
+    };
     let claims = wanted.all_claims();
     if claims.is_empty() {
-        call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
+        if !conf.mappings.is_empty() {
+            call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
+        }
+        displace_stale(call, &wanted);
         return Ok(rollback);
     }
     // Without a route to the container everything works but this, and another node may do the routing.
@@ -59,6 +63,24 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         call.notes.note(format_args!("portmap: {error}"));
     }
     Ok(rollback)
+}
+
+/// Removes what leads to the container from a port of a container that is gone. An ADD that maps nothing works without.
+fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
+    let nft = || match NftPortMap::open() {
+        Ok(mut nft) => nft.rivals(wanted, Then::Displace),
+        Err(error) if error.is_unsupported() => Ok(Rivals::default()),
+        Err(error) => Err(error),
+    };
+    let iptables = || iptables(call, OnSigterm::Kill)?.rivals(wanted, Unseen::Both, Then::Displace);
+    for rivals in [nft(), iptables()] {
+        match rivals {
+            Ok(rivals) => rivals.remarks.iter().for_each(|remark| call.notes.note(format_args!("portmap: {remark}"))),
+            Err(error) => {
+                call.notes.note(format_args!("portmap: failed to look for ports of former containers: {error}"))
+            }
+        }
+    }
 }
 
 /// Puts the rules in force, or leaves everything as it was.
@@ -167,6 +189,7 @@ pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) ->
         conditions_v4: conf.conditions_v4.clone(),
         conditions_v6: conf.conditions_v6.clone(),
         policy: conf.policy,
+        links: Vec::new(),
     }
 }
 

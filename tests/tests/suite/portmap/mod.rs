@@ -10,5 +10,6 @@ mod refusals;
 mod rivals;
 mod sctp;
 mod shapes;
+mod stale;
 mod undo;
 pub(crate) mod world;

@@ -33,6 +33,7 @@ use crate::route::Family;
 mod compat;
 mod edit;
 mod lock;
+mod nat;
 mod rule;
 mod tool;
 
@@ -43,9 +44,11 @@ pub use edit::{Edit, check_conditions};
 pub use lock::NetnsLock;
 #[cfg(feature = "fuzzing")]
 pub(crate) use lock::holder_in as lock_holder_in;
+pub use nat::Nat;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
+use nat::find_chain;
 use tool::{Job, Runner, Tool};
 
 /// How long a change waits for others' changes in this namespace.
@@ -314,110 +317,12 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// The table `nat` of one family and variant. Of iptables-nft each chain is read when it is first asked for.
-#[derive(Debug)]
-pub struct Nat<'a> {
-    family: Family,
-    /// Where what has not been read yet can be read.
-    nft: Option<&'a mut Nft>,
-    read: BTreeMap<String, Option<Chain>>,
-}
-
-impl Nat<'_> {
-    /// The family.
-    pub fn family(&self) -> Family {
-        self.family
-    }
-
-    /// Whether the chain exists; without reading its rules.
-    pub fn has(&mut self, name: &str) -> Result<bool> {
-        match (self.read.get(name), &mut self.nft) {
-            (Some(chain), _) => Ok(chain.is_some()),
-            (None, Some(nft)) => Ok(find_chain(nft, self.family, name)?.is_some()),
-            (None, None) => Ok(false),
-        }
-    }
-
-    /// The chain, if it exists.
-    pub fn chain(&mut self, name: &str) -> Result<Option<&Chain>> {
-        if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let chain = read_chain(nft, self.family, name)?;
-            self.read.insert(name.to_owned(), chain);
-        }
-        Ok(self.read.get(name).and_then(Option::as_ref))
-    }
-
-    /// The chain's rules; none if it does not exist.
-    pub fn rules(&mut self, name: &str) -> Result<&[Rule]> {
-        Ok(self.chain(name)?.map_or(&[], |chain| chain.rules.as_slice()))
-    }
-
-    /// Those of the chain's rules that lead to `target`. In a long chain much cheaper than to look for them in all rules.
-    pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
-        let leads = |rule: &Rule| rule.target() == Some(target);
-        if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let found = match nft.rules_where(table(self.family), name, |rule| nft::mentions(rule, target)) {
-                Err(error) if error.is_unsupported() => Vec::new(),
-                found => found?,
-            };
-            return Ok(found.into_iter().map(|listed| compat::rule(self.family, listed)).filter(leads).collect());
-        }
-        Ok(self.rules(name)?.iter().filter(|rule| leads(rule)).cloned().collect())
-    }
-
-    /// Those of the chain's rules that could be about one of these ports, or lead to `target`; perhaps others too. For
-    /// chains whose rules all are appended.
-    pub fn naming(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
-        if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            // Matches of xtables have ports in the machine's order, those of nf_tables as on the wire.
-            let patterns: Vec<[u8; 2]> =
-                ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
-            let found = nft.rules_at_once(table(self.family), name, |rule| {
-                nft::occurs(rule, &patterns) || nft::mentions(rule, target)
-            });
-            return match found {
-                Err(error) if error.is_unsupported() => Ok(Vec::new()),
-                found => Ok(found?.into_iter().map(|listed| compat::rule(self.family, listed)).collect()),
-            };
-        }
-        Ok(self.rules(name)?.to_vec())
-    }
-
-    /// The names of all chains that begin so.
-    pub fn names(&mut self, prefix: &str) -> Result<Vec<String>> {
-        let mut names: Vec<String> = match &mut self.nft {
-            None => self.read.keys().cloned().collect(),
-            Some(nft) => match nft.chains(table(self.family)) {
-                Ok(chains) => chains.into_iter().map(|chain| chain.name).collect(),
-                Err(error) if error.is_unsupported() => Vec::new(),
-                Err(error) => return Err(error),
-            },
-        };
-        names.retain(|name| name.starts_with(prefix));
-        Ok(names)
-    }
-}
-
-fn read_chain(nft: &mut Nft, family: Family, name: &str) -> Result<Option<Chain>> {
-    let Some(chain) = find_chain(nft, family, name)? else { return Ok(None) };
-    let rules = nft.rules(table(family), name)?;
-    let rules = rules.into_iter().map(|listed| compat::rule(family, listed)).collect();
-    Ok(Some(Chain { rules, handle: Some(chain.handle) }))
-}
-
 fn table(family: Family) -> Table<'static> {
     let family = match family {
         Family::V4 => nft::Family::Ip,
         Family::V6 => nft::Family::Ip6,
     };
     Table { family, name: "nat" }
-}
-
-fn find_chain(nft: &mut Nft, family: Family, name: &str) -> Result<Option<nft::Chain>> {
-    match nft.find_chain(table(family), name) {
-        Err(error) if error.is_unsupported() => Ok(None),
-        found => found,
-    }
 }
 
 /// Whether the kernel has made a legacy table `nat` for this namespace. That of the thread, not of the process.

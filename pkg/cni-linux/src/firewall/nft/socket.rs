@@ -63,9 +63,9 @@ pub fn occurs(rule: &[u8], wanted: &[[u8; 2]]) -> bool {
     rule.as_chunks::<2>().0.iter().any(|pair| wanted.contains(pair))
 }
 
-/// Whether the text stands in it at such a place.
-pub fn mentions(rule: &[u8], text: &str) -> bool {
-    let Some((first, rest)) = text.as_bytes().split_first_chunk::<2>() else { return true };
+/// Whether the text, or an address as it is on the wire, stands in it at such a place.
+pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
+    let Some((first, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
     let follows = |place: usize| rule.get(2 * place + 2..).is_some_and(|after| after.starts_with(rest));
     rule.as_chunks::<2>().0.iter().enumerate().any(|(place, pair)| pair == first && follows(place))
 }
@@ -244,16 +244,22 @@ impl Nft {
         chain: &str,
         wanted: impl Fn(&[u8]) -> bool,
     ) -> Result<Vec<Listed>> {
+        let what = format!("failed to list nft chain {table} {chain}");
+        self.at_once(&what, |nft| nft.rules_where(table, chain, &wanted))
+    }
+
+    /// Reads lists, each once, where nobody changes anything meanwhile; else repeats all of it. The restriction of
+    /// [`rules_at_once`](Nft::rules_at_once) applies.
+    pub fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
         for _ in 0..DUMPS {
             let generation = self.settle()?;
-            let rules = self.rules_where(table, chain, &wanted);
+            let found = read(self);
             self.settled = false;
-            let rules = rules?;
+            let found = found?;
             if self.generation()? == generation {
-                return Ok(rules);
+                return Ok(found);
             }
         }
-        let what = format!("failed to list nft chain {table} {chain}");
         Err(Error::new(what, Cause::text(format!("the rules were changed under it {DUMPS} times"))))
     }
 

@@ -1,12 +1,21 @@
-//! A host port that somebody else has: may it be taken from him?
+//! Rules of other containers: for a wanted host port, or to the container's own address.
 //!
-//! Only what is proved counts. Dead: the container's address is now ours, or a link on the host bore its mark when the
-//! rule was made and none does now. Alive: a link bears the mark. Of anything else nothing is known: a container of
-//! another plugin, of a Go plugin, a port that other conditions keep apart.
+//! Only what is proved counts. Alive: a link on the host has the mark of the rule. Dead: a link had it when the rule was
+//! made and none has it now; or the rule's target is the address that this attachment was just given, and the rule names
+//! the same network, or every route of the host to that address leads to this attachment. A rule whose target is the
+//! container's address is stale whatever its port. Of anything else nothing is known: a container of another plugin, of
+//! a Go plugin, a port that other conditions keep apart.
+//!
+//! The routes are the proof against two networks with overlapping subnets: there the same address is in use twice, and a
+//! rule without a network may lead to the other container, by a route of its own or a table of its own (VRF).
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use crate::Netlink;
 use crate::error::Result;
-use crate::mark::Mark;
+use crate::mark::{Mark, Marked};
+use crate::route::Family;
 
 use super::{Claim, Forwarding};
 
@@ -24,6 +33,8 @@ pub enum Policy {
 pub struct Holder {
     /// The container, as its rule names it.
     pub container: String,
+    /// The network, if the rule names one.
+    pub network: Option<String>,
     /// Its mark, if the rule bears one.
     pub alias: Option<String>,
     /// Whether a link bore that mark when the rule was made.
@@ -80,23 +91,82 @@ pub(super) struct Judge {
 
 impl Judge {
     pub(super) fn fate(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Fate> {
-        if wanted.is_container(holder.claim.container.ip()) {
+        let address = holder.claim.container.ip();
+        let is_here = wanted.is_container(address);
+        // A network gives an address to one container at a time.
+        if is_here && holder.network.as_deref() == Some(&wanted.mark.network) {
             return Ok(Fate::Dead);
         }
-        let marked = holder.alias.as_deref().filter(|_| holder.witnessed && !holder.apart).and_then(Mark::parse);
-        let Some(mark) = marked.and_then(|m| Some(Mark::new(m.network, m.container?, m.ifname))) else {
-            return Ok(Fate::Unknown);
-        };
-        Ok(if self.bearer(&mark)?.is_some() { Fate::Alive } else { Fate::Dead })
+        if let Some(mark) = holder.mark().filter(|_| holder.witnessed && (is_here || !holder.apart)) {
+            return Ok(match self.bearer(&mark)? {
+                Some(_) if holder.apart => Fate::Unknown,
+                Some(_) => Fate::Alive,
+                None => Fate::Dead,
+            });
+        }
+        Ok(if is_here && self.is_only_way(address, &wanted.links)? { Fate::Dead } else { Fate::Unknown })
     }
 
     /// The link on the host that bears this mark.
     pub(super) fn bearer(&mut self, mark: &Mark) -> Result<Option<String>> {
-        let host = match &mut self.host {
+        // An end without an alias may be one that is just being made.
+        Ok(self.host()?.find_host_end(mark)?.map(|link| link.name))
+    }
+
+    /// Whether packets to this address can leave the host by these interfaces only: in every table with routes to it, apart
+    /// from default routes, the most specific ones are theirs, and there is one.
+    fn is_only_way(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+        let host = self.host()?;
+        let mut indices = Vec::new();
+        for name in links {
+            indices.extend(host.find_link(name)?.map(|link| link.index));
+        }
+        // By table: the longest prefix, and whether all routes of that length are ours.
+        let mut best: BTreeMap<u32, (u8, bool)> = BTreeMap::new();
+        let routes = host.list_all_routes(Family::of(address))?;
+        for route in routes.iter().filter(|route| route.dst.prefix() > 0 && route.dst.contains(address)) {
+            let (prefix, is_ours) = (route.dst.prefix(), indices.contains(&route.oif));
+            let longest = best.entry(route.table_id()).or_insert((prefix, is_ours));
+            *longest = match prefix.cmp(&longest.0) {
+                std::cmp::Ordering::Less => *longest,
+                std::cmp::Ordering::Equal => (prefix, longest.1 && is_ours),
+                std::cmp::Ordering::Greater => (prefix, is_ours),
+            };
+        }
+        Ok(!best.is_empty() && best.values().all(|(_, is_ours)| *is_ours))
+    }
+
+    fn host(&mut self) -> Result<&Netlink> {
+        Ok(match &mut self.host {
             Some(host) => host,
             none => none.insert(Netlink::open()?),
-        };
-        // An end without an alias may be one that is just being made.
-        Ok(host.find_host_end(mark)?.map(|link| link.name))
+        })
+    }
+}
+
+impl Holder {
+    /// Its mark, where the rule has it unabridged.
+    fn mark(&self) -> Option<Mark> {
+        let Marked { network, container, ifname } = self.alias.as_deref().and_then(Mark::parse)?;
+        Some(Mark::new(network, container?, ifname))
+    }
+
+    /// What to report of a rule that is removed.
+    pub(super) fn removal(&self, wanted: &Forwarding) -> String {
+        let address = self.claim.container.ip();
+        match wanted.is_container(address) {
+            true => format!("{self}, which is gone: the rule was displaced, as {address} is this container's now"),
+            false => format!("{self}, which is gone: it was displaced"),
+        }
+    }
+
+    /// What to report of a rule about a wanted port that stays.
+    pub(super) fn rivalry(&self) -> String {
+        format!("{self} already, which may go first as long as it is there")
+    }
+
+    /// What to report of a rule to the container's address that stays.
+    pub(super) fn doubt(&self) -> String {
+        format!("{self}, of which nothing is known: the rule was left, and may lead to this container")
     }
 }

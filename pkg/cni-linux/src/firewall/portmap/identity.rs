@@ -179,6 +179,16 @@ pub(in crate::firewall) fn alias(rule: &Rule) -> Option<String> {
     rule.tag(TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned())
 }
 
+/// The network that the rule names; `None` for a rule without a tag, and for one with hashes.
+pub(super) fn network(rule: &Rule) -> Option<String> {
+    alias(rule).as_deref().and_then(Mark::parse).map(|marked| marked.network)
+}
+
+/// Whether the rule names no network: it has no tag, and a Go plugin made it.
+pub(super) fn names_no_network(rule: &Rule) -> bool {
+    rule.tag(TAG_MARK).is_none() && rule.tag(TAG_HASHES).is_none()
+}
+
 /// Whether a link bore the mark when the rule was made.
 pub(super) fn is_witnessed(rule: &Rule) -> bool {
     rule.tag(TAG_WITNESSED).is_some()

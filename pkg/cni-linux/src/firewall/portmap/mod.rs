@@ -186,6 +186,8 @@ pub struct Forwarding {
     pub conditions_v6: Vec<String>,
     /// What happens if a port is taken.
     pub policy: Policy,
+    /// The names of the attachment's interfaces on the host.
+    pub links: Vec<String>,
 }
 
 impl Forwarding {
@@ -199,7 +201,12 @@ impl Forwarding {
 
     /// The families in which something is wanted, each with the container's address there and all claims.
     pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<Claim>)> {
-        self.containers.iter().map(|container| (*container, self.claims(*container))).filter(|(_, c)| !c.is_empty())
+        self.every_family().filter(|(_, claims)| !claims.is_empty())
+    }
+
+    /// The families in which the container has an address, each with that address and all claims, perhaps none.
+    pub(crate) fn every_family(&self) -> impl Iterator<Item = (Cidr, Vec<Claim>)> {
+        self.containers.iter().map(|container| (*container, self.claims(*container)))
     }
 
     /// Every claim of both families.

@@ -12,7 +12,7 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::conflict::{Fate, Judge};
+use super::conflict::Judge;
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat};
 use crate::error::{Cause, Error, Result};
 use crate::firewall::first_error;
@@ -22,6 +22,7 @@ use crate::route::Family;
 
 mod check;
 mod former;
+mod others;
 mod rivals;
 pub(in crate::firewall) mod shape;
 #[cfg(test)]
@@ -29,6 +30,7 @@ mod tests;
 
 pub use former::Former;
 use former::is_own;
+use others::displace;
 pub use rivals::Unseen;
 use shape::{DNAT, Jump, MASQ, SETMARK, SNAT, Section};
 
@@ -288,10 +290,9 @@ fn plan(
     judge: &mut Judge,
 ) -> Result<Plan> {
     let mut plan = Plan::default();
-    let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    let ways = nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))?;
+    let ways = ways(nat, wanted, claims)?;
     if wanted.policy == Policy::Judge {
-        displace(nat, wanted, claims, &ways, judge, &mut plan)?;
+        displace(nat, wanted, (container, claims), &ways, (judge, &mut plan))?;
         if plan.held.is_some() {
             return Ok(plan);
         }
@@ -395,73 +396,8 @@ fn own(
     Ok(())
 }
 
-/// Looks for others that have the ports; displaces the dead.
-fn displace(
-    nat: &mut Nat<'_>,
-    wanted: &Forwarding,
-    claims: &[Claim],
-    rules: &[Rule],
-    judge: &mut Judge,
-    plan: &mut Plan,
-) -> Result<()> {
-    let own = shape::chain(&wanted.mark);
-    let plain = wanted.conditions(nat.family()).is_empty();
-    let mut looked_at: Vec<String> = Vec::new();
-    for rule in rules {
-        let Some(jump) = Jump::of(rule).filter(|jump| jump.chain != own && !looked_at.contains(&jump.chain)) else {
-            continue;
-        };
-        if !claims.iter().any(|claim| jump.serves(claim)) {
-            continue;
-        }
-        looked_at.push(jump.chain.clone());
-        let named = rule.comment().and_then(shape::read_comment);
-        if named.is_some_and(|(_, id)| id == wanted.mark.container) {
-            continue;
-        }
-        let Some(there) = nat.chain(&jump.chain)?.cloned() else { continue };
-        let sections = shape::sections(&there.rules);
-        let (mut gone, mut left) = (Vec::new(), Vec::new());
-        for (section, group) in sections.iter().flat_map(|section| section.groups.iter().map(move |g| (section, g))) {
-            let Some(claim) = group.claim.filter(|claim| claims.iter().any(|wanted| wanted.overlaps(claim))) else {
-                left.push(group);
-                continue;
-            };
-            let holder = Holder {
-                container: named.map_or_else(|| format!("(chain {})", jump.chain), |(_, id)| id.to_owned()),
-                alias: section.alias().map(str::to_owned),
-                witnessed: section.is_witnessed(),
-                apart: !(plain && jump.plain),
-                claim,
-            };
-            match judge.fate(wanted, &holder)? {
-                Fate::Alive => {
-                    plan.held = Some(holder);
-                    return Ok(());
-                }
-                Fate::Dead => {
-                    plan.remarks.push(format!("{holder}, which is gone: it was displaced"));
-                    gone.push(group);
-                }
-                Fate::Unknown => {
-                    plan.remarks.push(format!("{holder} already, which may go first as long as it is there"));
-                    left.push(group);
-                }
-            }
-        }
-        if gone.is_empty() {
-            continue;
-        }
-        if left.is_empty() {
-            for rule in &nat.leading_to(DNAT, &jump.chain)? {
-                plan.edit.delete(DNAT, rule);
-            }
-            plan.edit.delete_chain(&jump.chain, &there);
-        } else {
-            for rule in gone.iter().flat_map(|group| &group.rules) {
-                plan.edit.delete(&jump.chain, rule);
-            }
-        }
-    }
-    Ok(())
+/// The rules of [`DNAT`] that could be about a claimed port or lead to the attachment's own chain.
+fn ways(nat: &mut Nat<'_>, wanted: &Forwarding, claims: &[Claim]) -> Result<Vec<Rule>> {
+    let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
+    nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))
 }

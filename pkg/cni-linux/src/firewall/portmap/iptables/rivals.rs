@@ -1,9 +1,9 @@
-//! Whether an ADD with another backend wants a port that somebody has here.
+//! Whether an ADD with another backend, or one without mappings, concerns a rule that is here.
 
 use super::super::conflict::{Judge, Rivals, Then};
 use super::super::{Forwarding, Policy};
-use super::shape::{self, DNAT};
-use super::{IptablesPortMap, Plan, displace};
+use super::shape::DNAT;
+use super::{IptablesPortMap, Plan, displace, ways};
 use crate::error::Result;
 use crate::firewall::iptables::{Edit, Nat, Variant};
 use crate::route::Family;
@@ -18,19 +18,22 @@ pub enum Unseen {
 }
 
 impl IptablesPortMap<'_> {
-    /// Judges who has a wanted port in tables that the ADD itself does not look at, in all families. No process but one
-    /// `iptables-legacy-save` for each family that has a legacy table; if something dead is to be displaced, that again, and
-    /// a restore. What a legacy program that fails does not show is a remark to an ADD that only looks.
+    /// Judges who has a wanted port, and what leads to the container's addresses, in tables that the ADD itself does not
+    /// look at, in all families. No process but one `iptables-legacy-save` for each family that has a legacy table; if
+    /// something dead is to be displaced, that again, and a restore. What a legacy program that fails does not show is a
+    /// remark to an ADD that only looks. Where nothing is mapped iptables-legacy is not looked at.
     pub fn rivals(&mut self, wanted: &Forwarding, unseen: Unseen, then: Then) -> Result<Rivals> {
         let (mut rivals, mut judge) = (Rivals::default(), Judge::default());
         if wanted.policy == Policy::Ignore {
             return Ok(rivals);
         }
-        for (container, claims) in wanted.families() {
+        for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
-            let seen = if unseen == Unseen::TheOther { self.iptables.chosen(family)? } else { None };
+            let is_unseen = unseen == Unseen::Both || claims.is_empty();
+            let seen = if is_unseen { None } else { self.iptables.chosen(family)? };
             for variant in self.iptables.holders(family, &[DNAT])? {
-                if Some(variant) == seen {
+                // Most containers map no port: they must not cost a process.
+                if Some(variant) == seen || (variant == Variant::Legacy && claims.is_empty()) {
                     continue;
                 }
                 let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
@@ -52,10 +55,8 @@ impl IptablesPortMap<'_> {
                     Err(error) => return Err(error),
                 }
                 let mut judged = |nat: &mut Nat<'_>| {
-                    let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-                    let ways = nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))?;
-                    let mut plan = Plan::default();
-                    displace(nat, wanted, &claims, &ways, &mut judge, &mut plan)?;
+                    let (ways, mut plan) = (ways(nat, wanted, &claims)?, Plan::default());
+                    displace(nat, wanted, (container, &claims), &ways, (&mut judge, &mut plan))?;
                     Ok(plan)
                 };
                 let plan = match then {

@@ -116,6 +116,7 @@ fn forwarding() -> Forwarding {
         conditions_v4: Vec::new(),
         conditions_v6: Vec::new(),
         policy: Policy::Judge,
+        links: Vec::new(),
     }
 }
 

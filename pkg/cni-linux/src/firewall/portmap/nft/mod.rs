@@ -8,21 +8,24 @@
 //! 10 ms), so an ADD deletes only what is in its way; and the shared chains are never emptied or removed, although Go's
 //! ADD refills some of them.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use cni::Cidr;
 use cni::machine::Machine;
 
 use super::conditions;
-use super::conflict::{Fate, Judge};
+use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
-use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, Snat};
+use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat};
 use crate::error::{Cause, Error, Result};
-use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, decode, raced};
+use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use crate::mark::Mark;
 use crate::route::Family;
 
 mod check;
 mod former;
+mod others;
 mod program;
 mod rivals;
 pub(in crate::firewall) mod shape;
@@ -30,6 +33,7 @@ pub(in crate::firewall) mod shape;
 mod tests;
 
 pub use former::Former;
+use others::Others;
 use program::Written;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
@@ -133,28 +137,27 @@ impl NftPortMap {
         let mut batch = Batch::new();
         batch.only_at(self.nft.settle()?);
         let (mut former, mut remarks) = (Former::default(), Vec::new());
-        for (container, claims) in wanted.families() {
+        for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            let state = self.state(family, wanted.snat, &identity, &claims)?;
-            state.complete(&mut batch);
-
             // `None`: the program has written the mappings of this family.
             let compiled = conditions::compile(wanted.conditions(family), family).ok();
+            let state = match claims.is_empty() {
+                true => self.suspects(container, &claims)?,
+                false => self.state(container, wanted.snat, &identity, &claims)?,
+            };
+            state.complete(&mut batch);
             if wanted.policy == Policy::Judge {
-                let collisions = collisions(&state, &identity, &claims, compiled.as_deref());
-                for (chain, listed, holder) in collisions {
-                    match judge.fate(wanted, &holder)? {
-                        Fate::Alive => return Ok(Ensured::Held(holder)),
-                        Fate::Dead => {
-                            batch.delete_rule(table, chain, listed.handle);
-                            remarks.push(format!("{holder}, which is gone: it was displaced"));
-                        }
-                        Fate::Unknown => {
-                            remarks.push(format!("{holder} already, which may go first as long as it is there"));
-                        }
-                    }
+                let others = Others { identity: &identity, container, claims: &claims, plain: compiled.as_deref() };
+                let judged = others.judge(&state, wanted, judge)?;
+                if let Some(holder) = judged.held {
+                    return Ok(Ensured::Held(holder));
                 }
+                judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
+                remarks.extend(judged.remarks);
+            }
+            if claims.is_empty() {
+                continue;
             }
             let written = match stage {
                 Stage::Whole(written) => written.iter().find(|written| written.family == family),
@@ -205,10 +208,12 @@ impl NftPortMap {
         self.purge_where(&identity.comment, |rules| identity.own(rules, addresses, shape::container))
     }
 
-    /// Removes every rule that names `network` and none of the valid attachments.
+    /// Removes every rule that names `network` and none of the valid attachments. Reports the mappings that name no network,
+    /// which Go's plugin made, unless their container is one of the valid ones: whose they are is not known.
     pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
-        self.purge_where("", |rules| {
+        let mut left = BTreeSet::new();
+        let mut removal = self.purge_where("", |rules| {
             let is_garbage = |rule: &Rule| {
                 identity::names_network(rule, network)
                     && !valid.iter().any(|identity| identity.owner(rule) == identity::Owner::This)
@@ -218,12 +223,25 @@ impl NftPortMap {
                 handles.push(listed.handle);
                 handles.extend(identity::handles(&listed.rule));
             }
+            let spoken_for: Vec<u64> = rules.iter().flat_map(|listed| identity::handles(&listed.rule)).collect();
+            for listed in rules.iter().filter(|listed| !spoken_for.contains(&listed.handle)) {
+                let is_valid = |identity: &Identity| Some(&identity.comment) == listed.rule.comment.as_ref();
+                if identity::names_no_network(&listed.rule)
+                    && !valid.iter().any(is_valid)
+                    && let Some((claim, _)) = shape::read(&listed.rule)
+                {
+                    let id = listed.rule.comment.as_deref().unwrap_or("(unknown)");
+                    left.insert(format!("{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was left, as it may be another network's", claim.container));
+                }
+            }
             rules.iter().filter(|listed| handles.contains(&listed.handle)).collect()
-        })
+        });
+        removal.remarks.extend(left);
+        removal
     }
 
     /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they may have gone.
-    fn purge_where(&mut self, within: &str, select: impl Fn(&[Listed]) -> Vec<&Listed>) -> Removal {
+    fn purge_where(&mut self, within: &str, mut select: impl FnMut(&[Listed]) -> Vec<&Listed>) -> Removal {
         let mut claims = Vec::new();
         let purged = repeat(|| {
             claims.clear();
@@ -265,8 +283,10 @@ impl NftPortMap {
         Ok(false)
     }
 
-    /// The shared chains, and of the containers' rules those of this container and those about a claimed port.
-    fn state(&mut self, family: Family, snat: Snat, identity: &Identity, claims: &[Claim]) -> Result<State> {
+    /// The shared chains, and of the containers' rules those of this container, those about a claimed port and those about
+    /// this container's address.
+    fn state(&mut self, container: Cidr, snat: Snat, identity: &Identity, claims: &[Claim]) -> Result<State> {
+        let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
         let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
         for name in [HOSTPORTS, HOSTIP_HOSTPORTS, ALL] {
@@ -299,13 +319,18 @@ impl NftPortMap {
         for name in CONTAINERS {
             // An ADD looks for what its attachment has. Mappings and masquerades come and go in one transaction, so where
             // there are none of the former the longest of the chains need not be read.
-            let is_own = |listed: &Listed| listed.rule.comment.as_deref() == Some(&identity.comment);
-            let none = !claims.is_empty() && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_own));
+            let is_about = |listed: &Listed| {
+                listed.rule.comment.as_deref() == Some(&identity.comment)
+                    || shape::container(&listed.rule) == Some(container.address())
+            };
+            let none = !claims.is_empty() && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_about));
             if state.missing.contains(&name) || (name == MASQUERADING && none) {
                 continue;
             }
             let rules = self.nft.rules_where(table, name, |rule| {
-                decode::comment(rule) == identity.comment.as_bytes() || shape::names_port(rule, claims)
+                decode::comment(rule) == identity.comment.as_bytes()
+                    || shape::names_port(rule, claims)
+                    || mentions(rule, &address)
             })?;
             state.rules.push((name, rules));
         }
@@ -348,30 +373,4 @@ impl State {
             batch.append_rule(table, chain, &Rule::new(exprs.clone()));
         }
     }
-}
-
-/// The rules of other containers that claim what is wanted.
-fn collisions<'s>(
-    state: &'s State,
-    identity: &Identity,
-    claims: &[Claim],
-    conditions: Option<&[Expr]>,
-) -> Vec<(&'static str, &'s Listed, Holder)> {
-    let mut found = Vec::new();
-    for (chain, listed) in state.rules.iter().flat_map(|(chain, rules)| rules.iter().map(|listed| (*chain, listed))) {
-        let rule = &listed.rule;
-        let Some((claim, prefix)) = shape::read(rule).filter(|_| chain != MASQUERADING) else { continue };
-        if rule.comment.as_deref() == Some(&identity.comment) || !claims.iter().any(|wanted| wanted.overlaps(&claim)) {
-            continue;
-        }
-        let holder = Holder {
-            container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
-            alias: identity::alias(rule),
-            witnessed: identity::is_witnessed(rule),
-            apart: conditions.is_none() || rule.exprs.get(..prefix) != conditions,
-            claim,
-        };
-        found.push((chain, listed, holder));
-    }
-    found
 }

@@ -1,15 +1,15 @@
-//! Whether an ADD with iptables wants a port that somebody has here.
+//! Whether an ADD with iptables, or one without mappings, concerns a rule that is here.
 
-use super::super::conflict::{Fate, Judge, Rivals, Then};
+use super::super::conflict::{Judge, Rivals, Then};
 use super::super::{Forwarding, Policy, conditions};
-use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS};
-use super::{Identity, NftPortMap, State, collisions, repeat};
+use super::{Identity, NftPortMap, Others, repeat, shape};
 use crate::error::Result;
 use crate::firewall::nft::Batch;
 use crate::route::Family;
 
 impl NftPortMap {
-    /// Judges who has a wanted port, in both families. A kernel without nf_tables has nobody.
+    /// Judges who has a wanted port and what leads to the container's addresses, in both families. A kernel without
+    /// nf_tables has nobody.
     pub fn rivals(&mut self, wanted: &Forwarding, then: Then) -> Result<Rivals> {
         if wanted.policy == Policy::Ignore {
             return Ok(Rivals::default());
@@ -24,29 +24,20 @@ impl NftPortMap {
     fn judge_rivals(&mut self, wanted: &Forwarding, then: Then, judge: &mut Judge) -> Result<Rivals> {
         let (identity, mut rivals, mut batch) = (Identity::new(&wanted.mark), Rivals::default(), Batch::new());
         batch.only_at(self.nft.settle()?);
-        for (container, claims) in wanted.families() {
+        for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
-            let table = shape::table(family);
-            let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
-            for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {
-                let is_about = |rule: &[u8]| shape::names_port(rule, &claims);
-                state.rules.push((chain, self.nft.rules_where(table, chain, is_about)?));
-            }
+            let state = self.suspects(container, &claims)?;
             // Conditions in the words of iptables are of no use here; without any, both sides can be compared.
             let plain = conditions::compile(wanted.conditions(family), family).ok();
-            for (chain, listed, holder) in collisions(&state, &identity, &claims, plain.as_deref()) {
-                match judge.fate(wanted, &holder)? {
-                    Fate::Alive => return Ok(Rivals { held: Some(holder), ..rivals }),
-                    Fate::Dead => {
-                        rivals.dead = true;
-                        batch.delete_rule(table, chain, listed.handle);
-                        rivals.remarks.push(format!("{holder}, which is gone: it was displaced (nftables)"));
-                    }
-                    Fate::Unknown => rivals
-                        .remarks
-                        .push(format!("{holder} already, which may go first as long as it is there (nftables)")),
-                }
+            let others = Others { identity: &identity, container, claims: &claims, plain: plain.as_deref() };
+            let judged = others.judge(&state, wanted, judge)?;
+            if judged.held.is_some() {
+                return Ok(Rivals { held: judged.held, ..rivals });
             }
+            rivals.dead |= !judged.displaced.is_empty();
+            let table = shape::table(family);
+            judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
+            rivals.remarks.extend(judged.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
         }
         if then == Then::Displace {
             self.nft.commit(batch)?;

@@ -134,6 +134,14 @@ pub(super) fn names_port(rule: &[u8], claims: &[Claim]) -> bool {
     rule.as_chunks::<4>().0.windows(2).any(|words| matches!(words, [a, b] if *a == head && is_claimed(*b)))
 }
 
+/// An address as it stands in rules.
+pub(super) fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    }
+}
+
 /// Where a `dnat` at this place leads.
 fn target(exprs: &[Expr], at: usize) -> Option<SocketAddr> {
     let Expr::Dnat { addr, port: Some(port), .. } = exprs.get(at)? else { return None };
