@@ -33,6 +33,9 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
     if container.find_link(&call.ifname)?.is_some() {
         return Err(port::name_taken(&call.ifname, &mark.host_name(0)));
     }
+    if conf.spoof_check {
+        port::refuse_second(&host, &mark, None)?;
+    }
     // Dropped in reverse on failure: an address is given back only after the interface that had it is gone.
     let mut lease = call.rollback();
     let mut rollback = call.rollback();

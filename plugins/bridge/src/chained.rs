@@ -94,16 +94,22 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     })?;
     let link = host_side(&host, conf, &prev, &inner)?;
     let peer_mac = inner.mac.ok_or_else(|| Error::config(format!("{} has no hardware address", call.ifname)))?;
+    if conf.spoof_check {
+        port::refuse_second(&host, &mark, Some(&link))?;
+    }
 
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
     let bridge = device::ensure(&host, conf, call.machine)?;
-    take(&host, &bridge, &link, &mark)?;
-    let (undo, index) = (Rc::clone(&host), link.index);
+    let port_mark = check_free(&bridge, &link, &mark)?;
+    // A port of the bridge that the earlier plugin made one stays one.
+    let (undo, index, was_port) = (Rc::clone(&host), link.index, link.master.is_some());
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {
+        Some(link) if was_port => restore_alias(&undo, &link),
         Some(link) => give_back(&undo, &link),
         None => Ok(()),
     });
+    take(&host, &bridge, &link, &port_mark)?;
     let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
     port::protect(&host, &ends, &mark, conf, &mut rollback)?;
 
@@ -123,8 +129,12 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
         let mut layer3 = Layer3::new(&ipam, conf, interface, &result.ips)?;
         masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
-        // The interface stays whatever happens, so our addresses must go from it before IPAM gets them back.
-        let (undo, addresses) = (container.clone(), layer3.addresses());
+        // The interface stays whatever happens, so our addresses must go from it before IPAM gets them back. Those that it
+        // has already are the earlier plugin's.
+        let there = container.list_addresses(inner.index)?;
+        let mut addresses = layer3.addresses();
+        addresses.retain(|cidr| there.iter().all(|address| address.cidr != *cidr));
+        let undo = container.clone();
         let (inner_index, was_up) = (inner.index, inner.up);
         rollback.push(format!("take our addresses off {}", inner.name), move || {
             let purged = purge_addresses(&undo, inner_index, &addresses);
@@ -185,8 +195,8 @@ fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Res
     }
 }
 
-/// Marks the link and makes it a port.
-fn take(host: &Netlink, bridge: &Link, link: &Link, mark: &Mark) -> Result<()> {
+/// What the link will be marked with, if this attachment may have it.
+fn check_free(bridge: &Link, link: &Link, mark: &Mark) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
         let msg = format!("{} is a port of another interface already", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
@@ -211,13 +221,15 @@ fn take(host: &Netlink, bridge: &Link, link: &Link, mark: &Mark) -> Result<()> {
         let msg = format!("the alias of {} is too long to be kept beside our mark: {:?}", link.name, port_mark.before);
         return Err(Error::config(msg));
     }
+    Ok(port_mark)
+}
+
+/// Marks the link and makes it a port.
+fn take(host: &Netlink, bridge: &Link, link: &Link, port_mark: &PortMark) -> Result<()> {
     // The mark first: a port that nobody knows of is worse than a mark on what is no port.
     host.set_alias(link.index, &port_mark.alias())?;
-    if link.master.is_none()
-        && let Err(error) = host.set_master(link.index, bridge.index)
-    {
-        host.set_alias(link.index, &port_mark.before)?;
-        return Err(error.into());
+    if link.master.is_none() {
+        host.set_master(link.index, bridge.index)?;
     }
     Ok(())
 }
@@ -248,9 +260,19 @@ pub(crate) fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr])
 
 /// Takes a marked link off its bridge and gives it its alias back.
 pub(crate) fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
-    let Some(port_mark) = link.alias.as_deref().and_then(PortMark::parse) else { return Ok(()) };
+    if link.alias.as_deref().and_then(PortMark::parse).is_none() {
+        return Ok(());
+    }
     take_off(host, link)?;
-    host.set_alias(link.index, &port_mark.before)
+    restore_alias(host, link)
+}
+
+/// Gives a marked link its alias back.
+fn restore_alias(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
+    match link.alias.as_deref().and_then(PortMark::parse) {
+        Some(port_mark) => host.set_alias(link.index, &port_mark.before),
+        None => Ok(()),
+    }
 }
 
 /// Takes a marked link off its bridge. It stays marked.

@@ -4,10 +4,13 @@
 //! configuration may have changed. The rules know addresses, not interfaces, so they can be there before the interface is
 //! up: its first packet is masqueraded already.
 
+use std::rc::Rc;
+
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::Mark;
+use cni_linux::firewall::masquerade::Former;
 use cni_linux::firewall::{Backend, Masquerade};
 
 use crate::conf::{Conf, Masquerading};
@@ -26,10 +29,13 @@ pub(crate) fn ensure<'a>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let Masquerading::On(backend) = conf.masquerade else { return Ok(()) };
-    // Before the effect: one of two families may be done when the other fails.
-    let (mine, its) = (mark.clone(), addresses.iter().map(Cidr::address).collect::<Vec<_>>());
-    rollback.push(format!("remove the masquerade rules of {}", mark.ifname), move || open(call).purge(&mine, &its));
-    open(call).ensure(mark, backend, addresses).map_err(|error| {
+    // Before the effect: one of two families may be done when the other fails. An earlier ADD of the attachment, into
+    // another namespace, may have made rules: they stay.
+    let former = Rc::new(Former::default());
+    let (mine, its, before) = (mark.clone(), addresses.to_vec(), Rc::clone(&former));
+    let undo = move || open(call).put_back(&mine, &its, &before);
+    rollback.push(format!("put the masquerade rules of {} back as they were", mark.ifname), undo);
+    open(call).ensure(mark, backend, addresses, &former).map_err(|error| {
         let error = Error::from(error).context(key(backend));
         // Does this host have what it takes at all?
         if open(call).probe(backend).is_err() { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }

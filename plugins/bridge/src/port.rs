@@ -91,8 +91,8 @@ pub(crate) fn protect<'a>(
         set_vlans(host, port.index, vlans)?;
     }
     if conf.spoof_check {
-        let own = mark.clone();
-        rollback.push("remove the spoof rules", move || SpoofCheck::open()?.purge(&own).map(drop));
+        let (own, name) = (mark.clone(), port.name.to_owned());
+        rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&own, &name));
         SpoofCheck::open().and_then(|mut spoof| spoof.ensure(mark, port.name, port.peer_mac)).map_err(|error| {
             let unsupported = error.is_unsupported();
             let error = Error::from(error);
@@ -104,6 +104,34 @@ pub(crate) fn protect<'a>(
         })?;
     }
     Ok(())
+}
+
+/// Refuses an ADD whose spoof rules would replace those of an earlier interface of this attachment that lives, in whatever
+/// namespace. `port` is the host's end where it exists already.
+///
+/// # Errors
+/// 102 naming the host's end of the earlier interface.
+pub(crate) fn refuse_second(host: &Netlink, mark: &Mark, port: Option<&Link>) -> Result<()> {
+    if port.is_none()
+        && let Some(earlier) = host.find_host_end(mark)?
+        && !host.peer_is_gone(&earlier)?
+    {
+        let Mark { network, container, ifname } = mark;
+        let name = &earlier.name;
+        let msg = format!("container {container} already has interface {ifname} in network {network}: host end {name}");
+        let details = "\"macspoofchk\": true guards one interface of that name; DEL it before it is added again";
+        return Err(Error::new(Code::CONFLICT, msg).with_details(details));
+    }
+    let name = port.map(|port| port.name.as_str()).unwrap_or_default();
+    match SpoofCheck::open().and_then(|mut spoof| spoof.find_living(mark, name)) {
+        Ok(Some(owner)) => {
+            let msg = format!("failed to make spoof rules {}: they are those of {owner}", owner.id_ifname);
+            Err(Error::new(Code::CONFLICT, msg).with_details("the interface lives; DEL it before it is added again"))
+        }
+        Ok(None) => Ok(()),
+        Err(error) if error.is_unsupported() => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// What protecting a port needs to know of it, whoever made it.

@@ -322,6 +322,61 @@ fn a_failed_add_leaves_no_rule() {
     });
 }
 
+/// The ADD that fails goes into another namespace. With `reuse` IPAM gives it the address that the first one has.
+#[test]
+fn a_failed_second_add_leaves_the_rules_of_the_first() {
+    require_both!();
+    each(|keeper, node| {
+        let server = server(node);
+        let config = patched(keeper.config(node), json!({"ipam": {"reuse": true}}));
+        let (container, attachment, result) = attach(node, &config, 1).remove(0);
+        let before = rules(node);
+        let other = node.container();
+        let second = attachment.clone().netns(other.netns());
+        assert_ne!(second.invocation("ADD", None).with_closed_stdout().run().status, Some(0));
+        assert_eq!(sorted(&rules(node)), sorted(&before), "{keeper:?}");
+        // In the other backend: what is taken back there is not taken here.
+        let elsewhere = if keeper == Nftables { "iptables" } else { "nftables" };
+        let second = second.config(patched(config, json!({"ipMasqBackend": elsewhere})));
+        assert_ne!(second.invocation("ADD", None).with_closed_stdout().run().status, Some(0));
+        assert_eq!(seen_outside(&server, &container), HOST, "{keeper:?}\n{}", rules(node));
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+        let left = rules(node);
+        assert!(!left.contains(&container.id), "{keeper:?}\n{left}");
+    });
+}
+
+#[test]
+fn a_failed_second_add_leaves_the_rules_that_go_made() {
+    require_both!();
+    require!(probe::go_plugins());
+    each(|keeper, node| {
+        let config = patched(keeper.config(node), json!({"ipam": {"reuse": true}}));
+        let container = node.container();
+        let ours = Attachment::new(node, &container, config);
+        let go = ours.clone().by(go_bin_dir());
+        let result = go.add().success();
+        let before = rules(node);
+        let other = node.container();
+        let second = ours.netns(other.netns());
+        assert_ne!(second.invocation("ADD", None).with_closed_stdout().run().status, Some(0));
+        let after = rules(node);
+        let is_lost = |line: &&str| !line.starts_with('#') && !after.lines().any(|other| other == *line);
+        assert_eq!(before.lines().find(is_lost), None, "{keeper:?}\n{after}");
+        assert!(!after.contains(&format!("cni:net1/{}", container.id)), "{keeper:?}\n{after}");
+        go.del_with(&result).success();
+    });
+}
+
+/// The lines in alphabetical order, because a rule that is put back stands at its chain's end; without packet counters.
+fn sorted(rules: &str) -> Vec<&str> {
+    let lines = rules.lines().filter(|line| !line.starts_with('#'));
+    let mut lines: Vec<&str> = lines.map(|line| line.split_once(" [").map_or(line, |(chain, _)| chain)).collect();
+    lines.sort_unstable();
+    lines
+}
+
 #[test]
 fn many_first_adds_at_once_lose_no_rule_and_double_none() {
     require_both!();

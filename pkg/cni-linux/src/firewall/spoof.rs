@@ -12,7 +12,8 @@
 //! Go finds the first rule by its comment and the chains by their names; so do we, also rules that Go doubled or left.
 //! The network, which is not in the key, stands in a tag beside the first comment. Two attachments can have one key (the
 //! same ID and interface in another network, or `a` + `eth0-x` and `a-eth0` + `x`): the tag says whose the rules are, and
-//! who is not named there neither replaces nor removes them while their interface lives.
+//! an attachment that is not named there neither replaces nor removes them while their interface lives. Nor is the
+//! namespace in the key: an ADD into another one does not replace the rules of an interface that lives.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags together; `nft` itself
 //! takes comments of up to 128 bytes, so IDs over 116 bytes are beyond Go's ADD. Up to 231 bytes ours have the plain
@@ -93,20 +94,23 @@ impl Id {
             || matches!(rule.exprs.last(), Some(Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to))) if *to == self.chain())
     }
 
+    /// The attachments of this key that the rules of PREROUTING name, one for each rule.
+    fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = Owner> {
+        let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
+        owned.map(|rule| Owner {
+            id_ifname: self.0.clone(),
+            host_veth: iifname_of(&rule.exprs),
+            network: Network::of(rule),
+        })
+    }
+
     /// The other attachment of this key that the rules of PREROUTING name; Go's rules name nobody.
     fn rival(&self, rules: &[Listed], mark: &Mark) -> Option<Owner> {
-        let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
-        owned
-            .map(|rule| Owner {
-                id_ifname: self.0.clone(),
-                host_veth: iifname_of(&rule.exprs),
-                network: Network::of(rule),
-            })
-            .find(|owner| match &owner.network {
-                Network::Marked(other) => *other != mark.alias(),
-                Network::Hashed(other) => *other != network_hash(&mark.network),
-                Network::Unknown => false,
-            })
+        self.owners(rules).find(|owner| match &owner.network {
+            Network::Marked(other) => *other != mark.alias(),
+            Network::Hashed(other) => *other != network_hash(&mark.network),
+            Network::Unknown => false,
+        })
     }
 
     fn jump(&self, host_veth: &str) -> Result<Vec<Expr>> {
@@ -248,7 +252,7 @@ impl SpoofCheck {
     /// that no frame passes unjudged. Some 0.3 ms where the attachment has no rules yet, however many others have.
     ///
     /// On failure everything is as it was. [`Error::is_unsupported`] on a kernel without nf_tables for bridges; code 102
-    /// where another attachment, whose interface lives, has these rules.
+    /// where these rules guard another interface, which lives.
     pub fn ensure(&mut self, mark: &Mark, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&mark.container, &mark.ifname);
         let jump = jump_rule(&id, mark, host_veth)?;
@@ -257,10 +261,8 @@ impl SpoofCheck {
             let mut old = self.chains(&id)?;
             if !old.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
-                if let Some(rival) = id.rival(&rules, mark)
-                    && is_alive(&rival, host_veth)?
-                {
-                    let text = format!("they are those of {rival}");
+                if let Some(owner) = living(&id, &rules, host_veth)? {
+                    let text = format!("they are those of {owner}");
                     return Err(Error::new(format_args!("failed to make spoof rules {}", id.0), Cause::Held(text)));
                 }
                 old = self.everything(&id, &rules)?;
@@ -268,12 +270,26 @@ impl SpoofCheck {
             match self.replace(&id, &jump, mac, &old) {
                 // Kernels before 5.0 count a jump until its removal has been committed: remove first, then make.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
-                    self.purge_id(&id, None)?;
+                    self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
                 }
                 done => done,
             }
         })
+    }
+
+    /// The living interface other than `host_veth` that the rules of this container ID and interface name guard:
+    /// [`ensure`](SpoofCheck::ensure) would refuse to replace them. `None` on a kernel without nf_tables.
+    pub fn find_living(&mut self, mark: &Mark, host_veth: &str) -> Result<Option<Owner>> {
+        let id = Id::new(&mark.container, &mark.ifname);
+        let found = self.chains(&id).and_then(|chains| {
+            // A jump cannot be without the chain it leads to.
+            if chains.is_empty() { Ok(None) } else { living(&id, &self.nft.rules(TABLE, PREROUTING)?, host_veth) }
+        });
+        match found {
+            Err(error) if error.is_unsupported() => Ok(None),
+            found => found,
+        }
     }
 
     fn replace(&mut self, id: &Id, jump: &Rule, mac: Mac, old: &[Object]) -> Result<()> {
@@ -306,19 +322,32 @@ impl SpoofCheck {
     /// 10 ms, one closing after the other). Purging before the link is deleted and dropping `self` after it would hide
     /// that behind the link's own grace period, but let the container's last frames pass unjudged.
     pub fn purge(&mut self, mark: &Mark) -> Result<Option<Owner>> {
-        self.purge_id(&Id::new(&mark.container, &mark.ifname), Some(mark))
+        let id = Id::new(&mark.container, &mark.ifname);
+        self.purge_id(&id, |rules| id.rival(rules, mark))
+    }
+
+    /// The same, as the undo of an ADD: rules that lead other interfaces than `host_veth` into these chains were not made
+    /// by that ADD, and then all rules stay.
+    pub fn undo(&mut self, mark: &Mark, host_veth: &str) -> Result<()> {
+        let id = Id::new(&mark.container, &mark.ifname);
+        let others = |rules: &[Listed]| {
+            let is_other = |owner: &Owner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
+            id.rival(rules, mark).or_else(|| id.owners(rules).find(is_other))
+        };
+        self.purge_id(&id, others).map(drop)
     }
 
     /// The same for something [`list`](SpoofCheck::list)ed.
     pub fn purge_owner(&mut self, owner: &Owner) -> Result<()> {
-        self.purge_id(&Id(owner.id_ifname.clone()), None).map(drop)
+        self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
-    fn purge_id(&mut self, id: &Id, mark: Option<&Mark>) -> Result<Option<Owner>> {
+    /// Removes what there is of the key, unless `keep` finds in PREROUTING's rules whose it is.
+    fn purge_id(&mut self, id: &Id, keep: impl Fn(&[Listed]) -> Option<Owner>) -> Result<Option<Owner>> {
         let purged = retry(|| {
             let rules = self.nft.rules(TABLE, PREROUTING)?;
-            if let Some(rival) = mark.and_then(|mark| id.rival(&rules, mark)) {
-                return Ok(Some(rival));
+            if let Some(owner) = keep(&rules) {
+                return Ok(Some(owner));
             }
             let objects = self.everything(id, &rules)?;
             let mut whole = Batch::new();
@@ -427,12 +456,18 @@ impl SpoofCheck {
     }
 }
 
-/// Whether an interface is still judged by those rules that is not `host_veth`, whose rules are to be made.
-fn is_alive(rival: &Owner, host_veth: &str) -> Result<bool> {
-    match rival.host_veth.as_deref() {
-        Some(other) => Ok(other != host_veth && Netlink::open()?.find_link(other)?.is_some()),
-        None => Ok(false),
+/// The owner whose interface lives, is still judged by these rules, and is not `host_veth`, whose rules are to be made.
+fn living(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<Owner>> {
+    for owner in id.owners(rules) {
+        let Some(other) = owner.host_veth.as_deref().filter(|other| *other != host_veth) else { continue };
+        let netlink = Netlink::open()?;
+        if let Some(link) = netlink.find_link(other)?
+            && !netlink.peer_is_gone(&link)?
+        {
+            return Ok(Some(owner));
+        }
     }
+    Ok(None)
 }
 
 /// What all attachments share.

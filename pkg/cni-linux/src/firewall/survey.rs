@@ -236,6 +236,7 @@ fn named_in(nat: &mut Nat<'_>, rule: &Rule) -> Result<Option<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::firewall::masquerade::Former;
     use crate::firewall::{Backend, Masquerade, SpoofCheck};
     use crate::testing::{in_new_netns, machine};
     use cni_testkit::{probe, require};
@@ -247,7 +248,9 @@ mod tests {
             let machine = machine();
             let (mine, other) = (Mark::new("net", "c1", "eth0"), Mark::new("net", "c2", "eth0"));
             let masquerade = Masquerade::new(&machine, Notes::silent());
-            masquerade.ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()]).unwrap();
+            masquerade
+                .ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()], &Former::default())
+                .unwrap();
             let mut spoof = SpoofCheck::open().unwrap();
             spoof.ensure(&mine, "veth0", "02:00:00:00:00:01".parse().unwrap()).unwrap();
             let found = survey(&machine, &Notes::silent()).unwrap();

@@ -172,6 +172,27 @@ impl Netlink {
         self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Cause::LinkNotFound))
     }
 
+    /// Whether the namespace of a veth's other end is being torn down. The kernel removes the link itself a moment later;
+    /// on a busy machine that takes a second.
+    pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
+        let (Some(number), Some(index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
+        // NETNSA_NSID_NOT_ASSIGNED: the namespace has lost its number, and gets none any more.
+        if number < 0 {
+            return Ok(true);
+        }
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        message.attributes.push(LinkAttribute::IfNetnsId(number));
+        message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+        match self.get(Kind::GetLink, &message) {
+            // The number of a namespace that no process and no file holds any more.
+            Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
+            Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(false),
+            Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
+            Ok(_) => Ok(false),
+        }
+    }
+
     /// Every interface of the namespace.
     pub fn list_links(&self) -> Result<Vec<Link>> {
         self.list(None).map_err(|cause| Error::new("failed to list the interfaces", cause))

@@ -5,6 +5,7 @@ pub(crate) mod chained;
 mod check;
 mod del;
 mod dummy;
+mod elsewhere;
 mod failure;
 mod gateway;
 mod link;

@@ -180,6 +180,23 @@ fn an_id_used_again_after_a_lost_del_gets_its_own_originals() {
 }
 
 #[test]
+fn a_failed_add_into_another_namespace_leaves_the_backup() {
+    let node = Node::new();
+    let container = pod(&node);
+    let attachment = tuned(&node, &container, all());
+    attachment.add_after(&prev(&container)).success();
+    let before = backup_of(&node, &container);
+    let other = pod(&node);
+    let second = attachment.clone().netns(other.netns());
+    let call = second.invocation("ADD", Some(&prev(&other)));
+    assert_ne!(call.with_closed_stdout().run().status, Some(0));
+    assert_eq!(backup_of(&node, &container), before);
+    is_untouched(&other);
+    attachment.del().success();
+    is_untouched(&container);
+}
+
+#[test]
 fn nothing_of_an_earlier_namespace_is_put_back_into_a_new_one() {
     let node = Node::new();
     let lost = pod(&node);

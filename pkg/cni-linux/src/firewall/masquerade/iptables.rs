@@ -204,6 +204,56 @@ pub(super) fn ensure(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Resu
     Ok(edit)
 }
 
+/// What an attachment had in one family before an ADD.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Had {
+    /// The addresses in its tags, with their networks.
+    tagged: Vec<Cidr>,
+    /// The sources of the jumps that no tag speaks for: rules that Go made.
+    untagged: Vec<Cidr>,
+}
+
+impl Had {
+    /// Reads what there is for the attachment, and for the addresses that an ADD is about to give it.
+    pub(super) fn read(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Had> {
+        let shape = Shape::new(mark);
+        let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(Had::default()) };
+        let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
+        let own = tags.iter().filter(|tag| tag.whose == shape.tag);
+        let with_network = |tag: &Tag| Cidr::new(tag.source?.address(), tag.network?.prefix());
+        let jumps = nat.leading_to(POSTROUTING, &shape.chain)?;
+        let untagged = jumps.iter().filter(|rule| shape.is_jump(rule)).filter_map(source).filter(|from| {
+            tags.iter().all(|tag| tag.source != Some(*from)) && addresses.iter().any(|ip| from.contains(ip.address()))
+        });
+        Ok(Had { tagged: own.filter_map(with_network).collect(), untagged: untagged.collect() })
+    }
+
+    /// What undoes an [`ensure`] of these addresses.
+    pub(super) fn put_back(&self, nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
+        if !self.tagged.is_empty() {
+            return ensure(nat, mark, &self.tagged);
+        }
+        if self.untagged.is_empty() {
+            return purge(nat, mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>());
+        }
+        // Go's rules serve the address again once our tags have gone.
+        let shape = Shape::new(mark);
+        let mut edit = Edit::new();
+        for rule in
+            nat.rules(&shape.chain)?.iter().filter(|rule| Tag::read(rule).is_some_and(|tag| tag.whose == shape.tag))
+        {
+            edit.delete(&shape.chain, rule);
+        }
+        let added = |rule: &&Rule| source(rule).is_some_and(|from| !self.untagged.contains(&from));
+        let is_ours = |rule: &&Rule| addresses.iter().any(|ip| source(rule) == Some(Cidr::host(ip.address())));
+        let jumps = nat.leading_to(POSTROUTING, &shape.chain)?;
+        for jump in jumps.iter().filter(|rule| shape.is_jump(rule)).filter(added).filter(is_ours) {
+            edit.delete(POSTROUTING, jump);
+        }
+        Ok(edit)
+    }
+}
+
 /// What removes the attachment.
 pub(super) fn purge(nat: &mut Nat<'_>, mark: &Mark, addresses: &[IpAddr]) -> Result<Edit> {
     let shape = Shape::new(mark);

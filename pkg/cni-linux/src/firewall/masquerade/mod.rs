@@ -19,7 +19,7 @@ use cni::rollback::Notes;
 
 use super::first_error;
 use super::iptables::{FAMILIES, Folders, Iptables, Variant};
-use super::nft::Nft;
+use super::nft::{Listed, Nft};
 use crate::error::{Cause, Error, Result};
 use crate::mark::Mark;
 use crate::route::Family;
@@ -65,6 +65,14 @@ pub struct Masquerade<'m> {
     kept: RefCell<Kept<'m>>,
 }
 
+/// What an attachment had before an ADD, in each backend and family that the ADD has looked at, so that a failed ADD undoes
+/// its own changes alone ([`Masquerade::put_back`]). Filled in by [`Masquerade::ensure`] before each change.
+#[derive(Debug, Default)]
+pub struct Former {
+    nftables: RefCell<Option<Vec<Listed>>>,
+    iptables: RefCell<Vec<(Family, Variant, iptables::Had)>>,
+}
+
 #[derive(Default)]
 struct Kept<'m> {
     nft: Vec<Nft>,
@@ -89,22 +97,25 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Puts rules in force for the attachment's addresses, each with its network's prefix; what it had before is
-    /// replaced. Without a `backend`: iptables, or nftables where iptables is not installed or does not work.
+    /// replaced, and remembered in `former`. Without a `backend`: iptables, or nftables where iptables is not installed or
+    /// does not work.
     ///
     /// # Errors
-    /// Some rules may be in force then; [`purge`](Masquerade::purge) takes them away.
-    pub fn ensure(&self, mark: &Mark, backend: Option<Backend>, addresses: &[Cidr]) -> Result<()> {
+    /// Some rules may be in force then; [`put_back`](Masquerade::put_back) takes them away.
+    pub fn ensure(&self, mark: &Mark, backend: Option<Backend>, addresses: &[Cidr], former: &Former) -> Result<()> {
         match backend {
-            Some(Backend::Iptables) => self.ensure_in_iptables(mark, addresses).map_err(|failure| failure.error),
-            Some(Backend::Nftables) => nftables::ensure(mark, addresses),
+            Some(Backend::Iptables) => {
+                self.ensure_in_iptables(mark, addresses, former).map_err(|failure| failure.error)
+            }
+            Some(Backend::Nftables) => nftables::ensure(mark, addresses, &former.nftables),
             None => {
                 let iptables = self.iptables(OnSigterm::Kill)?;
                 for family in families(addresses) {
                     if iptables.chosen(family)?.is_none() {
-                        return nftables::ensure(mark, addresses);
+                        return nftables::ensure(mark, addresses, &former.nftables);
                     }
                 }
-                let Err(failure) = self.ensure_in_iptables(mark, addresses) else { return Ok(()) };
+                let Err(failure) = self.ensure_in_iptables(mark, addresses, former) else { return Ok(()) };
                 if failure.error.is_deadline() || failure.error.is_terminated() {
                     return Err(failure.error);
                 }
@@ -116,14 +127,14 @@ impl<'m> Masquerade<'m> {
                             .note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
                         // With the addresses, so that no rule of another interface's is taken for a remainder of this.
                         self.purge_iptables(mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
-                        nftables::ensure(mark, addresses)
+                        nftables::ensure(mark, addresses, &former.nftables)
                     }
                 }
             }
         }
     }
 
-    fn ensure_in_iptables(&self, mark: &Mark, addresses: &[Cidr]) -> Result<(), Failure> {
+    fn ensure_in_iptables(&self, mark: &Mark, addresses: &[Cidr], former: &Former) -> Result<(), Failure> {
         for family in families(addresses) {
             let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
                 let Some(variant) = iptables.chosen(family)? else {
@@ -131,11 +142,38 @@ impl<'m> Masquerade<'m> {
                     return iptables.probe(family);
                 };
                 let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-                iptables.change(family, variant, |nat| iptables::ensure(nat, mark, &addresses))
+                iptables.change(family, variant, |nat| {
+                    let mut all = former.iptables.borrow_mut();
+                    if !all.iter().any(|(known, ..)| *known == family) {
+                        all.push((family, variant, iptables::Had::read(nat, mark, &addresses)?));
+                    }
+                    iptables::ensure(nat, mark, &addresses)
+                })
             });
             ensured.map_err(|error| Failure { family, error })?;
         }
         Ok(())
+    }
+
+    /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, however far it came: rules that it made go, rules that it
+    /// replaced come back, rules that stood before and in the other backend stay.
+    ///
+    /// # Errors
+    /// All that went wrong.
+    pub fn put_back(&self, mark: &Mark, addresses: &[Cidr], former: &Former) -> Result<()> {
+        let mut results = Vec::new();
+        if let Some(listed) = former.nftables.take() {
+            results.push(self.in_nftables(|nft| nftables::put_back(nft, mark, &listed)));
+        }
+        for (family, variant, had) in former.iptables.take() {
+            let addresses: Vec<Cidr> = of_family(addresses, family).collect();
+            results.push(
+                self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
+                    iptables.change(family, variant, |nat| had.put_back(nat, mark, &addresses))
+                }),
+            );
+        }
+        first_error(results)
     }
 
     /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's result where they are

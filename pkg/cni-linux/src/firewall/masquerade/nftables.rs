@@ -16,6 +16,7 @@
 //! Go fills `postrouting` anew at each ADD; here it is left alone while it is as it should be: the kernel takes the
 //! request for an existing base chain for a change, and closing the socket then waits 12 ms (6.18).
 
+use std::cell::RefCell;
 use std::fmt::Write as _;
 
 use cni::Cidr;
@@ -103,8 +104,9 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [multicast(Family::V4), multicast(Family::V6), checks]
 }
 
-/// Puts the attachment's rules in force, in one transaction; what it had is replaced in the same one.
-pub(super) fn ensure(mark: &Mark, addresses: &[Cidr]) -> Result<()> {
+/// Puts the attachment's rules in force, in one transaction; what it had is replaced in the same one, and remembered in
+/// `former`.
+pub(super) fn ensure(mark: &Mark, addresses: &[Cidr], former: &RefCell<Option<Vec<Listed>>>) -> Result<()> {
     let mut nft = Nft::open()?;
     let (key, comment) = (key(&mark.network, &mark.container, &mark.ifname), comment(mark));
     retry(|| {
@@ -113,9 +115,12 @@ pub(super) fn ensure(mark: &Mark, addresses: &[Cidr]) -> Result<()> {
         if !hooked_in(&mut nft)? {
             shared(&mut batch);
         }
-        for old in nft.rules_commented(TABLE, CHECKS, &key)?.iter().filter(|listed| is_of(listed, &key)) {
+        let mut had = nft.rules_commented(TABLE, CHECKS, &key)?;
+        had.retain(|listed| is_of(listed, &key));
+        for old in &had {
             batch.delete_rule(TABLE, CHECKS, old.handle);
         }
+        former.replace(Some(had));
         for address in addresses {
             batch.append_rule(TABLE, CHECKS, &Rule::new(rule(*address)).with_comment(comment.as_str()));
         }
@@ -150,6 +155,24 @@ fn hooked_in(nft: &mut Nft) -> Result<bool> {
 pub(super) fn purge(nft: &mut Nft, mark: &Mark) -> Result<()> {
     let key = key(&mark.network, &mark.container, &mark.ifname);
     remove(nft, &key, |_| true)
+}
+
+/// Undoes an [`ensure`] that found these rules: they come back, and any others of the attachment go.
+pub(super) fn put_back(nft: &mut Nft, mark: &Mark, had: &[Listed]) -> Result<()> {
+    let key = key(&mark.network, &mark.container, &mark.ifname);
+    retry(|| {
+        let mut batch = Batch::new();
+        batch.only_at(nft.settle()?);
+        let mut now = nft.rules_commented(TABLE, CHECKS, &key)?;
+        now.retain(|listed| is_of(listed, &key));
+        for new in now.iter().filter(|listed| had.iter().all(|old| old.handle != listed.handle)) {
+            batch.delete_rule(TABLE, CHECKS, new.handle);
+        }
+        for old in had.iter().filter(|old| now.iter().all(|listed| listed.handle != old.handle)) {
+            batch.put_back(TABLE, CHECKS, &old.raw, None);
+        }
+        nft.commit(batch)
+    })
 }
 
 /// Removes the rules of the network that belong to no valid attachment.

@@ -486,3 +486,26 @@ fn an_interface_name_that_cannot_be_is_refused_before_any_change() {
         assert_eq!(ruleset(), "");
     });
 }
+
+/// Two ADDs of one attachment, into two namespaces, may have got this far at the same time.
+#[test]
+fn the_rules_of_a_living_interface_are_neither_replaced_nor_undone() {
+    on_a_host(|| {
+        let netlink = Netlink::open().unwrap();
+        let peer = Mac([2, 0, 0, 0, 0, 0x0b]);
+        let first = netlink.create_veth(&crate::VethSpec::new("veth0", MAC, "peer0", peer)).unwrap();
+        ensure("c1");
+        let before = ruleset();
+        let mut spoof = SpoofCheck::open().unwrap();
+        assert!(spoof.ensure(&mark("c1"), "veth1", MAC).is_err());
+        spoof.undo(&mark("c1"), "veth1").unwrap();
+        assert_eq!(ruleset(), before);
+        assert!(spoof.find_living(&mark("c1"), "veth1").unwrap().is_some());
+        assert_eq!(spoof.find_living(&mark("c1"), "veth0").unwrap(), None, "the interface itself");
+        netlink.delete_link(first.index).unwrap();
+        assert_eq!(spoof.find_living(&mark("c1"), "veth1").unwrap(), None);
+        spoof.ensure(&mark("c1"), "veth1", MAC).unwrap();
+        spoof.undo(&mark("c1"), "veth1").unwrap();
+        assert_eq!(ruleset(), SHARED);
+    });
+}

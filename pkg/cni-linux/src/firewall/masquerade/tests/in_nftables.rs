@@ -8,7 +8,7 @@ use crate::firewall::play::{nft, on_a_host, ruleset};
 const KEY: &str = "net, if: eth0, id: c1";
 
 fn ensure(mark: &Mark, addresses: &[&str]) {
-    nftables::ensure(mark, &cidrs(addresses)).unwrap();
+    nftables::ensure(mark, &cidrs(addresses), &RefCell::default()).unwrap();
 }
 
 fn purge(mark: &Mark) {

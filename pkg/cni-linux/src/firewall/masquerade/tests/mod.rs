@@ -97,7 +97,7 @@ impl Rig {
 
     #[track_caller]
     fn ensure(&self, mark: &Mark, addresses: &[&str]) {
-        self.masquerade(|masquerade| masquerade.ensure(mark, None, &cidrs(addresses)).unwrap());
+        self.masquerade(|masquerade| masquerade.ensure(mark, None, &cidrs(addresses), &Former::default()).unwrap());
     }
 
     #[track_caller]
@@ -234,12 +234,16 @@ fn an_iptables_that_does_not_work_is_passed_over_unless_it_was_asked_for() {
         rig.ensure(&mark("c1", "eth0"), &[NET4]);
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 1);
         let explicit = |masquerade: &Masquerade<'_>| {
-            masquerade.ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4])).unwrap_err()
+            masquerade
+                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &Former::default())
+                .unwrap_err()
         };
         let error = rig.masquerade(explicit).to_string();
         assert!(error.contains("iptables-restore --noflush") && error.contains("no such table"), "{error}");
         let error = rig.masquerade(|masquerade| {
-            masquerade.ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6])).unwrap_err()
+            masquerade
+                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &Former::default())
+                .unwrap_err()
         });
         assert!(error.to_string().contains("failed to find the programs of ip6tables"), "{error}");
     });
@@ -250,7 +254,7 @@ fn what_was_made_under_another_backend_is_checked_and_removed_all_the_same() {
     with_each(|rig| {
         for backend in [Backend::Iptables, Backend::Nftables] {
             rig.masquerade(|masquerade| {
-                masquerade.ensure(&mark("c1", "eth0"), Some(backend), &cidrs(&[NET4])).unwrap()
+                masquerade.ensure(&mark("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &Former::default()).unwrap()
             });
             assert_eq!(rig.missing(&mark("c1", "eth0"), &[NET4]), Vec::<String>::new(), "{backend}");
             rig.purge(&mark("c1", "eth0"), &[]);
