@@ -213,6 +213,11 @@ impl Conf {
         Conf::parse(conf, "").unwrap()
     }
 
+    /// Whether ADD puts the gateway's address on the bridge itself, and not on an interface of its own in a VLAN.
+    pub(crate) fn puts_gateway_on_bridge(&self) -> bool {
+        self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
+    }
+
     /// The VLAN that the gateway is in, if it has one of its own.
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)

@@ -19,7 +19,7 @@ const PINNED: &str = "cni-bridge: MAC pinned";
 /// How long another ADD may take from making its port to marking it, which are two requests.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
-/// Finds or makes the bridge.
+/// Finds or makes the bridge. Its MAC is pinned before the port of this ADD is attached.
 ///
 /// # Errors
 /// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the kernel has no VLAN
@@ -58,7 +58,7 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Re
         return Err(Error::config(msg));
     }
     // What is wanted but missing, in as few requests as that takes: on a bridge in use there are none.
-    let link = pin(host, link)?;
+    let link = pin(host, link, conf)?;
     if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
         switch_vlan_filtering_on(host, &link, conf, machine)?;
     }
@@ -114,19 +114,10 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     }
 }
 
-/// Sets the MAC that the bridge has, so that it keeps it. Only where all ports are CNI's: the MAC of a bridge with an
-/// uplink is its owner's business.
-fn pin(host: &Netlink, link: Link) -> Result<Link> {
-    if link.alias.as_deref() == Some(PINNED) {
-        return Ok(link);
-    }
-    let record = record::HostVeths::default();
-    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet; and while hundreds of
-    // ports come the list is never whole. The next ADD will look again: this one need not fail for it.
-    let Ok(ports) = host.list_ports(link.index) else { return Ok(link) };
-    let zero = link.mac.is_none_or(Mac::is_zero);
-    // Without ports it may be waiting for its uplink, to take that one's MAC.
-    if !ports.iter().all(|port| is_cni_port(port, &record)) || (ports.is_empty() && !zero) {
+/// Sets the MAC that the bridge has, so that the bridge keeps it: always if this ADD makes the bridge the gateway, because
+/// every container would lose the gateway with each change of its MAC. Otherwise only where all ports are CNI's.
+fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
+    if link.alias.as_deref() == Some(PINNED) || !(conf.puts_gateway_on_bridge() || belongs_to_cni(host, &link)) {
         return Ok(link);
     }
     let mac = match link.mac {
@@ -139,6 +130,16 @@ fn pin(host: &Netlink, link: Link) -> Result<Link> {
     }
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
+}
+
+/// Whether no one else has a use for the MAC of the bridge: all its ports are CNI's.
+fn belongs_to_cni(host: &Netlink, link: &Link) -> bool {
+    let record = record::HostVeths::default();
+    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet; and while hundreds of
+    // ports come the list is never whole. The next ADD will look again: this one need not fail for it.
+    let Ok(ports) = host.list_ports(link.index) else { return false };
+    // Without ports it may be waiting for its uplink, to take that one's MAC.
+    ports.iter().all(|port| is_cni_port(port, &record)) && (!ports.is_empty() || link.mac.is_none_or(Mac::is_zero))
 }
 
 /// The bridge's MAC for the result, once all ports are there: one that is not pinned may have become a port's. Go's CHECK

@@ -1,7 +1,7 @@
 //! The bridge as the gateway: its addresses, forwarding, its MAC.
 
 use cni_testkit::{Attachment, Node};
-use conformance::{attach, bridge, patched};
+use conformance::{attach, bridge, layer2, patched};
 use serde_json::{Value, json};
 
 fn bridge_addresses(node: &Node) -> Vec<String> {
@@ -226,4 +226,85 @@ fn the_bridge_ignores_router_advertisements() {
     assert_eq!(node.sysctl("net/ipv6/conf/br0/accept_ra"), "0");
     assert_eq!(node.sysctl(&format!("net/ipv6/conf/{}/accept_ra", conformance::host_end(&result, "br0"))), "0");
     attachment.del_with(&result).success();
+}
+
+/// A bridge that the node's owner has made, with the MAC that follows its uplink.
+fn with_uplink(node: &Node) {
+    node.expect_left("up0");
+    node.ip(&[
+        "link add br0 up type bridge",
+        "link add up0 up address e8:00:00:00:00:01 type veth peer name up1",
+        "link set up0 master br0",
+    ]);
+    assert_eq!(mac(node), "e8:00:00:00:00:01");
+}
+
+/// Containers come and go, with MACs below and above that of the bridge, and the bridge keeps its own.
+#[track_caller]
+fn keeps_its_mac(node: &Node, patch: Value) {
+    let config = patched(bridge(node, &["10.1.0.0/24"]), patch);
+    let before = mac(node);
+    let mut all = attach(node, &config, 5);
+    assert_eq!(mac(node), before, "after they have come");
+    for (_, attachment, result) in all.drain(..) {
+        assert_eq!(result["interfaces"][0]["mac"], before, "the result has the bridge's MAC");
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+        assert_eq!(mac(node), before, "after one has gone");
+    }
+}
+
+#[test]
+fn a_bridge_with_an_uplink_keeps_its_mac() {
+    let node = Node::new();
+    with_uplink(&node);
+    keeps_its_mac(&node, json!({}));
+    node.exec(&["ip", "link", "del", "up0"]);
+    assert_eq!(mac(&node), "e8:00:00:00:00:01", "nor does it lose it with the uplink");
+}
+
+#[test]
+fn a_bridge_of_the_owner_s_without_ports_keeps_its_mac() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
+    keeps_its_mac(&node, json!({}));
+    node.ip(&["link add up0 address 02:00:00:00:00:01 type veth peer name up1", "link set up0 master br0"]);
+    keeps_its_mac(&node, json!({"isDefaultGateway": true}));
+    node.exec(&["ip", "link", "del", "up0"]);
+}
+
+#[test]
+fn a_bridge_with_an_alias_keeps_both_alias_and_mac() {
+    let node = Node::new();
+    with_uplink(&node);
+    node.exec(&["ip", "link", "set", "br0", "alias", "the office"]);
+    keeps_its_mac(&node, json!({}));
+    assert_eq!(node.link("br0").unwrap()["ifalias"], "the office");
+    node.exec(&["ip", "link", "del", "up0"]);
+}
+
+/// The owner may have put the gateway's address there already.
+#[test]
+fn a_bridge_that_has_the_address_keeps_its_mac() {
+    let node = Node::new();
+    with_uplink(&node);
+    node.exec(&["ip", "addr", "add", "10.1.0.1/24", "dev", "br0"]);
+    keeps_its_mac(&node, json!({}));
+    node.exec(&["ip", "link", "del", "up0"]);
+}
+
+#[test]
+fn without_a_gateway_the_mac_is_the_owner_s_business() {
+    let node = Node::new();
+    with_uplink(&node);
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));
+    for config in [config, layer2()] {
+        let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
+        assert_eq!(result["interfaces"][0]["mac"], mac(&node));
+        attachment.del_with(&result).success();
+    }
+    assert_eq!(node.link("br0").unwrap()["ifalias"], Value::Null);
+    node.exec(&["ip", "link", "set", "up0", "address", "e8:00:00:00:00:02"]);
+    assert_eq!(mac(&node), "e8:00:00:00:00:02", "it follows its uplink");
+    node.exec(&["ip", "link", "del", "up0"]);
 }
