@@ -111,6 +111,11 @@ impl Route {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
 
+    /// Whether it is the route to the network of one of the interface's own addresses, made by the kernel with the address.
+    pub fn is_connected(&self, oif: u32) -> bool {
+        self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
+    }
+
     /// Whether both do the same: rivals that also agree in gateway, interface, MTU, MSS and, for IPv4, scope. Who made
     /// them does not matter.
     pub fn is_same(&self, other: &Route) -> bool {
@@ -154,22 +159,26 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if a rival is there.
     pub fn add_multipath_route(&self, paths: &[Route]) -> Result<()> {
+        self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
+    }
+
+    /// Adds one route over one or several gateways in front of its [rivals](Route::is_rival_of), which no packet takes then.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if an identical one is there, with the same maker.
+    pub fn add_route_in_front(&self, paths: &[Route]) -> Result<()> {
+        self.add_paths(paths, NLM_F_CREATE)
+    }
+
+    fn add_paths(&self, paths: &[Route], flags: u16) -> Result<()> {
         let Some(first) = paths.first() else { return Ok(()) };
-        let mut message = message(&Route { gw: None, ..*first });
-        message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
-        let next_hop = |path: &Route| {
-            let mut next_hop = RouteNextHop::default();
-            next_hop.interface_index = path.oif;
-            next_hop.attributes.extend(path.gw.map(|gw| RouteAttribute::Gateway(gw.into())));
-            if path.onlink {
-                next_hop.flags = RouteNextHopFlags::Onlink;
-            }
-            next_hop
-        };
-        message.attributes.push(RouteAttribute::MultiPath(paths.iter().map(next_hop).collect()));
-        self.request(Kind::NewRoute, &message, NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
+        let message = if paths.len() == 1 { message(first) } else { multipath_message(first, paths) };
+        self.request(Kind::NewRoute, &message, flags).map(drop).map_err(|cause| {
             let gateways: Vec<String> = paths.iter().filter_map(|path| Some(path.gw?.to_string())).collect();
-            let doing = format!("failed to add route {} via {}", first.dst, gateways.join(" and "));
+            let doing = match gateways.is_empty() {
+                true => format!("failed to add route {}", first.dst),
+                false => format!("failed to add route {} via {}", first.dst, gateways.join(" and ")),
+            };
             Error::new(doing, cause)
         })
     }
@@ -293,6 +302,23 @@ fn message(route: &Route) -> RouteMessage {
     if !metrics.is_empty() {
         attributes.push(RouteAttribute::Metrics(metrics));
     }
+    message
+}
+
+/// One route over several gateways; what they have in common is taken from the first.
+fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
+    let mut message = message(&Route { gw: None, ..*first });
+    message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
+    let next_hop = |path: &Route| {
+        let mut next_hop = RouteNextHop::default();
+        next_hop.interface_index = path.oif;
+        next_hop.attributes.extend(path.gw.map(|gw| RouteAttribute::Gateway(gw.into())));
+        if path.onlink {
+            next_hop.flags = RouteNextHopFlags::Onlink;
+        }
+        next_hop
+    };
+    message.attributes.push(RouteAttribute::MultiPath(paths.iter().map(next_hop).collect()));
     message
 }
 

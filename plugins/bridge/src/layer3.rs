@@ -163,7 +163,7 @@ pub(crate) fn prepare_namespace(netns: &Netns, ifname: &str, conf: &Conf, layer3
 
 /// Adds the addresses, then sets the interface up, then adds the routes.
 ///
-/// Routes that are there already, and alike, are fine. A default route in whose way another network's stands is left
+/// Routes that are there already, and alike, are fine. A route to the interface's own subnet goes in front of the kernel's. A default route in whose way another network's stands is left
 /// out, here and in the result, as the specification asks.
 ///
 /// # Errors
@@ -202,10 +202,12 @@ pub(crate) fn configure(
             Ok(()) => {}
             Err(error) if error.is_exists() => {
                 let rivals = container.find_rivals(route)?;
-                // That of an address of the interface is the kernel's, and differs from one without a gateway in scope alone.
-                let connected =
-                    |rival: &Route| route.gw.is_none() && Route { scope: route.scope, ..*rival }.is_same(route);
-                if rivals.iter().any(|rival| rival.is_same(route) || connected(rival)) {
+                if rivals.iter().any(|rival| rival.is_same(route)) {
+                    continue;
+                }
+                // A route to the interface's own subnet: as in Go it stands in front of the one that the kernel has made.
+                if rivals.iter().all(|rival| rival.is_connected(index)) {
+                    container.add_route_in_front(&paths)?;
                     continue;
                 }
                 let other_network = rivals.iter().any(|rival| rival.oif != index);

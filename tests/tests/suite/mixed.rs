@@ -50,6 +50,18 @@ fn we_add_and_go_checks_and_deletes() {
     handed_over(full, false, check_and_del);
 }
 
+fn with_own_subnet(node: &Node) -> Value {
+    let routes = json!([{"dst": "10.1.0.0/24"}, {"dst": "192.0.2.0/24", "gw": "10.1.0.1"}]);
+    patched(bridge(node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"ipam": {"routes": routes}}))
+}
+
+#[test]
+fn a_route_to_the_own_subnet_passes_the_check_of_either() {
+    require!(probe::go_plugins());
+    handed_over(with_own_subnet, true, check_and_del);
+    handed_over(with_own_subnet, false, check_and_del);
+}
+
 #[test]
 fn go_checks_what_we_added_to_a_bridge_of_the_owners() {
     require!(probe::go_plugins());

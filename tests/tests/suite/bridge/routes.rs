@@ -125,6 +125,80 @@ fn a_route_to_the_containers_own_network_is_no_error() {
     call("DEL", Some(&result)).success();
 }
 
+/// The routes to the container's own IPv4 subnet, in the order in which the kernel asks them: gateway and metric of each.
+fn to_own_subnet(container: &Container) -> Vec<(Value, Value)> {
+    let routes = container.json(&["ip", "-j", "-4", "route", "show", "table", "main", "10.1.0.0/24"]);
+    let gateways = routes.as_array().unwrap().iter().map(|route| (route["gateway"].clone(), route["metric"].clone()));
+    gateways.collect()
+}
+
+#[test]
+fn a_route_to_the_own_subnet_stands_before_the_kernel_s() {
+    for (routes, gateway) in [
+        (json!([{"dst": "10.1.0.0/24"}]), "10.1.0.1"),
+        (json!([{"dst": "10.1.0.0/24", "gw": "10.1.0.1"}]), "10.1.0.1"),
+        (json!([{"dst": "0.0.0.0/0"}, {"dst": "10.1.0.0/24", "gw": "10.1.0.99"}]), "10.1.0.99"),
+    ] {
+        for is_gateway in [true, false] {
+            let node = Node::new();
+            let patch = json!({"isGateway": is_gateway, "ipam": {"routes": routes}});
+            let config = patched(bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]), patch);
+            let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+            let expected = [(json!(gateway), Value::Null), (Value::Null, Value::Null)];
+            assert_eq!(to_own_subnet(&container), expected, "{routes}");
+            assert_eq!(result["routes"], routes);
+            attachment.check(&result).success();
+            attachment.del_with(&result).success();
+        }
+    }
+}
+
+#[test]
+fn check_is_red_when_the_route_to_the_own_subnet_is_gone() {
+    let node = Node::new();
+    let config = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "10.1.0.0/24"}]));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    container.exec(&["ip", "route", "del", "10.1.0.0/24", "via", "10.1.0.1"]);
+    attachment.check(&result).failure();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn with_a_metric_it_stands_behind_the_kernel_s() {
+    let node = Node::new();
+    let routes = json!([{"dst": "10.1.0.0/24", "gw": "10.1.0.99", "priority": 7}]);
+    let (container, attachment, result) = attach(&node, &with_routes(&node, &["10.1.0.0/24"], routes), 1).remove(0);
+    let expected = [(Value::Null, Value::Null), (json!("10.1.0.99"), json!(7))];
+    assert_eq!(to_own_subnet(&container), expected);
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn several_gateways_to_the_own_subnet_make_one_route() {
+    let node = Node::new();
+    let routes = json!([{"dst": "10.1.0.0/24", "gw": "10.1.0.98"}, {"dst": "10.1.0.0/24", "gw": "10.1.0.99"}]);
+    let (container, attachment, result) = attach(&node, &with_routes(&node, &["10.1.0.0/24"], routes), 1).remove(0);
+    let shown = container.json(&["ip", "-j", "route", "show", "10.1.0.0/24"]);
+    let hops: Vec<&Value> = shown[0]["nexthops"].as_array().unwrap().iter().map(|hop| &hop["gateway"]).collect();
+    assert_eq!(hops, ["10.1.0.98", "10.1.0.99"], "{shown}");
+    assert_eq!(shown[1]["protocol"], "kernel", "{shown}");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
+fn an_ipv6_route_to_the_own_subnet_stands_beside_the_kernel_s() {
+    let node = Node::new();
+    let config = with_routes(&node, &["fd00:1::/64"], json!([{"dst": "fd00:1::/64"}]));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    let shown = container.json(&["ip", "-j", "-6", "route", "show", "fd00:1::/64"]);
+    let gateways: Vec<&Value> = shown.as_array().unwrap().iter().map(|route| &route["gateway"]).collect();
+    assert_eq!(gateways, [&Value::Null, &json!("fd00:1::1")], "{shown}");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
 #[test]
 fn a_repeated_route_is_no_error() {
     let node = Node::new();
