@@ -58,13 +58,16 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Re
         return Err(Error::config(msg));
     }
     // What is wanted but missing, in as few requests as that takes: on a bridge in use there are none.
+    // One that somebody else made may learn routes as the kernel's default has it.
+    if !link.up || link.alias.as_deref() != Some(PINNED) {
+        no_router_advertisements(&link.name);
+    }
     let link = pin(host, link, conf)?;
     if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
         switch_vlan_filtering_on(host, &link, conf, machine)?;
     }
     if !link.up {
         host.set_up(link.index).map_err(wrapped)?;
-        no_router_advertisements(&link.name);
     }
     if conf.promiscuous && !link.promisc {
         host.set_promisc(link.index, Promisc::On).map_err(wrapped)?;

@@ -22,6 +22,18 @@ fn a_bridge_that_runs_a_spanning_tree_is_no_failure() {
 }
 
 #[test]
+fn an_existing_bridge_ignores_router_advertisements_too() {
+    for state in ["up", "down"] {
+        let node = Node::new();
+        node.ip(&["link add br0 type bridge", &format!("link set br0 {state}")]);
+        node.set_sysctl("net/ipv6/conf/br0/accept_ra", "1");
+        let (_container, attachment, result) = attach(&node, &layer2(), 1).remove(0);
+        assert_eq!(node.sysctl("net/ipv6/conf/br0/accept_ra"), "0", "a bridge that was {state}");
+        attachment.del_with(&result).success();
+    }
+}
+
+#[test]
 fn a_layer_2_network_has_no_addresses() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &layer2(), 1).remove(0);
