@@ -61,9 +61,10 @@ impl Layer3 {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
-    /// One default route per family. One that IPAM lists without a gateway means ours.
+    /// One default route per family, in the order of the addresses. One that IPAM lists without a gateway means ours.
     fn add_default_routes(&mut self) {
-        for is_ipv4 in [true, false] {
+        let first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
+        for is_ipv4 in [first, !first] {
             let Some(gateway) = self.family_gateway(is_ipv4) else { continue };
             let default = Cidr::default_route(gateway);
             let existing = self.routes.iter_mut().find(|route| {
