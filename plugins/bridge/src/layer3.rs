@@ -67,13 +67,17 @@ impl Layer3 {
         for is_ipv4 in [first, !first] {
             let Some(gateway) = self.family_gateway(is_ipv4) else { continue };
             let default = Cidr::default_route(gateway);
+            // As Go has it: one with a gateway of its own is enough, whatever its metric and table.
+            if self.routes.iter().any(|route| route.dst.network() == default && route.gw.is_some()) {
+                continue;
+            }
             let existing = self.routes.iter_mut().find(|route| {
                 route.dst.network() == default
                     && route.table.is_none_or(|table| table == 0 || table == MAIN_TABLE)
                     && route.priority.unwrap_or(0) == 0
             });
             match existing {
-                Some(route) => route.gw = route.gw.or(Some(gateway)),
+                Some(route) => route.gw = Some(gateway),
                 None => self.routes.push(ResultRoute::new(default, Some(gateway))),
             }
         }
@@ -385,6 +389,19 @@ mod tests {
             ]
         );
         assert_eq!(made.ips[0].interface, Some(2));
+    }
+
+    #[test]
+    fn a_default_route_with_a_gateway_is_enough() {
+        for route in [r#""priority":1024"#, r#""table":7"#, r#""priority":0"#] {
+            let made = layer3(
+                &format!(
+                    r#"{{"ips":[{{"address":"10.1.0.5/24"}}],"routes":[{{"dst":"0.0.0.0/0","gw":"10.1.0.9",{route}}}]}}"#
+                ),
+                r#","isDefaultGateway":true"#,
+            );
+            assert_eq!(made.unwrap().routes.len(), 1, "{route}");
+        }
     }
 
     #[test]
