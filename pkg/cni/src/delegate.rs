@@ -188,17 +188,26 @@ impl<'a> Delegate<'a> {
     }
 }
 
-/// Looks a plugin up: a plain file name, in the folders' order, a regular file that may be executed.
+/// Checks that a plugin's `type` is the name of a file, not a path.
 ///
 /// # Errors
-/// Go's texts, which other programs search for.
-pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
+/// Code 7 with Go's texts.
+pub fn check_plugin_name(kind: &str) -> Result<()> {
     if kind.is_empty() {
         return Err(Error::config("no plugin name provided"));
     }
     if kind.contains(['/', '\0']) || kind == "." || kind == ".." {
         return Err(Error::config(format!("invalid plugin name: {kind}")));
     }
+    Ok(())
+}
+
+/// Looks a plugin up: a plain file name, in the folders' order, a regular file that may be executed.
+///
+/// # Errors
+/// Go's texts, which other programs search for.
+pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
+    check_plugin_name(kind)?;
     if folders.is_empty() {
         return Err(Error::new(Code::INVALID_ENVIRONMENT, "no paths provided (CNI_PATH)"));
     }

@@ -71,7 +71,7 @@ enum Verb {
     Version(network::Named),
     /// List the configured networks, and every problem with them
     #[command(before_help = help::NETWORKS, after_help = help::AFTER_NETWORKS)]
-    Networks,
+    Networks(validate::Networks),
     /// Check a network's file without running it: every problem, with line and column
     #[command(before_help = help::VALIDATE, after_help = help::AFTER_VALIDATE)]
     Validate(validate::Validate),
@@ -137,7 +137,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
         Verb::Status(args) => network::run(args.command("status", shared), call, streams).map(done),
         Verb::Version(args) => network::run(args.command("version", shared), call, streams).map(done),
-        Verb::Networks => validate::networks(&shared, call, streams),
+        Verb::Networks(args) => validate::networks(&args, &shared, call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),

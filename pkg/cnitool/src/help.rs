@@ -133,7 +133,7 @@ Examples:
   cnitool ipam list
   cnitool ipam show mynet
   cnitool ipam gc mynet --dry-run
-  cnitool ipam release mynet 10.1.0.7";
+  cnitool ipam release mynet 10.61.0.7";
 
 pub(crate) const IPAM_GC: &str = "\
 Goes through the reservations under the store's own lock, so that it disturbs no
@@ -160,7 +160,7 @@ Exit codes: 0 released, 1 not reserved, in use, or failed,
             2 the call made no sense
 
 Examples:
-  cnitool ipam release mynet 10.1.0.7
+  cnitool ipam release mynet 10.61.0.7
   cnitool ipam release mynet --container-id 0123456789ab -i eth0";
 
 pub(crate) const INSPECT: &str = "\
@@ -219,27 +219,32 @@ Examples:
   cnitool explain del mynet /run/netns/blue --json";
 
 pub(crate) const NETWORKS: &str = "\
-Every file of the networks' folder, whether it loads, and what 'cnitool validate'
-finds in it.";
+Lists the files of the networks' folder: whether each one loads, and what
+'cnitool validate' finds in it. With names, only those networks.";
 
 pub(crate) const AFTER_NETWORKS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 all are sound, 1 one has a problem, 2 the call made no sense
+Exit codes: 0 every listed network is sound (a warning does not count),
+            1 one has an error or does not exist, 2 the call made no sense
 
-Example:
-  cnitool networks";
+Examples:
+  cnitool networks
+  cnitool networks mynet";
 
 pub(crate) const VALIDATE: &str = "\
-Finds everything at once: unknown keys (with what may have been meant), wrong
-types and values, as each plugin would refuse them; capabilities that no plugin
-uses; plugins that are missing; addresses that another configured network gives
-out too, and host ports that stand in both; and, by the plugins' own STATUS, what
-this host's kernel and tools lack.
+Finds everything at once. An error makes every add fail:
+  wrong types and values, as each plugin would refuse them; a plugin that needs
+  the result of an earlier one; a gateway that no address reaches; a plugin that
+  is missing; what this host's kernel and tools lack, by the plugins' STATUS.
+A warning does not, but may not be what was meant:
+  unknown keys (with what may have been meant), duplicate keys, capabilities
+  that no plugin uses; addresses and host ports that another network has, too.
 Plugins other than bridge, host-local, portmap and tuning are not looked into.";
 
 pub(crate) const AFTER_VALIDATE: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 sound, 1 a problem was found, 2 the call made no sense
+Exit codes: 0 no error was found (with --strict: no warning, either),
+            1 one was, 2 the call made no sense
 
 Examples:
   cnitool validate /etc/cni/net.d/10-mynet.conflist

@@ -12,7 +12,7 @@ use cni_linux::mac::Mac;
 use serde::Deserialize;
 
 /// The bridge that is meant when none is named.
-pub(crate) const DEFAULT_BRIDGE: &str = "cni0";
+pub const DEFAULT_BRIDGE: &str = "cni0";
 
 /// A sound configuration.
 #[derive(Clone, Debug)]

@@ -26,12 +26,16 @@ mod record;
 use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
+use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin};
 use cni::{Code, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Mark, Netlink};
 
+pub use conf::DEFAULT_BRIDGE;
+
 use conf::Conf;
+use layer3::Layer3;
 
 /// The plugin.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +46,19 @@ pub struct Bridge;
 /// # Errors
 /// ADD's.
 pub fn examine(conf: &NetConf) -> Result<()> {
-    Conf::parse(conf, "").map(drop)
+    let parsed = Conf::parse(conf, "")?;
+    match parsed.ipam {
+        Some(_) => cni::delegate::timeout(conf).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// What is wrong with an IPAM plugin's answer for this configuration, as an ADD that is not chained would refuse it.
+///
+/// # Errors
+/// ADD's.
+pub fn examine_answer(conf: &NetConf, ipam: &AddResult) -> Result<()> {
+    Layer3::new(ipam, &Conf::parse(conf, "")?, 2, &[]).map(drop)
 }
 
 /// The keys of a configuration that this plugin does not know. Those of `ipam` are IPAM's to know.

@@ -36,7 +36,44 @@ const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
 /// # Errors
 /// ADD's.
 pub fn examine(conf: &NetConf) -> Result<()> {
-    AddConf::read(conf, &cni::args::CniArgs::default()).map(drop)
+    let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
+    let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
+    for (position, (set, requested)) in conf.sets.sets().iter().zip(requested).enumerate() {
+        let failed = |why: String| Error::config(format!("failed to allocate for range {position}: {why}"));
+        match requested {
+            Some(address) if set.is_gateway(address) => {
+                return Err(failed(format!("requested ip {address} is subnet's gateway")));
+            }
+            None if set.capacity() == 0 => {
+                return Err(failed(format!("no IP addresses available in range set: {set}")));
+            }
+            Some(_) | None => {}
+        }
+    }
+    Ok(())
+}
+
+/// The results that an ADD of this configuration could answer with, as far as routes and gateways go: in each one,
+/// every set gives an address of another of its ranges. Empty without ranges, which a runtime may bring.
+///
+/// # Errors
+/// ADD's.
+pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
+    if conf::ranges(conf)?.is_none() {
+        return Ok(Vec::new());
+    }
+    let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
+    let sets = conf.sets.sets();
+    let most = sets.iter().map(|set| set.ranges().len()).max().unwrap_or_default();
+    let nth = |number: usize| {
+        let ips = sets.iter().filter_map(|set| {
+            let range = set.ranges().get(number).or(set.ranges().last())?;
+            let address = Cidr::new(range.last(), range.subnet().prefix())?;
+            Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
+        });
+        AddResult { ips: ips.collect(), routes: conf.routes.clone(), ..AddResult::default() }
+    };
+    Ok((0..most).map(nth).collect())
 }
 
 /// The keys of `ipam` and of `runtimeConfig` that this plugin does not know.

@@ -2,9 +2,12 @@
 //! path into the JSON with line and column.
 //!
 //! What a plugin makes of its keys is asked of the plugin's own reading ([`rules`]): there is no second table of keys
-//! here that could say something else. Of plugins that are not ours only the list's side is checked.
+//! here that could say something else. Of plugins that are not ours only the list's side is checked. Without an error
+//! an ADD is expected to work: tests/tests/suite/operator/sound.rs compares the two.
 
 mod blame;
+mod chain;
+mod document;
 mod place;
 mod rules;
 mod surroundings;
@@ -30,11 +33,41 @@ pub(crate) struct Validate {
     /// The file alone: not this host's plugins, kernel, and other networks
     #[arg(long)]
     file_only: bool,
+    /// Exit with 1 on a warning, too
+    #[arg(long)]
+    strict: bool,
+}
+
+/// The arguments of `networks`.
+#[derive(Debug, Args)]
+pub(crate) struct Networks {
+    /// Only these networks; without a name, all
+    #[arg(value_name = "NETWORK")]
+    names: Vec<String>,
+}
+
+/// What a problem means for the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Severity {
+    /// An ADD fails.
+    Error,
+    /// An ADD can work, though perhaps not as the file's author meant.
+    Warning,
+}
+
+impl Severity {
+    fn as_str(self) -> &'static str {
+        match self {
+            Severity::Error => "error",
+            Severity::Warning => "warning",
+        }
+    }
 }
 
 /// Something wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Problem {
+    severity: Severity,
     /// Where: `plugins[0].ipam.ranges`; empty for the whole document.
     path: String,
     /// What, and what could be done.
@@ -42,9 +75,18 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    fn new(path: impl Into<String>, what: impl Into<String>) -> Problem {
-        Problem { path: path.into(), what: what.into() }
+    fn error(path: impl Into<String>, what: impl Into<String>) -> Problem {
+        Problem { severity: Severity::Error, path: path.into(), what: what.into() }
     }
+
+    fn warning(path: impl Into<String>, what: impl Into<String>) -> Problem {
+        Problem { severity: Severity::Warning, path: path.into(), what: what.into() }
+    }
+}
+
+/// Whether an ADD is expected to work.
+fn is_sound(problems: &[Problem]) -> bool {
+    problems.iter().all(|problem| problem.severity == Severity::Warning)
 }
 
 /// A file and what is wrong with it.
@@ -68,24 +110,37 @@ pub(crate) fn run(
     };
     let checked: Result<Vec<Checked>, Error> = args.files.iter().map(check).collect();
     let checked = checked.map_err(|error| failed("validate", error, shared.format()))?;
-    report(&checked, shared, streams).map_err(|error| failed("validate", error, shared.format()))
+    report(&checked, args, shared, streams).map_err(|error| failed("validate", error, shared.format()))
 }
 
 /// Lists the configured networks, and what is wrong with them.
-pub(crate) fn networks(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    list(shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
+pub(crate) fn networks(
+    args: &Networks,
+    shared: &Shared,
+    call: &Call<'_>,
+    streams: &mut Streams<'_>,
+) -> Result<Exit, Failure> {
+    list(&args.names, shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
 }
 
-fn list(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+fn list(asked: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let folder = shared.conf_folder(&Variables(&call.environment));
+    let mut files = node::by_precedence(folder.files()?);
+    for name in asked {
+        if !files.iter().any(|file| file.name.as_ref() == Some(name)) {
+            let msg = format!("no net configuration with name {name:?} in {}", folder.path().display());
+            return Err(Error::config(msg));
+        }
+    }
+    files.retain(|file| asked.is_empty() || file.name.as_ref().is_some_and(|name| asked.contains(name)));
     let mut rows = vec![["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec()];
-    let (mut checked, mut names, mut networks) = (Vec::new(), Vec::<String>::new(), Vec::new());
-    for ConfFile { path, name, list } in node::by_precedence(folder.files()?) {
+    let (mut checked, mut names, mut networks, mut exit) = (Vec::new(), Vec::<String>::new(), Vec::new(), Exit::Done);
+    for ConfFile { path, name, list } in files {
         let one = check(&path, Some((shared, call)), streams).unwrap_or_else(|error| Checked {
             path: path.clone(),
             text: String::new(),
             network: "?".to_owned(),
-            problems: vec![Problem::new("", error.to_string())],
+            problems: vec![Problem::error("", error.to_string())],
         });
         let shown = name.clone().unwrap_or_else(|| "?".to_owned());
         let (version, kinds) = match &list {
@@ -99,12 +154,14 @@ fn list(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<E
         if list.is_ok() {
             names.push(shown.clone());
         }
-        let state = match (one.problems.len(), is_shadowed) {
-            (_, true) => "never used: another file has this network".to_owned(),
-            (0, false) => "ok".to_owned(),
-            (1, false) => "1 problem".to_owned(),
-            (count, false) => format!("{count} problems"),
+        let state = match is_shadowed {
+            true => "never used: another file has this network".to_owned(),
+            false => summary(&one.problems),
         };
+        // No runtime reads a file behind another one of the same network.
+        if !is_shadowed && !is_sound(&one.problems) {
+            exit = Exit::Failed;
+        }
         networks.push(json!({
             "network": name,
             "cniVersion": version,
@@ -112,6 +169,7 @@ fn list(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<E
             "file": path.display().to_string(),
             "loads": list.is_ok(),
             "used": list.is_ok() && !is_shadowed,
+            "sound": is_sound(&one.problems),
             "problems": one.as_json(),
         }));
         rows.push(vec![shown, version, kinds, path.display().to_string(), state]);
@@ -126,34 +184,59 @@ fn list(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<E
         let gap = if problems.is_empty() { "" } else { "\n" };
         write(streams, &format!("{}\n{gap}{problems}", table(&rows).join("\n")))?;
     }
-    Ok(if checked.iter().all(|one| one.problems.is_empty()) { Exit::Done } else { Exit::Failed })
+    Ok(exit)
 }
 
-fn report(checked: &[Checked], shared: &Shared, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+/// `ok`, or how many errors and warnings there are.
+fn summary(problems: &[Problem]) -> String {
+    let counted = |severity: Severity| {
+        let count = problems.iter().filter(|problem| problem.severity == severity).count();
+        let plural = if count == 1 { "" } else { "s" };
+        (count > 0).then(|| format!("{count} {}{plural}", severity.as_str()))
+    };
+    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(counted).collect();
+    if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
+}
+
+fn report(checked: &[Checked], args: &Validate, shared: &Shared, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     if shared.format() == Format::Json {
-        let file = |one: &Checked| json!({"file": one.path.display().to_string(), "network": one.network, "problems": one.as_json()});
+        let file = |one: &Checked| {
+            json!({
+                "file": one.path.display().to_string(),
+                "network": one.network,
+                "sound": is_sound(&one.problems),
+                "problems": one.as_json(),
+            })
+        };
         write_json(streams, &json!({"files": checked.iter().map(file).collect::<Vec<_>>()}))?;
     } else {
         let mut text = String::new();
         for one in checked {
             text += &one.lines(streams).concat();
-            if one.problems.is_empty() {
+            if is_sound(&one.problems) {
                 text += &format!("{}: network {} is sound\n", one.path.display(), one.network);
             }
         }
         write(streams, &text)?;
     }
-    Ok(if checked.iter().all(|one| one.problems.is_empty()) { Exit::Done } else { Exit::Failed })
+    let passes = |one: &Checked| if args.strict { one.problems.is_empty() } else { is_sound(&one.problems) };
+    Ok(if checked.iter().all(passes) { Exit::Done } else { Exit::Failed })
 }
 
 impl Checked {
-    /// `file:line:column: path: what`, as compilers and editors have it.
+    /// `file:line:column: error: path: what`, as compilers and editors have it.
     fn lines(&self, streams: &Streams<'_>) -> Vec<String> {
         let line = |problem: &Problem| {
             let (line, column) = place::find(&self.text, &problem.path);
             let at = paint(streams.stdout_style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
-            let gap = if problem.path.is_empty() { "" } else { ": " };
-            format!("{at} {}{gap}{}\n", problem.path, problem.what)
+            let colour = if problem.severity == Severity::Error { Colour::Red } else { Colour::Yellow };
+            let severity = paint(streams.stdout_style, colour, &format!("{}:", problem.severity.as_str()));
+            // A place in a text that cannot be read has no path.
+            let path = match problem.path.as_str() {
+                path if path.is_empty() || path.starts_with('@') => String::new(),
+                path => format!("{path}: "),
+            };
+            format!("{at} {severity} {path}{}\n", problem.what)
         };
         self.problems.iter().map(line).collect()
     }
@@ -161,7 +244,8 @@ impl Checked {
     fn as_json(&self) -> Value {
         let row = |problem: &Problem| {
             let (line, column) = place::find(&self.text, &problem.path);
-            json!({"path": problem.path, "line": line, "column": column, "what": problem.what})
+            let severity = problem.severity.as_str();
+            json!({"severity": severity, "path": problem.path, "line": line, "column": column, "what": problem.what})
         };
         self.problems.iter().map(row).collect()
     }
@@ -174,25 +258,29 @@ fn check(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>)
     let text = String::from_utf8_lossy(&raw).into_owned();
     let mut problems = Vec::new();
     let mut network = "?".to_owned();
-    match serde_json::from_str::<Value>(&text) {
-        Err(error) => {
-            // The place stands in the text.
-            let what = format!("it is no JSON: {error}");
-            problems.push(Problem::new(format!("@{}:{}", error.line(), error.column()), what));
-        }
-        Ok(document) => {
+    match document::read(&text, &mut problems) {
+        Err(problem) => problems.push(problem),
+        Ok(mut document) => {
             if let Some(name) = document.get("name").and_then(Value::as_str) {
                 name.clone_into(&mut network);
             }
+            let loaded = document::complete(&mut document, path);
             problems.extend(rules::check(&document));
+            problems.extend(chain::check(&document));
+            // A runtime's own reading is the last word: it goes by the file's name, too.
+            if is_sound(&problems)
+                && let Err(problem) = loaded
+            {
+                problems.push(problem);
+            }
             if let Some((shared, call)) = host {
                 problems.extend(surroundings::check(&document, path, &problems, shared, call, &streams.notes));
             }
         }
     }
-    problems.dedup();
     // In the order of the text.
     problems.sort_by_key(|problem| place::find(&text, &problem.path));
+    problems.dedup();
     Ok(Checked { path: path.to_owned(), text, network, problems })
 }
 
@@ -211,9 +299,9 @@ mod tests {
         assert_eq!((said.exit, said.stderr.as_str()), (Exit::Failed, ""));
         assert!(said.stdout.lines().any(|line| line.starts_with("net ") && line.ends_with("ok")), "{}", said.stdout);
         for problem in [
-            "50-x.conflist:1:1: failed to read ",
+            "50-x.conflist:1:1: error: failed to read ",
             "50-x.conflist: No such file",
-            "60-y.conflist:1:1: failed to read ",
+            "60-y.conflist:1:1: error: failed to read ",
             "60-y.conflist: it is longer than 16 MiB",
         ] {
             assert!(said.stdout.contains(problem), "{problem}: {}", said.stdout);

@@ -1,11 +1,17 @@
 //! What a document says of itself: the list's keys, and each plugin's by the plugin's own reading.
 
 use cni::config::NetConf;
+use cni::delegate::check_plugin_name;
+use cni::ident;
 use cni::json::{Json, UnknownKey};
 use cni::libcni::NetworkList;
 use serde_json::{Value, json};
 
 use super::{Problem, blame};
+
+/// How long a network's name may be, in bytes. A runtime's result cache has a file `<network>-<container ID>-<interface>`
+/// for each attachment: 255 bytes, of which 64 are left to the ID and 15 to the interface.
+const MAX_NAME: usize = 255 - "-".len() - 64 - "-".len() - 15;
 
 /// The keys of a list that a runtime reads.
 const LIST: [&str; 8] =
@@ -31,7 +37,7 @@ fn known(kind: &str) -> Option<(Unknown, Examine)> {
 
 /// Everything that is wrong with a document by itself.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
-    let Some(members) = document.as_object() else { return vec![Problem::new("", "it is no JSON object")] };
+    let Some(members) = document.as_object() else { return vec![Problem::error("", "not a JSON object")] };
     let is_list = members.contains_key("plugins") || !members.contains_key("type");
     let mut problems = Vec::new();
     let load = |value: &Value| {
@@ -46,18 +52,35 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         })
     };
     let wrong = blame::all(document, &["plugins", "name"], &load);
-    problems.extend(wrong.into_iter().map(|(path, what)| Problem::new(path, what)));
+    problems.extend(wrong.into_iter().map(|(path, what)| Problem::error(path, what)));
+    problems.extend(name(document));
     if !is_list {
         problems.extend(plugin(document, document, ""));
         return problems;
     }
     for key in members.keys().filter(|key| !LIST.iter().any(|name| name.eq_ignore_ascii_case(key))) {
-        problems.push(Problem::new(key, unknown_text(key, &LIST)));
+        problems.push(Problem::warning(key, unknown_text(key, &LIST)));
     }
     for (index, one) in document["plugins"].as_array().into_iter().flatten().enumerate() {
         problems.extend(plugin(document, one, &format!("plugins[{index}]")));
     }
     problems
+}
+
+/// What is wrong with the network's name, if there is one.
+fn name(document: &Value) -> Option<Problem> {
+    let name = document["name"].as_str().filter(|name| !name.is_empty())?;
+    if let Err(error) = ident::check_network_name(name) {
+        return Some(Problem::error("name", error.msg()));
+    }
+    let length = name.len();
+    (length > MAX_NAME).then(|| {
+        let what = format!(
+            "network name is too long: {length} bytes, at most {MAX_NAME} fit into the name of a file of the runtime's \
+             result cache, <network>-<container ID>-<interface>"
+        );
+        Problem::error("name", what)
+    })
 }
 
 /// What is wrong with one plugin's object, at `at`.
@@ -71,6 +94,13 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
     let ipam = plugin["ipam"]["type"].as_str().unwrap_or_default();
     let mut problems = Vec::new();
     let Some(whole) = request(list, plugin) else { return problems };
+    for (key, kind) in [("type", kind), ("ipam.type", ipam)] {
+        if !kind.is_empty()
+            && let Err(error) = check_plugin_name(kind)
+        {
+            problems.push(Problem::error(below(key), error.msg()));
+        }
+    }
     for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
         let Some((unknown, examine)) = known(kind) else { continue };
         let is_ipam = kind == "host-local";
@@ -90,7 +120,7 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
                 .copied()
                 .chain(if path.contains('.') { &[][..] } else { &STANDARD }.iter().copied())
                 .collect();
-            problems.push(Problem::new(below(&path), unknown_text(name, &names)));
+            problems.push(Problem::warning(below(&path), unknown_text(name, &names)));
         }
         let by_runtime = plugin["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
@@ -98,6 +128,7 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
             match outcome {
                 // The runtime brings them.
                 Err(error) if is_ipam && by_runtime && error.msg() == "no IP ranges specified" => Ok(()),
+                Err(error) if is_ipam && by_runtime && error.msg().starts_with("failed to allocate ") => Ok(()),
                 // The list's own, and told there.
                 Err(error) if error.code() == cni::Code::INCOMPATIBLE_VERSION => Ok(()),
                 outcome => outcome.map_err(|error| error.to_string()),
@@ -105,14 +136,14 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
         };
         let kept: &[&str] = &["cniVersion", "name", "type"];
         let wrong = blame::all(&whole, kept, &check);
-        problems.extend(wrong.into_iter().map(|(path, what)| Problem::new(below(&path), what)));
+        problems.extend(wrong.into_iter().map(|(path, what)| Problem::error(below(&path), what)));
     }
     problems.extend(capabilities(plugin, kind, ipam, &below));
     problems
 }
 
 /// What the plugin would read, without what a runtime adds.
-fn request(list: &Value, plugin: &Value) -> Option<Value> {
+pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     let mut request = plugin.as_object()?.clone();
     request.remove("capabilities");
     for key in ["name", "cniVersion"] {
@@ -121,8 +152,9 @@ fn request(list: &Value, plugin: &Value) -> Option<Value> {
             None => request.remove(key),
         };
     }
-    // Of a wrong name and version the list's check tells.
-    if !request.get("name").is_some_and(Value::is_string) {
+    // A wrong name and a wrong version are the list's problems.
+    let name = request.get("name").and_then(Value::as_str);
+    if name.is_none_or(|name| ident::check_network_name(name).is_err()) {
         request.insert("name".to_owned(), json!("unnamed"));
     }
     let version = request.get("cniVersion").and_then(Value::as_str);
@@ -154,7 +186,7 @@ fn capabilities(plugin: &Value, kind: &str, ipam: &str, below: &dyn Fn(&str) -> 
         };
         if readers.iter().all(|reader| ignores(reader, &mut names)) {
             let what = format!("{kind} does not use this capability{}", suggestion(name, &names));
-            problems.push(Problem::new(below(&format!("capabilities.{name}")), what));
+            problems.push(Problem::warning(below(&format!("capabilities.{name}")), what));
         }
     }
     problems

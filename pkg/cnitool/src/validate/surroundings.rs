@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use cni::config::NetConf;
-use cni::delegate::find_plugin;
+use cni::delegate::{check_plugin_name, find_plugin};
 use cni::libcni::NetworkList;
 use cni::rollback::Notes;
 use cni_ipam::Range;
@@ -12,7 +12,7 @@ use cni_linux::firewall::portmap::Mapping;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
-use super::Problem;
+use super::{Problem, is_sound};
 use crate::Call;
 use crate::cli::{Shared, Variables};
 use crate::node;
@@ -35,15 +35,16 @@ pub(super) fn check(
     for (at, plugin) in &plugins {
         for (key, kind) in [("type", &plugin["type"]), ("ipam.type", &plugin["ipam"]["type"])] {
             if let Some(kind) = kind.as_str().filter(|kind| !kind.is_empty())
+                && check_plugin_name(kind).is_ok()
                 && let Err(error) = find_plugin(kind, &runtime.plugin_folders)
             {
-                problems.push(Problem::new(format!("{at}{key}"), error.to_string()));
+                problems.push(Problem::error(format!("{at}{key}"), error.to_string()));
             }
         }
     }
     let Some(list) = load(document) else { return problems };
     // The plugins know best what they need of a kernel. Who is wrong or missing would only say so again.
-    if own.is_empty() && problems.is_empty() {
+    if is_sound(own) && problems.is_empty() {
         // Asked in the newest version, because older ones cannot be.
         let mut newest = document.clone();
         newest["cniVersion"] = json!("1.1.0");
@@ -56,7 +57,7 @@ pub(super) fn check(
         if let Some(newest) = load(&newest).filter(|list| list.plugins().iter().all(|plugin| speaks(plugin.kind())))
             && let Err(error) = runtime.status(&newest)
         {
-            problems.push(Problem::new("", format!("this host cannot serve it: {error}")));
+            problems.push(Problem::error("", format!("this host cannot serve it: {error}")));
         }
     }
     problems.extend(overlaps(&list, path, shared, call));
@@ -115,7 +116,8 @@ fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -
         for (_, theirs) in ranges(&other) {
             for (index, ours) in &own {
                 if ours.contains(theirs.first()) || theirs.contains(ours.first()) {
-                    problems.push(Problem::new(at(index, "ipam"), format!("{ours} overlaps with {theirs} {whose}")));
+                    problems
+                        .push(Problem::warning(at(index, "ipam"), format!("{ours} overlaps with {theirs} {whose}")));
                 }
             }
         }
@@ -123,7 +125,7 @@ fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -
             for (index, ours) in own_ports.iter().filter(|(_, ours)| ours.overlaps(&theirs)) {
                 let what =
                     format!("{} port {} of the host is mapped by portmap {whose} too", ours.protocol, ours.host_port);
-                problems.push(Problem::new(at(index, "runtimeConfig.portMappings"), what));
+                problems.push(Problem::warning(at(index, "runtimeConfig.portMappings"), what));
             }
         }
     }

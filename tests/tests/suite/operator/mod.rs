@@ -6,6 +6,7 @@ mod explain;
 mod inspect;
 mod ipam;
 mod logs;
+mod sound;
 mod validate;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};

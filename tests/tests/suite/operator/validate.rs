@@ -57,8 +57,13 @@ fn every_problem_is_found_at_once_with_its_place() {
         (24, "plugins[2].type: failed to find plugin \"absent\""),
     ] {
         let at = format!("{file}:{line}:");
-        let found = said.stdout.lines().any(|one| one.starts_with(&at) && one.contains(words));
-        assert!(found, "line {line} should say `{words}`\n{}", said.report());
+        let severity =
+            if ["unknown key", "use this"].iter().any(|one| words.contains(one)) { "warning" } else { "error" };
+        let found = said
+            .stdout
+            .lines()
+            .any(|one| one.starts_with(&at) && one.contains(&format!(": {severity}: ")) && one.contains(words));
+        assert!(found, "line {line} should say `{severity}: {words}`\n{}", said.report());
     }
     assert!(said.stdout.contains("overlaps with") == said.stdout.contains("network \"net1\""), "{}", said.report());
     assert_eq!(said.stdout.lines().count(), 11, "{}", said.report());
@@ -77,7 +82,7 @@ fn what_is_no_json_has_its_place_too() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let file = operator.node.file("bad.conflist", "{\n  \"name\": \"n\",\n  \"plugins\": [}\n");
-    operator.failed(&["validate", file.to_str().unwrap()], &["bad.conflist:3:15: ", "it is no JSON: "]);
+    operator.failed(&["validate", file.to_str().unwrap()], &["bad.conflist:3:15: error: not JSON: "]);
 }
 
 #[test]
@@ -93,8 +98,10 @@ fn a_sound_network_is_told_so_and_networks_lists_all() {
     // Another network that gives out the same addresses, and one that the kernel of this host cannot have.
     let twin = std::fs::read_to_string(&file).unwrap().replace("\"net1\"", "\"net2\"");
     operator.node.file("net.d/20-net2.conflist", &twin);
-    let said = operator.failed(&["networks"], &["1 problem", "overlaps with 10.1.0.1-10.1.0.254 of network \"net1\""]);
-    assert!(said.stdout.contains("of network \"net2\""), "both are told: {}", said.report());
+    let text = operator.done(&["networks"]);
+    assert_eq!(text.matches("  1 warning\n").count(), 2, "both are named: {text}");
+    assert!(text.contains("warning: plugins[0].ipam: 10.1.0.1-10.1.0.254 overlaps with"), "{text}");
+    assert!(text.contains("of network \"net1\"\n") && text.contains("of network \"net2\"\n"), "{text}");
     std::fs::remove_file(operator.node.dir().join("net.d/20-net2.conflist")).unwrap();
     operator.node.exec(&["ip", "link", "add", "br0", "type", "veth", "peer", "name", "br1"]);
     operator.failed(&["networks"], &["this host cannot serve it: ", "\"br0\" already exists but is not a bridge"]);
@@ -118,14 +125,98 @@ fn host_ports_that_two_networks_map_are_told_of_both() {
         operator.node.file("net.d/20-net2.conflist", other);
     };
     other("8080", "");
-    let said = operator.failed(
-        &["networks"],
-        &["plugins[1].runtimeConfig.portMappings: tcp port 8080 of the host is mapped by portmap of network \"net1\" too"],
-    );
-    assert!(said.stdout.contains("portmap of network \"net2\" too"), "both are told: {}", said.report());
+    let text = operator.done(&["networks"]);
+    for network in ["net1", "net2"] {
+        let what = format!("tcp port 8080 of the host is mapped by portmap of network {network:?} too");
+        assert!(text.contains(&format!("warning: plugins[1].runtimeConfig.portMappings: {what}")), "{text}");
+    }
     other("8081", "");
-    operator.done(&["networks"]);
+    assert!(!operator.done(&["networks"]).contains("warning"));
     // It is meant so.
     other("8080", ",\"portConflict\":\"ignore\"");
-    operator.done(&["networks"]);
+    assert!(!operator.done(&["networks"]).contains("warning"));
+}
+
+#[test]
+fn another_networks_faults_do_not_fail_a_sound_one() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let sound = operator.node.dir().join("net.d/10-net1.conflist");
+    // As Podman's package leaves it on a node with these plugins: no `firewall`, and addresses that overlap.
+    let plugins = json!([conformance::bridge(&operator.node, &["10.1.0.0/16"]), {"type": "firewall"}]);
+    let podman = json!({"cniVersion": "0.4.0", "name": "podman", "plugins": plugins});
+    operator.node.file("net.d/87-podman-bridge.conflist", podman.to_string());
+    operator.node.file("net.d/90-broken.conflist", "{");
+    let overlap =
+        "warning: plugins[0].ipam: 10.1.0.1-10.1.0.254 overlaps with 10.1.0.1-10.1.255.254 of network \"podman\"";
+    for args in [&["networks", "net1"][..], &["validate", sound.to_str().unwrap()]] {
+        let text = operator.done(args);
+        assert!(text.contains(overlap) && !text.contains("error: "), "{args:?}: {text}");
+    }
+    let absent = "error: plugins[1].type: failed to find plugin \"firewall\"";
+    let all = operator.failed(&["networks"], &[absent, "  1 warning\n", "  1 error, 1 warning\n", "error: not JSON"]);
+    assert_eq!(all.stdout.matches("net.d/").count(), 7, "three rows, four problems\n{}", all.report());
+    let one = operator.failed(&["networks", "podman"], &[absent]);
+    assert!(!one.stdout.contains("broken"), "{}", one.report());
+    operator.failed(&["networks", "net1", "podman"], &[absent]);
+    operator.failed(&["networks", "net2"], &["no net configuration with name \"net2\" in "]);
+    operator.failed(&["validate", "--strict", sound.to_str().unwrap()], &[overlap]);
+    let json = operator.json(&["networks"]);
+    let verdict = |index: usize| json["networks"][index]["sound"].clone();
+    assert_eq!([verdict(0), verdict(1), verdict(2)], [json!(true), json!(false), json!(false)]);
+    assert_eq!(json["networks"][0]["problems"][0]["severity"], "warning");
+}
+
+#[test]
+fn what_a_file_says_twice_or_in_vain_is_reported() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let text = r#"{
+"cniVersion": "1.1.0", "NAME": "odd", "disableGC": false, "disablegc": true,
+"Plugins": [
+  {"Type": "bridge", "mtu": 70000, "MTU": 1500, "isGateway": true,
+   "ipam": {"subnet": "10.1.0.0/24"}},
+  {"type": "tuning", "sysctl": {
+    "net.core.somaxconn": "1",
+    "net.core.somaxconn": "2"}},
+  {"type": "host-local", "ipam": {"type": "host-local", "subnet": "10.1.0.0/24"}},
+  {"type": "../bridge", "x": 1, "x": 2}
+]}"#;
+    let file = operator.node.file("odd.conflist", text);
+    let said = operator.failed(&["validate", "--file-only", file.to_str().unwrap()], &[]);
+    let expected = [
+        ":2:59: warning: disableGC: duplicate key: only the last value counts",
+        ":4:36: warning: plugins[0].MTU: duplicate key: only the last value counts",
+        ":4:49: warning: plugins[0].isGateway: has no effect without ipam.type",
+        ":5:4: warning: plugins[0].ipam: ipam.type is missing: the other keys of ipam are ignored",
+        ":8:5: error: plugins[1].sysctl.net.core.somaxconn: duplicated sysctl keys are not allowed",
+        ":9:4: warning: plugins[2].type: host-local reserves addresses and creates no interface",
+        ":10:4: error: plugins[3].type: invalid plugin name: ../bridge",
+        ":10:33: warning: plugins[3].x: duplicate key: only the last value counts",
+    ];
+    let lines: Vec<&str> = said.stdout.lines().collect();
+    assert_eq!(lines.len(), expected.len(), "{}", said.report());
+    for (line, expected) in lines.iter().zip(expected) {
+        assert!(line.contains(expected), "`{expected}` expected\n{}", said.report());
+    }
+}
+
+#[test]
+fn a_file_is_judged_as_a_runtime_reads_it() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let list = std::fs::read_to_string(operator.node.dir().join("net.d/10-net1.conflist")).unwrap();
+    // Only files of this ending are read as lists.
+    let file = operator.node.file("list.conf", &list);
+    let words = ["list.conf:1:", "error: plugins: ", "missing 'type'", "only a file whose name ends in .conflist"];
+    operator.failed(&["validate", "--file-only", file.to_str().unwrap()], &words);
+    // The plugins of the folder with the network's name come behind those of the list.
+    let file = operator.node.file("folder.conflist", r#"{"cniVersion": "1.1.0", "name": "folder"}"#);
+    let path = file.to_str().unwrap();
+    operator.failed(&["validate", "--file-only", path], &["no plugin configs found"]);
+    operator.node.file("folder/10-portmap.conf", r#"{"type": "portmap"}"#);
+    operator.failed(&["validate", "--file-only", path], &["portmap needs the result of an earlier plugin"]);
+    let bridge = conformance::bridge(&operator.node, &["10.1.0.0/24"]);
+    operator.node.file("folder/00-bridge.conf", bridge.to_string());
+    operator.done(&["validate", path]);
 }
