@@ -35,9 +35,10 @@ fn an_existing_bridge_ignores_router_advertisements_too() {
 
 #[test]
 fn default_routes_come_in_the_order_of_the_addresses() {
-    for (subnets, order) in
-        [(["10.1.0.0/24", "fd00:1::/64"], ["0.0.0.0/0", "::/0"]), (["fd00:1::/64", "10.1.0.0/24"], ["::/0", "0.0.0.0/0"])]
-    {
+    for (subnets, order) in [
+        (["10.1.0.0/24", "fd00:1::/64"], ["0.0.0.0/0", "::/0"]),
+        (["fd00:1::/64", "10.1.0.0/24"], ["::/0", "0.0.0.0/0"]),
+    ] {
         let node = Node::new();
         let config = patched(bridge(&node, &subnets), json!({"isDefaultGateway": true}));
         let (_container, attachment, result) = attach(&node, &config, 1).remove(0);
