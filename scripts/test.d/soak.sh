@@ -6,6 +6,8 @@
 # Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
 # how many of how many, and a test that has not come through the first fails. CNI_SOAK=N makes N times as many storms and
 # rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
+#
+# And N times 5,000 random lists are attached by Go and by us (CNI_LISTS: another number), at some 0.3 s of a processor each.
 
 soak_needs() { need iptables nft ping go-plugins; }
 
@@ -15,6 +17,9 @@ soak_part() {
     tests "crashes, errors and storms, all of them" "$log" \
         env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash
     figures "$log.err"
+    tests "random lists, thousands of them" "$log.differential" \
+        env CNI_SOAK="${CNI_SOAK:-1}" CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test differential
+    figures "$log.differential.err"
     if [ "$(realpath "$CNI_GO_BIN_DIR")" = "$(realpath "$installed_go_plugins")" ]; then
         say "  The suite has been run against $installed_go_plugins above."
     else

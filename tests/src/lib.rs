@@ -6,6 +6,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
+pub mod measure;
+
 use cni_testkit::{Attachment, Container, Node};
 use serde_json::{Map, Value, json};
 

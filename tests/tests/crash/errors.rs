@@ -6,9 +6,9 @@ use cni_testkit::{require, rounds};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
-use crate::measure::{patience, soak};
 use crate::sweep::{self, Sweep, Verb, Victim};
 use crate::world::Backend;
+use conformance::measure::{patience, soak};
 
 /// What a disk, a kernel, a policy, a machine without memory, a signal, and a socket without room answer. The last alone is
 /// not met by another try on a netlink socket, so it is the one that a plugin has to go on after.

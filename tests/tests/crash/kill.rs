@@ -4,9 +4,9 @@ use cni_testkit::require;
 use cni_testkit::trace::{self, Act};
 use nix::sys::signal::Signal;
 
-use crate::measure::patience;
 use crate::sweep::{self, Sweep, Verb, Victim};
 use crate::world::Backend;
+use conformance::measure::patience;
 
 const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Victim {
     Victim { plugin, program, floor }

@@ -14,7 +14,6 @@ mod judge;
 mod kill;
 mod kinds;
 mod locks;
-mod measure;
 mod orphans;
 mod storm;
 mod sweep;

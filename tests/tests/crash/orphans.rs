@@ -11,9 +11,9 @@ use nix::unistd::Pid;
 use crate::chain::{Chain, Links, left_inside};
 use crate::judge::ORPHAN;
 use crate::kinds::Kind;
-use crate::measure::{Dice, figure, seed, soak};
 use crate::sweep;
 use crate::world::{Backend, World};
+use conformance::measure::{Dice, figure, seed, soak};
 
 /// Which locks the test holds while the plugin is killed.
 const HELD: [&[&str]; 3] = [&["store"], &["firewall"], &["store", "firewall"]];

@@ -19,10 +19,10 @@ use serde_json::Value;
 
 use crate::chain::{Chain, Links, PLUGINS};
 use crate::locks;
-use crate::measure::{Dice, figure, seed, soak};
 use crate::orphans::slay;
 use crate::sweep;
 use crate::world::{Backend, World};
+use conformance::measure::{Dice, figure, seed, soak};
 
 /// How many attachments, how many at a time.
 #[derive(Clone, Copy, Debug)]

@@ -11,8 +11,8 @@ use serde_json::Value;
 use crate::chain::{Chain, Links, PLUGINS, SYSCTL, left_inside};
 use crate::judge::{NOT_RESTORED, kept_going};
 use crate::kinds::Inside;
-use crate::measure::{Dice, figure, found, seed, soak};
 use crate::world::{Backend, World};
+use conformance::measure::{Dice, figure, found, seed, soak};
 
 /// During which verb it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,13 +4,13 @@ use std::io::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// `CNI_SOAK`: how many times over; `None` for the share of an ordinary run.
-pub(crate) fn soak() -> Option<u64> {
+pub fn soak() -> Option<u64> {
     let text = std::env::var("CNI_SOAK").ok().filter(|text| !text.is_empty())?;
     Some(text.parse().unwrap_or_else(|_| panic!("CNI_SOAK={text}: a number of rounds is expected")))
 }
 
 /// How long the sweeps of one test may go on in a soak run: `CNI_SOAK_MINUTES`, else half an hour.
-pub(crate) fn patience() -> Duration {
+pub fn patience() -> Duration {
     let text = std::env::var("CNI_SOAK_MINUTES").ok().filter(|text| !text.is_empty());
     let minutes = text.map_or(30, |text| {
         text.parse().unwrap_or_else(|_| panic!("CNI_SOAK_MINUTES={text}: a number of minutes is expected"))
@@ -20,7 +20,7 @@ pub(crate) fn patience() -> Duration {
 
 /// `CNI_SEED`, else for an ordinary run always the same, so that what passes today passes tomorrow; a soak run looks
 /// elsewhere each hour.
-pub(crate) fn seed() -> u64 {
+pub fn seed() -> u64 {
     match std::env::var("CNI_SEED") {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("CNI_SEED={text}: a number is expected")),
         Err(_) if soak().is_none() => 1,
@@ -29,22 +29,23 @@ pub(crate) fn seed() -> u64 {
 }
 
 /// One line for whoever runs the tests, past libtest, which swallows what passing tests print; `scripts/test` shows it.
-pub(crate) fn figure(text: &str) {
+pub fn figure(text: &str) {
     let line = format!("\nFIGURE {text}\n");
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 /// Tells at once what would otherwise be told at the end of a run that may take hours.
-pub(crate) fn found(text: &str) {
+pub fn found(text: &str) {
     let _ = std::io::stderr().write_all(format!("\nFOUND {text}\n").as_bytes());
 }
 
 /// Numbers that look like chance and are the same for the same seed (splitmix64).
 #[derive(Clone, Debug)]
-pub(crate) struct Dice(u64);
+pub struct Dice(u64);
 
 impl Dice {
-    pub(crate) fn new(seed: u64) -> Dice {
+    /// Starts at `seed`.
+    pub fn new(seed: u64) -> Dice {
         Dice(seed)
     }
 
@@ -57,7 +58,7 @@ impl Dice {
     }
 
     /// Below `end`.
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
+    pub fn below(&mut self, end: u64) -> u64 {
         self.next() % end.max(1)
     }
 }

@@ -1,0 +1,235 @@
+//! The run: cases by number on several threads, figures, and what is not explained.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use cni_testkit::{probe, require};
+use conformance::measure::{figure, found, soak};
+use serde_json::Value;
+
+use crate::compare::{Compared, Difference, compare};
+use crate::draw::draw;
+use crate::explained::{EXPLANATIONS, explanation};
+use crate::shrink::shrink;
+
+/// How many cases an ordinary run has, and a soak run for each of `CNI_SOAK`.
+const SHARE: u64 = 100;
+const SOAK: u64 = 5000;
+
+/// How many findings of a run are cut down: that takes up to some hundred runs of a case.
+const CUT_DOWN: usize = 5;
+
+/// What a run has counted.
+#[derive(Default)]
+struct Counted {
+    explained: Vec<u64>,
+    /// (cases, steps done by both, steps refused by both, of these with Go's text first).
+    cases: u64,
+    done: u64,
+    refused: u64,
+    texts: u64,
+    unexplained: BTreeMap<String, u64>,
+    /// What has been found, cut down where there was time.
+    findings: Vec<String>,
+    messages: BTreeMap<(String, String), String>,
+}
+
+#[test]
+fn random_lists_leave_the_same_as_with_go() {
+    require!(probe::go_plugins());
+    require!(probe::nft());
+    require!(probe::iptables());
+    if let Some(case) = variable("CNI_CASE") {
+        return single(&serde_json::from_str(&case).expect("CNI_CASE is JSON"), true);
+    }
+    let seed = variable("CNI_SEED").map_or_else(by_chance, |text| text.parse().expect("CNI_SEED is a number"));
+    if let Some(number) = variable("CNI_DRAW") {
+        return single(&draw(seed, number.parse().expect("CNI_DRAW is a number")), variable("CNI_SHRINK").is_some());
+    }
+    let count = variable("CNI_LISTS").map(|text| text.parse().expect("CNI_LISTS is a number"));
+    let count = count.unwrap_or_else(|| soak().map_or(SHARE, |times| SOAK * times));
+    // Printed at once: a run that hangs can be repeated too.
+    found(&format!("differential: seed {seed}, {count} lists"));
+    let began = Instant::now();
+    let (next, counted) = (AtomicU64::new(0), Mutex::new(Counted::default()));
+    counted.lock().unwrap().explained = vec![0; EXPLANATIONS.len()];
+    let threads = thread::available_parallelism().map_or(2, usize::from) * 2;
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= count {
+                        break;
+                    }
+                    one(seed, number, &counted);
+                }
+            });
+        }
+    });
+    let counted = counted.into_inner().unwrap();
+    report(&counted, seed, began);
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|text| !text.is_empty())
+}
+
+fn by_chance() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    u64::from(now.subsec_nanos()) ^ now.as_secs()
+}
+
+/// One case: counted, and cut down if it has something that is new to this run and not explained.
+fn one(seed: u64, number: u64, counted: &Mutex<Counted>) {
+    let case = draw(seed, number);
+    let compared = match catch_unwind(AssertUnwindSafe(|| compare(&case))) {
+        Ok(compared) => compared,
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "a panic".to_owned());
+            let mut counted = counted.lock().unwrap();
+            *counted.unexplained.entry("panic".to_owned()).or_default() += 1;
+            return counted.found(format!("seed {seed} draw {number}: {text}\n{case}"));
+        }
+    };
+    let mut fresh: Vec<Difference> = Vec::new();
+    {
+        let mut counted = counted.lock().unwrap();
+        counted.cases += 1;
+        counted.done += compared.done as u64;
+        for (plugin, theirs, ours) in &compared.refused {
+            counted.refused += 1;
+            let message = |text: &str| {
+                text.split_once(' ').map_or("", |(_, rest)| rest).split(" (").next().unwrap_or_default().to_owned()
+            };
+            if message(ours).starts_with(&message(theirs)) {
+                counted.texts += 1;
+            } else {
+                counted.messages.insert((plugin.clone(), theirs.clone()), ours.clone());
+            }
+        }
+        for difference in &compared.differences {
+            if let Some(which) = explanation(&case, difference) {
+                counted.explained[which] += 1;
+                continue;
+            }
+            let kind = format!("{} {}", difference.verb, general(difference));
+            note(&format!("draw {number} {difference}"));
+            let seen = counted.unexplained.entry(kind).or_default();
+            *seen += 1;
+            if *seen == 1 {
+                fresh.push(difference.clone());
+            }
+        }
+    }
+    if fresh.is_empty() {
+        return;
+    }
+    // One of them is enough to look at, and some are enough for one run.
+    let cut =
+        counted.lock().unwrap().findings.len() < CUT_DOWN && variable("CNI_SHRINK").is_none_or(|value| value != "no");
+    let (small, difference) = if cut { shrink(case, &fresh[0]) } else { (case, fresh[0].clone()) };
+    let others: String = fresh[1..].iter().take(6).map(|other| format!("  also: {other}")).collect();
+    let how = if cut { "cut down" } else { "as drawn" };
+    counted.lock().unwrap().found(format!("seed {seed} draw {number}, {how}:\n{small}\n{difference}{others}"));
+}
+
+impl Counted {
+    /// Tells at once, since a run may take hours, and keeps it for the end.
+    fn found(&mut self, finding: String) {
+        found(&format!("differential: {finding}"));
+        self.findings.push(finding);
+    }
+}
+
+/// Adds to the file `CNI_DIFFS` every difference that nothing explains, for a look at all of them.
+fn note(text: &str) {
+    if let Some(path) = variable("CNI_DIFFS") {
+        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).expect("to open CNI_DIFFS");
+        file.write_all(text.as_bytes()).expect("to write CNI_DIFFS");
+    }
+}
+
+/// The place of a difference without what is drawn: the same one in many cases is told once.
+fn general(difference: &Difference) -> String {
+    if difference.key == "outcome" {
+        let words = |value: &Option<String>| {
+            let text = value.clone().unwrap_or_default();
+            text.chars().filter(|c| !c.is_ascii_digit()).take(70).collect::<String>()
+        };
+        return format!("outcome: {} / {}", words(&difference.expected), words(&difference.ours));
+    }
+    let parts: Vec<&str> = difference.key.split('/').collect();
+    let kept = parts.len().min(4);
+    parts[..kept].join("/")
+}
+
+/// Past libtest, which keeps what a test prints until it fails.
+fn say(text: &str) {
+    let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
+}
+
+/// One case, told in full.
+fn single(case: &Value, cut: bool) {
+    let compared: Compared = compare(case);
+    let mut unexplained = Vec::new();
+    say(&format!("{case}"));
+    for difference in &compared.differences {
+        match explanation(case, difference) {
+            Some(which) => say(&format!("{difference}    explained: {}", EXPLANATIONS[which].name)),
+            None => {
+                say(&format!("{difference}"));
+                unexplained.push(difference.clone());
+            }
+        }
+    }
+    for (plugin, theirs, ours) in &compared.refused {
+        say(&format!("refused by both ({plugin}):\n    Go    {theirs}\n    ours  {ours}"));
+    }
+    if cut && let Some(first) = unexplained.first() {
+        let (small, difference) = shrink(case.clone(), first);
+        say(&format!("cut down:\n{small}\n{difference}"));
+    }
+    assert!(unexplained.is_empty(), "{} differences are not explained", unexplained.len());
+}
+
+fn report(counted: &Counted, seed: u64, began: Instant) {
+    let took = began.elapsed();
+    figure(&format!(
+        "differential: seed {seed}, {} lists in {} s, {} steps done by both, {} refused by both, {} of these with Go's text first",
+        counted.cases,
+        took.as_secs(),
+        counted.done,
+        counted.refused,
+        counted.texts
+    ));
+    let told: Vec<(&str, &str, u64)> =
+        EXPLANATIONS.iter().zip(&counted.explained).map(|(one, times)| (one.name, one.reason, *times)).collect();
+    let differences: u64 = told.iter().map(|(_, _, times)| times).sum();
+    let unused: Vec<&str> = told.iter().filter(|(_, _, times)| *times == 0).map(|(name, _, _)| *name).collect();
+    let used = told.len() - unused.len();
+    figure(&format!("differential: {differences} differences, which {used} of {} explanations cover", told.len()));
+    if counted.cases >= SOAK {
+        for (name, reason, times) in &told {
+            figure(&format!("differential: {times:>6} x {name} ({reason})"));
+        }
+        // What explains nothing in a long run hides what it once explained.
+        figure(&format!("differential: explanations that covered nothing: {}", unused.join("; ")));
+    }
+    if let Some(path) = variable("CNI_MESSAGES") {
+        let lines: Vec<String> = counted
+            .messages
+            .iter()
+            .map(|((plugin, theirs), ours)| format!("{plugin}\n  Go    {theirs}\n  ours  {ours}\n"))
+            .collect();
+        std::fs::write(path, lines.concat()).expect("to write the messages");
+    }
+    let lines: Vec<String> = counted.unexplained.iter().map(|(kind, times)| format!("{times:>6} x {kind}")).collect();
+    let findings = counted.findings.iter().take(CUT_DOWN).map(String::as_str).collect::<Vec<_>>().join("\n\n");
+    assert!(lines.is_empty(), "differences that nothing explains, seed {seed}:\n{}\n\n{findings}", lines.join("\n"));
+}
