@@ -1,6 +1,6 @@
 //! What an ADD has done so far, as a stack of undos.
 //!
-//! Each effect is followed on the next line by its undo. The stack is handed to the skeleton inside
+//! The undo of an effect is pushed before the effect where its outcome may stay unknown (a lost answer), else after it. The stack is handed to the skeleton inside
 //! [`Added`](crate::skel::Added); the skeleton commits it only after the result has been written in full. Dropping
 //! it, on an error, on `?` or on a panic, runs the undos, newest first.
 //!

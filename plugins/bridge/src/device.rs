@@ -43,8 +43,8 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Re
             };
             match host.create_bridge(&spec) {
                 Ok(link) => {
-                    host.set_alias(link.index, PINNED).map_err(wrapped)?;
                     no_router_advertisements(&link.name);
+                    host.set_alias(link.index, PINNED).map_err(wrapped)?;
                     Link { alias: Some(PINNED.to_owned()), mac: Some(mac), up: true, ..link }
                 }
                 // Another ADD made it between our look and our request.
@@ -131,6 +131,8 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.is_some() {
         return Ok(Link { mac: Some(mac), ..link });
     }
+    // The ADD that made the bridge may have ended before it came to this.
+    no_router_advertisements(&link.name);
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
 }

@@ -2,6 +2,7 @@
 //!
 //! Everything that decides which frames may pass is set while the container's end is still down.
 
+use std::cell::Cell;
 use std::rc::Rc;
 
 use cni::rollback::Rollback;
@@ -54,8 +55,13 @@ pub(crate) fn create<'a>(
             ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
         };
         attempt += 1;
+        // Before the effect: if the kernel's answer is lost, the pair may exist.
+        let made = undo_creation(host, &name, mac, rollback);
         match host.create_veth(&spec) {
-            Ok(veth) => break (name, veth),
+            Ok(veth) => {
+                made.set(Some(veth.index));
+                break (name, veth);
+            }
             Err(error) => match error.taken() {
                 Some(Taken::ContainerName) => return Err(name_taken(&mark.ifname, &name)),
                 Some(Taken::HostName) if attempt < HOST_NAME_ATTEMPTS => {}
@@ -63,10 +69,23 @@ pub(crate) fn create<'a>(
             },
         }
     };
-    let (undo, index) = (Rc::clone(host), veth.index);
-    rollback.push(format!("delete {name}"), move || undo.purge_link(index).map(drop));
     device::no_router_advertisements(&name);
     Ok(Port { index: veth.index, name, mac, peer_index: veth.peer_index, peer_mac })
+}
+
+/// Registers the deletion of the pair that is about to be made: by its index, once that is known, else by its name and the
+/// MAC that no other interface has.
+fn undo_creation<'a>(host: &Rc<Netlink>, name: &str, mac: Mac, rollback: &mut Rollback<'a>) -> Rc<Cell<Option<u32>>> {
+    let made = Rc::new(Cell::new(None));
+    let (host, index, name) = (Rc::clone(host), Rc::clone(&made), name.to_owned());
+    rollback.push(format!("delete {name}"), move || match index.get() {
+        Some(index) => host.purge_link(index).map(drop),
+        None => match host.find_link(&name)?.filter(|link| link.mac == Some(mac)) {
+            Some(link) => host.purge_link(link.index).map(drop),
+            None => Ok(()),
+        },
+    });
+    made
 }
 
 /// Go's words for an interface that is there already.

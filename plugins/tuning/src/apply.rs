@@ -251,35 +251,49 @@ fn put_back(all: &[Found]) -> Result<()> {
 
 /// What is as it should be already is not touched: some drivers refuse even that while the interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
+    // Before the changes: if the kernel's answer to one is lost, it may have been made.
+    let (undo, before, changed) = (netlink.clone(), link.clone(), *conf);
+    rollback.push("put the interface back as it was", move || put_link_back(&undo, &before, &changed));
     let index = link.index;
     if let Some(mac) = conf.mac.filter(|mac| link.mac != Some(*mac)) {
         netlink.set_mac(index, mac)?;
-        if let Some(old) = link.mac {
-            let netlink = netlink.clone();
-            rollback.push("restore the MAC", move || netlink.set_mac(index, old));
-        }
     }
     if conf.promisc && !link.promisc {
         netlink.set_promisc(index, Promisc::On)?;
-        let netlink = netlink.clone();
-        rollback.push("turn promiscuous mode off again", move || netlink.set_promisc(index, Promisc::Off));
     }
     if let Some(mtu) = conf.mtu.filter(|mtu| link.mtu != *mtu) {
         netlink.set_mtu(index, mtu)?;
-        let (netlink, old) = (netlink.clone(), link.mtu);
-        rollback.push("restore the MTU", move || netlink.set_mtu(index, old));
     }
     if let Some(allmulti) = conf.allmulti.filter(|allmulti| link.allmulti != *allmulti) {
         netlink.set_allmulti(index, on_or_off(allmulti))?;
-        let (netlink, old) = (netlink.clone(), on_or_off(link.allmulti));
-        rollback.push("restore all-multicast mode", move || netlink.set_allmulti(index, old));
     }
     if let Some(length) = conf.txqlen.filter(|length| link.txqlen != *length) {
         netlink.set_txqlen(index, length)?;
-        let (netlink, old) = (netlink.clone(), link.txqlen);
-        rollback.push("restore the length of the transmit queue", move || netlink.set_txqlen(index, old));
     }
     Ok(())
+}
+
+/// Undoes what [`change_link`] has come to, in reverse, going on after failures.
+fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()> {
+    let index = before.index;
+    let Some(now) = netlink.find_link_by_index(index)? else { return Ok(()) };
+    let mut results = Vec::new();
+    if conf.txqlen.is_some() && now.txqlen != before.txqlen {
+        results.push(netlink.set_txqlen(index, before.txqlen));
+    }
+    if conf.allmulti.is_some() && now.allmulti != before.allmulti {
+        results.push(netlink.set_allmulti(index, on_or_off(before.allmulti)));
+    }
+    if conf.mtu.is_some() && now.mtu != before.mtu {
+        results.push(netlink.set_mtu(index, before.mtu));
+    }
+    if conf.promisc && now.promisc != before.promisc {
+        results.push(netlink.set_promisc(index, on_or_off(before.promisc)));
+    }
+    if let Some(mac) = before.mac.filter(|_| conf.mac.is_some() && now.mac != before.mac) {
+        results.push(netlink.set_mac(index, mac));
+    }
+    Error::join(results.into_iter().filter_map(Result::err).map(Error::from)).map_or(Ok(()), Err)
 }
 
 pub(crate) fn on_or_off(on: bool) -> Promisc {

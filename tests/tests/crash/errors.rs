@@ -62,3 +62,22 @@ fn during_del_with_nftables() {
 fn during_del_with_iptables() {
     failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69]);
 }
+
+/// The kernel has done what it was asked, or not: its answer is lost. Whichever it was, a failed ADD takes it back.
+#[track_caller]
+fn losing_answers(backend: Backend, floor: u64) {
+    require!(trace::supported());
+    require!(backend.probe());
+    let sweep = Sweep { backend, verb: Verb::Add, act: Act::Fail(Errno::ENOBUFS), share: 0, floor };
+    sweep::none(&sweep.at_each("recvfrom", &["bridge", "tuning", "portmap"]));
+}
+
+#[test]
+fn when_an_answer_is_lost_with_nftables() {
+    losing_answers(Backend::Nftables, 100);
+}
+
+#[test]
+fn when_an_answer_is_lost_with_iptables() {
+    losing_answers(Backend::IptablesNft, 100);
+}

@@ -98,6 +98,8 @@ impl Walk {
 struct Trial {
     hit: Option<Hit>,
     calls: u64,
+    /// The calls that the victim made, in order.
+    all: Vec<Hit>,
     complaints: Vec<String>,
 }
 
@@ -166,18 +168,58 @@ impl Sweep {
         };
         let mut hit = false;
         for way in ways {
-            let trial = self.attempt(world, &walk.victim, at, *way, again);
-            hit = trial.hit.is_some();
-            if !trial.complaints.is_empty() {
-                let (Victim { plugin, program, .. }, hit) = (walk.victim, trial.hit);
-                let at = format!("{} of {program} in {plugin} at {at}, {hit:?}, then {way:?}", name(self.act));
-                let all = format!("{at}:\n  {}", trial.complaints.join("\n  "));
-                found(&all);
-                complaints.push(all);
-                std::mem::replace(world, World::new(self.backend)).node.abandon();
-            }
+            hit = self.try_once(world, &walk.victim, (at, *way), again, complaints);
         }
         hit
+    }
+
+    /// One point, one way; whether the program came so far.
+    fn try_once(
+        self,
+        world: &mut World,
+        victim: &Victim,
+        (at, way): (u64, Way),
+        again: bool,
+        complaints: &mut Vec<String>,
+    ) -> bool {
+        let trial = self.attempt(world, victim, at, way, again);
+        let hit = trial.hit.is_some();
+        if !trial.complaints.is_empty() {
+            let (Victim { plugin, program, .. }, hit) = (victim, trial.hit);
+            let at = format!("{} of {program} in {plugin} at {at}, {hit:?}, then {way:?}", name(self.act));
+            let all = format!("{at}:\n  {}", trial.complaints.join("\n  "));
+            found(&all);
+            complaints.push(all);
+            std::mem::replace(world, World::new(self.backend)).node.abandon();
+        }
+        hit
+    }
+
+    /// Tries every call of that name that the plugins of these names make, and returns what is to be complained of.
+    pub(crate) fn at_each(self, call: &str, plugins: &[&'static str]) -> Vec<String> {
+        let (mut complaints, mut world, began, mut tried) = (Vec::new(), World::new(self.backend), Instant::now(), 0);
+        for plugin in plugins {
+            let victim = Victim { plugin, program: plugin, floor: 0 };
+            let whole = self.attempt(&world, &victim, u64::MAX, Way::Del, false);
+            complaints.extend(whole.complaints);
+            for (at, _) in (1..).zip(&whole.all).filter(|(_, hit)| hit.call == call && !hit.starting) {
+                self.try_once(&mut world, &victim, (at, Way::Del), tried % 8 == 0, &mut complaints);
+                tried += 1;
+            }
+        }
+        world.neighbour_lives();
+        world.close();
+        figure(&format!(
+            "{} at each {call} during {}, {:?}: tried {tried} points in {:.0} s",
+            name(self.act),
+            self.verb.text(),
+            self.backend,
+            began.elapsed().as_secs_f64()
+        ));
+        if tried < self.floor {
+            complaints.push(format!("only {tried} points were tried"));
+        }
+        complaints
     }
 
     /// A trial whose failed assertions are complaints.
@@ -185,7 +227,7 @@ impl Sweep {
         let trial = || self.trial(world, victim, at, way, again);
         catch_unwind(AssertUnwindSafe(trial)).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "a panic of the test".to_owned());
-            Trial { hit: Some(Hit::default()), calls: 0, complaints: vec![text] }
+            Trial { hit: Some(Hit::default()), calls: 0, all: Vec::new(), complaints: vec![text] }
         })
     }
 
@@ -216,7 +258,7 @@ impl Sweep {
                 complaints.extend(lives(world, &chain));
             }
         }
-        Trial { hit: traced.hit, calls: traced.calls, complaints }
+        Trial { hit: traced.hit, calls: traced.calls, all: traced.all, complaints }
     }
 
     /// ADD up to the victim's plugin, and, if nothing came of it, to the end. A failed ADD leaves no result.

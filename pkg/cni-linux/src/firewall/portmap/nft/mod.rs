@@ -19,6 +19,7 @@ use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
 use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat};
 use crate::error::{Cause, Error, Result};
+use crate::firewall::first_error;
 use crate::firewall::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use crate::mark::Mark;
 use crate::route::Family;
@@ -195,9 +196,17 @@ impl NftPortMap {
                 batch.append_rule(table, HOSTPORTS, &rule);
             }
         }
-        let former = (!batch.is_empty()).then_some(former);
-        self.nft.commit(batch)?;
-        Ok(Ensured::Done { former, remarks })
+        let changes = !batch.is_empty();
+        match self.nft.commit(batch) {
+            Err(error) if !raced(&error) => {
+                // Nothing has changed, or all has and the answer was lost: the rules show which.
+                let Stage::Whole(written) = stage else { return Err(error) };
+                let undone = [self.discard(written), self.put_back(wanted, &former)];
+                first_error([Err(error)].into_iter().chain(undone))?;
+            }
+            done => done?,
+        }
+        Ok(Ensured::Done { former: changes.then_some(former), remarks })
     }
 
     /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
