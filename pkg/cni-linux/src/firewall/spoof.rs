@@ -26,7 +26,7 @@ use std::fmt;
 
 use sha2::{Digest as _, Sha512};
 
-use super::nft::expr::{ether_saddr, iifname, iifname_of};
+use super::nft::expr::{ether_saddr, ether_saddr_of, iifname, iifname_of};
 use super::nft::userdata::{self, comment_len};
 use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict, raced};
 use super::retry;
@@ -131,6 +131,12 @@ fn judgement(mac: Mac) -> [Vec<Expr>; 2] {
     let mut own = ether_saddr(mac.0);
     own.push(Expr::Verdict(Verdict::Return));
     [own, vec![Expr::Verdict(Verdict::Drop)]]
+}
+
+/// The MAC that these rules let pass, if they are those of [`judgement`].
+fn pinned(rules: &[Listed]) -> Option<Mac> {
+    let mac = Mac(ether_saddr_of(&rules.first()?.rule.exprs)?);
+    rules.iter().map(|listed| &listed.rule.exprs).eq(&judgement(mac)).then_some(mac)
 }
 
 fn network_hash(network: &str) -> Vec<u8> {
@@ -397,9 +403,15 @@ impl SpoofCheck {
         }
         for (chain, expected) in [(id.chain(), &[id.to_mac_chain()][..]), (id.mac_chain(), &judgement(mac)[..])] {
             let rules = self.nft.rules(TABLE, &chain)?;
-            if !rules.iter().map(|listed| &listed.rule.exprs).eq(expected) {
-                differences.push(format!("nft chain {TABLE} {chain} is missing or has other rules than it should"));
+            if rules.iter().map(|listed| &listed.rule.exprs).eq(expected) {
+                continue;
             }
+            differences.push(match pinned(&rules) {
+                Some(pinned) => format!(
+                    "spoof rule pins MAC {pinned}, but {ifname} has MAC {mac}, set after the ADD of bridge: its frames are dropped"
+                ),
+                None => format!("nft chain {TABLE} {chain} is missing or has other rules than it should"),
+            });
         }
         Ok(differences)
     }

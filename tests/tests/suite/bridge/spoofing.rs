@@ -1,7 +1,7 @@
 //! `macspoofchk`: a container sends with its own MAC or not at all.
 
 use cni_testkit::{Attachment, Container, Node, probe, require, unprovoked};
-use conformance::{attach, bridge, host_end, patched};
+use conformance::{VERSION, attach, bridge, host_end, patched};
 use serde_json::{Value, json};
 
 fn config(node: &Node) -> Value {
@@ -135,6 +135,25 @@ fn check_is_red_when_a_rule_is_missing() {
     attachment.check(&result).success();
     node.exec(&["nft", "flush", "chain", "bridge", "nat", "PREROUTING"]);
     attachment.check(&result).failure();
+    attachment.del_with(&result).success();
+}
+
+/// bridge pins the MAC that it has given the interface; tuning behind it sets another one.
+#[test]
+fn check_names_the_mac_that_the_rule_pins() {
+    require!(probe::nft_bridge());
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
+    let pinned = container.link("eth0").unwrap()["address"].as_str().unwrap().to_owned();
+    let tuning = json!({"cniVersion": VERSION, "name": "net1", "type": "tuning", "mac": "02:00:00:00:00:aa",
+                        "dataDir": node.dir().join("tuning")});
+    let tuning = attachment.clone().config(tuning);
+    let result = tuning.add_after(&result).success();
+    let failure = attachment.check(&result).failure();
+    assert_eq!(failure.code, Some(101), "{failure:?}");
+    let says = format!("spoof rule pins MAC {pinned}, but eth0 has MAC 02:00:00:00:00:aa");
+    assert!(failure.msg.contains(&says), "{failure:?}");
+    tuning.del_with(&result).success();
     attachment.del_with(&result).success();
 }
 

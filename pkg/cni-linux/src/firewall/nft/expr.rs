@@ -309,6 +309,15 @@ pub fn ether_saddr(mac: [u8; 6]) -> Vec<Expr> {
     equal(payload(Base::LINK, 6, 6), mac.to_vec())
 }
 
+/// The address in an [`ether_saddr`] match, if the rule begins with one.
+pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
+    let mac = exprs.iter().find_map(|expr| match expr {
+        Expr::Cmp { data, .. } => <[u8; 6]>::try_from(&data[..]).ok(),
+        _ => None,
+    })?;
+    exprs.starts_with(&ether_saddr(mac)).then_some(mac)
+}
+
 /// `ip saddr ADDR` or `ip6 saddr ADDR`, in an ip or ip6 table; elsewhere [`nfproto`] must come first.
 pub fn saddr(addr: IpAddr) -> Vec<Expr> {
     match addr {

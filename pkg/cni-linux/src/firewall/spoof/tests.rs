@@ -238,7 +238,7 @@ fn check_names_each_sabotage() {
                 &format!(
                     "flush chain {chain}-mac; add rule {chain}-mac ether saddr 02:00:00:00:00:0b return; add rule {chain}-mac drop"
                 ),
-                &mac,
+                &"pins MAC 02:00:00:00:00:0b, but eth0 has MAC 02:00:00:00:00:0a".to_owned(),
             ),
             (
                 &format!(
