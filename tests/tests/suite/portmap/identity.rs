@@ -229,6 +229,8 @@ fn rules_of_go_s_nftables_backend_are_checked_and_removed() {
     world.node.exec(&["sh", "-ec", "echo 1 > /proc/sys/net/ipv4/conf/br-net1/route_localnet"]);
     let config = world.config(json!([map(8080, 80, "tcp")]));
     pod.check(&config).success();
+    // Go's plugin makes the same rules with this key.
+    pod.check(&patched(config.clone(), json!({"masqAll": true}))).success();
     pod.check(&world.config(json!([map(8081, 80, "tcp")]))).failure();
     pod.call_by(&bin_dir(), "DEL", &without_ports(&config), None).success();
     assert!(!world.rules().contains(id), "{}", world.rules());

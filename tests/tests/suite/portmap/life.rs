@@ -126,6 +126,29 @@ fn check_is_green_after_add_and_red_after_any_sabotage() {
 }
 
 #[test]
+fn check_is_green_with_conditions_on_the_host_address() {
+    each(&BACKENDS, |world| {
+        let dialects: &[&str] = match world.backend {
+            Backend::Nftables => &["ip daddr 192.0.2.1", "ct state new ip daddr 192.0.2.1"],
+            _ => &["-d 192.0.2.1"],
+        };
+        let pod = world.dual();
+        for condition in dialects {
+            let words: Vec<&str> = condition.split(' ').collect();
+            let config = patched(world.config(one()), json!({"conditionsV4": words}));
+            for _ in 0..2 {
+                pod.add(&config).success();
+                pod.check(&config).success();
+            }
+            pod.check(&patched(world.config(json!([map(8081, 80, "tcp")])), json!({"conditionsV4": words}))).failure();
+            pod.del(&config).success();
+            pod.check(&config).fails_with(3, "");
+        }
+        pod.leave();
+    });
+}
+
+#[test]
 fn a_foreign_rule_with_a_match_of_its_own_does_not_stand_for_the_shared_one() {
     each(&IPTABLES, |world| {
         let first = world.mapped(one());

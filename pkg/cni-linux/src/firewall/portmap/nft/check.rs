@@ -1,6 +1,6 @@
 //! CHECK: is everything in the tables as an ADD would have it?
 
-use super::super::{Claim, Forwarding, conditions};
+use super::super::{Claim, Forwarding, Snat, conditions};
 use super::shape::{self, ALL, ENTRIES, HOSTPORTS, MASQUERADING};
 use super::{Identity, NftPortMap, State, identity};
 use crate::error::Result;
@@ -38,26 +38,31 @@ impl NftPortMap {
                     .map(|chain| format!("nft chain {table} {chain} has no rule that leads on to the mappings")),
             );
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
+            let is_it = |claim: &Claim, there: &Claim, rule: &Vec<Expr>| match &conditions {
+                Some(conditions) if !by_go => *rule == [conditions.clone(), shape::forward(claim)].concat(),
+                Some(_) => there == claim,
+                // The host address may be a condition that the program has written.
+                None => there == claim || Claim { host_ip: None, ..*there } == *claim,
+            };
             for claim in &claims {
-                let exprs = conditions.clone().map(|conditions| [conditions, shape::forward(claim)].concat());
-                let is_it = |there: &Claim, rule: &Vec<Expr>| match &exprs {
-                    Some(exprs) if !by_go => rule == exprs,
-                    _ => there == claim,
-                };
-                if !mapped.iter().any(|(there, rule)| is_it(there, rule)) {
+                if !mapped.iter().any(|(there, rule)| is_it(claim, there, rule)) {
                     let msg = format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to");
                     differences.push(format!("{msg} {}", claim.container));
                 }
             }
-            for (claim, _) in mapped.iter().filter(|(claim, _)| !claims.contains(claim)) {
+            let is_wanted = |there: &Claim, rule: &Vec<Expr>| claims.iter().any(|claim| is_it(claim, there, rule));
+            let asked_for = |there: &Claim, rule: &Vec<Expr>| claims.contains(there) || is_wanted(there, rule);
+            for (claim, _) in mapped.iter().filter(|(there, rule)| !asked_for(there, rule)) {
                 let msg = format!("nft chain {table} {HOSTPORTS} also maps {claim} to {}", claim.container);
                 differences.push(format!("{msg}, which was not asked for"));
             }
-            for exprs in shape::masquerades(container.address(), wanted.snat) {
-                if !masqueraded.contains(&&exprs) {
-                    let msg = format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address());
-                    differences.push(msg);
-                }
+            let has =
+                |snat| shape::masquerades(container.address(), snat).iter().all(|rule| masqueraded.contains(&rule));
+            // Go's plugin takes no notice of `masqAll` here.
+            let is_gos = by_go && wanted.snat == Snat::All && has(Snat::Hairpin);
+            if !has(wanted.snat) && !is_gos {
+                let msg = format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address());
+                differences.push(msg);
             }
         }
         Ok(differences)
