@@ -86,14 +86,24 @@ impl Invocation<'_> {
     /// As [`Invocation::run`], and where nothing can be traced ([`supported`]).
     #[track_caller]
     pub fn traced(self, plan: &Plan) -> Traced {
-        thread::scope(|scope| match scope.spawn(|| trace(self, plan)).join() {
+        self.watched(plan, |_| {})
+    }
+
+    /// As [`Invocation::traced`], and calls `look` before each call of the victim, which stands still meanwhile: what is
+    /// on the disk is what a kill at this call would leave.
+    ///
+    /// # Panics
+    /// As [`Invocation::traced`].
+    #[track_caller]
+    pub fn watched(self, plan: &Plan, mut look: impl FnMut(&Hit) + Send) -> Traced {
+        thread::scope(|scope| match scope.spawn(|| trace(self, plan, &mut look)).join() {
             Ok(traced) => traced,
             Err(panic) => resume_unwind(panic),
         })
     }
 }
 
-fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
+fn trace(call: Invocation<'_>, plan: &Plan, look: &mut dyn FnMut(&Hit)) -> Traced {
     let mut started = call.held();
     let main = Pid::from_raw(i32::try_from(started.pid()).expect("a pid"));
     let options = Options::PTRACE_O_TRACESYSGOOD
@@ -106,7 +116,7 @@ fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
     started.let_go();
     let (late, alive) = (AtomicBool::new(false), Mutex::new(BTreeSet::from([main])));
     let (threads, programs, seen) = (HashMap::new(), BTreeMap::new(), Seen::default());
-    let mut tracer = Tracer { plan, main, threads, programs, alive: &alive, seen };
+    let mut tracer = Tracer { plan, look, main, threads, programs, alive: &alive, seen };
     thread::scope(|scope| {
         let (done, waiting) = mpsc::channel::<()>();
         let (late, alive, timeout) = (&late, &alive, crate::patience(started.timeout()).min(Duration::from_secs(300)));
@@ -134,6 +144,7 @@ fn trace(call: Invocation<'_>, plan: &Plan) -> Traced {
 
 struct Tracer<'p> {
     plan: &'p Plan,
+    look: &'p mut dyn FnMut(&Hit),
     main: Pid,
     /// Each thread's process.
     threads: HashMap<Pid, Pid>,
@@ -259,6 +270,7 @@ impl Tracer<'_> {
         let starting = !self.seen.has_read;
         self.seen.has_read |= registers::reads_stdin(thread, number);
         let hit = Hit { call: registers::name(number), starting, waits: registers::waits(number) };
+        (self.look)(&hit);
         self.seen.all.push(hit.clone());
         if self.seen.calls != self.plan.at {
             return false;
