@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2154 # root, work and installed_go_plugins are scripts/test's
 # The long form of what scripts/test does a share of: every system call of every program of a list is once its last, or
-# fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments. And the suite
-# against the Go plugins that Debian installs, release 1.1.1.
+# fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments. cni-install's
+# commands are killed at every call, in every pair of two. And the suite runs against the Go plugins that Debian installs,
+# release 1.1.1.
 #
 # Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
 # how many of how many, and a test that has not come through the first fails. CNI_SOAK=N makes N times as many storms and
@@ -15,7 +16,7 @@ soak_part() {
     local log=$work/soak
     # More tests than processors: most of the time they wait until the kernel has taken a link or a rule away.
     tests "crashes, errors and storms, all of them" "$log" \
-        env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash
+        env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash --test killed
     figures "$log.err"
     tests "random lists, thousands of them" "$log.differential" \
         env CNI_SOAK="${CNI_SOAK:-1}" CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test differential

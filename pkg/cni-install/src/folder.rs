@@ -1,26 +1,49 @@
-//! The folder that runtimes execute plugins from, while they do.
+//! The folder that runtimes execute plugins from, changed while they do.
 //!
-//! Ours in it, beside the programs, is `.cni-install/`:
+//! The installer's own files are in `.cni-install/`, beside the programs:
 //!
-//! - `<n>/`, a generation: what the n-th install replaced (hard links, or copies), `ABSENT`, the names that were not
-//!   there, and `SHA256SUMS`, what it put in their places. It is complete before anything is replaced.
-//! - `state`: `installing <n>` from before the first rename to after the last, then `installed <n>`. Each change of it is
-//!   one rename, so a killed installer always left one of the two. The next one undoes what is `installing`, from `<n>/`,
-//!   and goes back to `installed <n-1>`. Every generation that `state` does not need is garbage.
-//! - `staging/`: new programs, whole and tried, before they are renamed. Same file system, so a rename cannot fail for
-//!   want of space.
+//! - `<n>/`, a generation: what the n-th install replaced, a kept set (see `kept.rs`) with the list
+//!   of what it put in place. It is complete before anything is replaced. The newest one is the
+//!   *previous* set. Without `ABSENT`, nothing is kept.
+//! - `original/`, the *original* set: what was there before the first install, for each name that
+//!   any install has replaced since. An install adds the previous set to it before that gives way
+//!   to the next, so there is none after one install, nor after those of an older cni-install: then
+//!   the previous set is the original one.
+//! - `state`: what is installed, or which command is under way:
 //!
-//! The lock is an flock of the folder itself: it needs no file, so a failure leaves none behind.
+//! | command | `state` before | while it changes programs | afterwards |
+//! | --- | --- | --- | --- |
+//! | install | none or `installed <n-1>` | `installing <n>` | `installed <n>` |
+//! | rollback | `installed <n>` or `installing <n>` | `rolling-back <n>` | none |
+//! | rollback --original | none or `installed <n>` | `restoring` | none |
+//! | forget | `installed <n>` | `forgetting <n>` | `installed <n>` |
+//!
+//! - `staging/`: new programs, whole and tried, before they are renamed, and links to kept ones. It
+//!   is on the same file system, so no rename of a program fails for want of space.
+//!
+//! Each change of `state` is one rename, and each command can repeat every step of its own. So a
+//! command that was killed left one of these states, and the next one that changes anything begins
+//! with it: it undoes `installing <n>`, which leads to `installed <n-1>` or none, and finishes the
+//! others. To a rollback, a cut-off install is the last install.
+//!
+//! A kept set is deleted when the folder holds all of its files; a rollback that had to leave a
+//! program of somebody else alone keeps it. Besides that, the previous set is deleted by the next
+//! install and by `rollback --original`, after it was added to the original set, and both by
+//! `forget`. Everything else that `state` does not need is garbage.
+//!
+//! The lock is an flock of the folder itself. It needs no file, so a failure leaves none behind.
 
-use std::collections::BTreeSet;
-use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::set::{self, Program, Set};
+use crate::disk::{absent_is_fine, holds, look, metadata, read, same, sync};
+use crate::kept::{Kept, exists};
+use crate::report::{Comparison, Forgotten, Installed, KeptSets, Recovered, RolledBack};
+use crate::set::{self, ABSENT, Program, Set};
+use crate::staging;
+use crate::state::State;
 
 /// A folder of plugins, locked against other installers as long as this value lives.
 #[derive(Debug)]
@@ -31,51 +54,19 @@ pub struct Folder {
     handle: File,
 }
 
-/// What `state` says.
-enum State {
-    Installing(u64),
-    Installed(u64),
+/// Which kept set a rollback is about.
+#[derive(Clone, Copy)]
+enum Which {
+    Previous(u64),
+    Original,
 }
 
-/// What an install did.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Installed {
-    /// Nothing: the folder holds these very programs.
-    AlreadyThere,
-    /// The programs are in place.
-    Replaced {
-        /// An earlier installation had been cut off, and was undone first.
-        repaired: bool,
-    },
-}
-
-/// What a rollback did.
-#[derive(Debug, PartialEq, Eq)]
-pub enum RolledBack {
-    /// Nothing: no earlier set is kept.
-    NothingKept,
-    /// By name.
-    Done {
-        /// Put back.
-        restored: Vec<String>,
-        /// Removed, because the last install brought them.
-        removed: Vec<String>,
-        /// Left, because somebody else replaced or removed them since.
-        left: Vec<String>,
-    },
-}
-
-/// The folder beside what was installed.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Comparison {
-    /// This program installed nothing here.
-    NothingInstalled,
-    /// An installation was killed half-way.
-    CutOff,
-    /// These are there, unchanged.
-    Same(Vec<String>),
-    /// A line for each that is not.
-    Different(Vec<String>),
+/// What became of one name when a kept set was put back.
+enum Fate {
+    Restored,
+    Removed,
+    Left,
+    Lost,
 }
 
 impl Folder {
@@ -96,20 +87,23 @@ impl Folder {
         let handle = File::open(path).map_err(Error::io("open the folder", path))?;
         let own = path.join(".cni-install");
         // Behind a link would be a folder of somebody else, which must not become our rubbish.
-        match fs::symlink_metadata(&own) {
-            Ok(metadata) if !metadata.is_dir() => {
-                return Err(Error::new(format!("{} is no folder of ours", own.display())));
-            }
-            Err(cause) if cause.kind() != io::ErrorKind::NotFound => return Err(Error::io("look at", &own)(cause)),
-            Ok(_) | Err(_) => {}
+        if metadata(&own).map_err(Error::io("look at", &own))?.is_some_and(|found| !found.is_dir()) {
+            return Err(Error::new(format!("{} is no folder of ours", own.display())));
         }
         match handle.try_lock() {
-            Ok(()) => Ok(Folder { path: path.to_owned(), own, handle }),
+            Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                Err(Error::new(format!("another cni-install is at work in {}", path.display())))
+                return Err(Error::new(format!("another cni-install is at work in {}", path.display())));
             }
-            Err(TryLockError::Error(cause)) => Err(Error::io("lock the folder", path)(cause)),
+            Err(TryLockError::Error(cause)) => return Err(Error::io("lock the folder", path)(cause)),
         }
+        let (locked, named) = (handle.metadata(), fs::metadata(path));
+        let (locked, named) =
+            locked.and_then(|locked| Ok((locked, named?))).map_err(Error::io("look at the folder", path))?;
+        if (locked.dev(), locked.ino()) != (named.dev(), named.ino()) {
+            return Err(Error::new(format!("{} was replaced by another folder just now", path.display())));
+        }
+        Ok(Folder { path: path.to_owned(), own, handle })
     }
 
     /// Puts the set's programs in place of what is there.
@@ -117,34 +111,27 @@ impl Folder {
     /// # Errors
     /// A program is not what its list says, cannot be copied here or does not run here. Nothing was changed then, or, if a
     /// rename failed half-way, all was put back; the message says if even that failed.
-    pub fn install(&self, set: &Set) -> Result<Installed, Error> {
+    pub fn install(&self, set: &Set) -> Result<(Recovered, Installed), Error> {
         let contents = set.programs().iter().map(|program| set.content(program)).collect::<Result<Vec<_>, _>>()?;
-        let done = self.install_these(set, &contents);
-        self.purge_garbage();
-        done
+        self.then_purge(|| self.install_these(set, &contents))
     }
 
-    fn install_these(&self, set: &Set, contents: &[Vec<u8>]) -> Result<Installed, Error> {
-        let before = self.state()?;
-        let repaired = matches!(before, Some(State::Installing(_)));
-        let current = match before {
-            Some(State::Installing(generation)) => self.undo(generation)?,
-            Some(State::Installed(generation)) => generation,
-            None => 0,
-        };
+    fn install_these(&self, set: &Set, contents: &[Vec<u8>]) -> Result<(Recovered, Installed), Error> {
+        let (recovered, current) = self.recover()?;
         let ours = current > 0 && self.list(current)? == set.programs();
-        if ours && set.programs().iter().all(|program| self.is_in_place(program)) {
-            return Ok(Installed::AlreadyThere);
+        if ours && self.differences(set.programs())?.is_empty() {
+            return Ok((recovered, Installed::AlreadyThere));
         }
         DirBuilder::new()
             .recursive(true)
             .mode(0o755)
             .create(&self.own)
             .map_err(Error::io("create the folder", &self.own))?;
-        self.stage(set, contents)?;
+        staging::fill(&self.own("staging"), set, contents)?;
         let generation = current + 1;
-        self.keep(set, generation)?;
-        self.write_state(&State::Installing(generation))?;
+        Kept::take(&self.path, set, &self.generation(generation))?;
+        self.add_to_original(current)?;
+        State::Installing(generation).write(&self.own)?;
         for program in set.programs() {
             let place = self.path.join(&program.name);
             if let Err(cause) = fs::rename(self.own("staging").join(&program.name), &place) {
@@ -155,27 +142,74 @@ impl Folder {
                 });
             }
         }
-        self.handle.sync_all().map_err(Error::io("write out", &self.path))?;
-        self.write_state(&State::Installed(generation))?;
-        Ok(Installed::Replaced { repaired })
+        self.sync()?;
+        State::Installed(generation).write(&self.own)?;
+        Ok((recovered, Installed::Replaced))
     }
 
-    /// Puts back what was there before the last install. Harmless to repeat.
+    /// Puts back what was there before the last install. Done twice it changes nothing more.
     ///
     /// # Errors
-    /// A program cannot be put back or removed: the rest is done all the same, and the kept set stays.
+    /// A program cannot be put back or removed: the rest is done all the same, and the next command
+    /// tries again.
     pub fn rollback(&self) -> Result<RolledBack, Error> {
-        let done = match self.state()? {
-            None => RolledBack::NothingKept,
-            Some(State::Installing(generation) | State::Installed(generation)) => {
-                let done = self.restore(generation)?;
-                let path = self.own("state");
-                fs::remove_file(&path).map_err(Error::io("remove", &path))?;
-                done
+        self.then_purge(|| match self.state()? {
+            Some(State::Installed(generation)) if self.kept(generation)?.is_some() => self.begin_rollback(generation),
+            Some(State::Installing(generation)) => {
+                self.add_to_original(generation - 1)?;
+                self.begin_rollback(generation)
             }
-        };
-        self.purge_garbage();
-        Ok(done)
+            Some(State::RollingBack(generation)) => self.finish_rollback(Which::Previous(generation)),
+            Some(State::Restoring) => self.finish_rollback(Which::Original),
+            None | Some(State::Installed(_) | State::Forgetting(_)) => {
+                let (_, current) = self.recover()?;
+                if current > 0 {
+                    self.list(current)?; // without it a kept set would look like none
+                }
+                Ok(RolledBack::NothingKept { original: self.original()?.is_some() })
+            }
+        })
+    }
+
+    /// Puts back what was there before the first install, of all names that were installed since.
+    /// Done twice it changes nothing more.
+    ///
+    /// # Errors
+    /// As [`Folder::rollback`].
+    pub fn rollback_to_original(&self) -> Result<(Recovered, RolledBack), Error> {
+        self.then_purge(|| {
+            if self.state()? == Some(State::Restoring) {
+                return Ok((Recovered::Nothing, self.finish_rollback(Which::Original)?));
+            }
+            let (recovered, current) = self.recover()?;
+            self.add_to_original(current)?;
+            if self.original()?.is_none() {
+                return Ok((recovered, RolledBack::NothingKept { original: false }));
+            }
+            State::Restoring.write(&self.own)?;
+            Ok((recovered, self.finish_rollback(Which::Original)?))
+        })
+    }
+
+    /// Drops the kept sets. What is installed stays.
+    ///
+    /// # Errors
+    /// They cannot be removed; the next command tries again.
+    pub fn forget(&self) -> Result<(Recovered, Forgotten), Error> {
+        self.then_purge(|| {
+            let (recovered, current) = self.recover()?;
+            let kept = self.kept_sets()?;
+            if kept == KeptSets::default() {
+                return Ok((recovered, Forgotten::NothingKept));
+            }
+            if current == 0 {
+                self.drop_original()?;
+            } else {
+                State::Forgetting(current).write(&self.own)?;
+                self.finish_forget(current)?;
+            }
+            Ok((recovered, Forgotten::Dropped(kept)))
+        })
     }
 
     /// Compares the folder with what was installed.
@@ -185,23 +219,159 @@ impl Folder {
     pub fn compare(&self) -> Result<Comparison, Error> {
         let installed = match self.state()? {
             None => return Ok(Comparison::NothingInstalled),
-            Some(State::Installing(_)) => return Ok(Comparison::CutOff),
-            Some(State::Installed(generation)) => self.list(generation)?,
+            Some(State::Installing(_)) => return Ok(Comparison::CutOff("an installation")),
+            Some(State::RollingBack(_) | State::Restoring) => return Ok(Comparison::CutOff("a rollback")),
+            Some(State::Installed(generation) | State::Forgetting(generation)) => self.list(generation)?,
         };
-        let lines: Vec<String> = installed
-            .iter()
-            .filter_map(|program| match self.sum_of(&program.name) {
-                Some(_) if self.is_in_place(program) => None,
-                Some(sum) if sum == program.sum => Some(format!("{} cannot be executed by all", program.name)),
-                Some(_) => Some(format!("{} is another program", program.name)),
-                None => Some(format!("{} is missing", program.name)),
-            })
-            .collect();
+        let lines = self.differences(&installed)?;
         Ok(if lines.is_empty() {
             Comparison::Same(installed.into_iter().map(|program| program.name).collect())
         } else {
             Comparison::Different(lines)
         })
+    }
+
+    /// What is kept.
+    ///
+    /// # Errors
+    /// Our own files cannot be read.
+    pub fn kept_sets(&self) -> Result<KeptSets, Error> {
+        let previous = match self.state()? {
+            None | Some(State::Restoring) => None,
+            Some(
+                State::Installing(generation)
+                | State::Installed(generation)
+                | State::RollingBack(generation)
+                | State::Forgetting(generation),
+            ) => self.kept(generation)?,
+        };
+        Ok(KeptSets::new(self.original()?.as_ref(), previous.as_ref()))
+    }
+
+    /// Undoes or finishes what a killed command has begun; returns the generation that is installed
+    /// then, or 0.
+    fn recover(&self) -> Result<(Recovered, u64), Error> {
+        let because = |what: &'static str| move |error: Error| Error::new(format!("{what}: {error}"));
+        match self.state()? {
+            None => {
+                // A rollback may have been killed just before, or an older cni-install have done
+                // it.
+                self.drop_original_if_held()?;
+                Ok((Recovered::Nothing, 0))
+            }
+            Some(State::Installed(generation)) => Ok((Recovered::Nothing, generation)),
+            Some(State::Installing(generation)) => {
+                let before =
+                    self.undo(generation).map_err(because("failed to undo an installation that was cut off"))?;
+                Ok((Recovered::InstallUndone, before))
+            }
+            Some(State::RollingBack(generation)) => {
+                let done = self.finish_rollback(Which::Previous(generation));
+                done.map_err(because("failed to finish a rollback that was cut off"))?;
+                // It is still the generation's if something had to stay.
+                Ok((Recovered::RollbackFinished, self.state()?.map_or(0, |_| generation)))
+            }
+            Some(State::Restoring) => {
+                let done = self.finish_rollback(Which::Original);
+                done.map_err(because("failed to finish a rollback that was cut off"))?;
+                Ok((Recovered::RollbackFinished, 0))
+            }
+            Some(State::Forgetting(generation)) => {
+                self.finish_forget(generation).map_err(because("failed to finish a forget that was cut off"))?;
+                Ok((Recovered::ForgetFinished, generation))
+            }
+        }
+    }
+
+    /// Puts everything back as before the generation's install, which was cut off; returns the generation before it.
+    fn undo(&self, generation: u64) -> Result<u64, Error> {
+        let kept = self.kept_or_fail(generation)?;
+        self.restore(&kept)?;
+        if !kept.not_held_by(&self.path)?.is_empty() {
+            kept.add_to(&self.own("original"))?;
+        }
+        let before = generation - 1;
+        if before > 0 && exists(&self.generation(before))? {
+            State::Installed(before).write(&self.own)?;
+            return Ok(before);
+        }
+        State::remove(&self.own)?;
+        Ok(0)
+    }
+
+    fn begin_rollback(&self, generation: u64) -> Result<RolledBack, Error> {
+        State::RollingBack(generation).write(&self.own)?;
+        self.finish_rollback(Which::Previous(generation))
+    }
+
+    fn finish_rollback(&self, which: Which) -> Result<RolledBack, Error> {
+        let kept = match which {
+            Which::Previous(generation) => self.kept_or_fail(generation)?,
+            Which::Original => {
+                let folder = self.own("original");
+                self.original()?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))?
+            }
+        };
+        let mut done = self.restore(&kept)?;
+        let still = kept.not_held_by(&self.path)?;
+        match which {
+            Which::Previous(generation) if !still.is_empty() => State::Installed(generation).write(&self.own)?,
+            Which::Previous(_) | Which::Original => State::remove(&self.own)?,
+        }
+        self.drop_original_if_held()?;
+        if let RolledBack::Done { kept, .. } = &mut done {
+            *kept = still;
+        }
+        Ok(done)
+    }
+
+    fn finish_forget(&self, generation: u64) -> Result<(), Error> {
+        self.drop_original()?;
+        let folder = self.generation(generation);
+        let names = self.list(generation)?.into_iter().map(|program| program.name);
+        // First the list without which the rest is not a kept set.
+        for name in std::iter::once(ABSENT.to_owned()).chain(names) {
+            let path = folder.join(name);
+            absent_is_fine(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
+        }
+        sync(&folder).map_err(Error::io("write out", &folder))?;
+        State::Installed(generation).write(&self.own)
+    }
+
+    fn drop_original_if_held(&self) -> Result<(), Error> {
+        match self.original()? {
+            Some(original) if original.not_held_by(&self.path)?.is_empty() => self.drop_original(),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Drops the original set in one step; what it was is garbage then.
+    fn drop_original(&self) -> Result<(), Error> {
+        let (original, dropped) = (self.own("original"), self.own("dropped"));
+        absent_is_fine(fs::remove_dir_all(&dropped)).map_err(Error::io("remove", &dropped))?;
+        absent_is_fine(fs::rename(&original, &dropped)).map_err(Error::io("remove", &original))
+    }
+
+    /// Adds what the generation has kept to the original set. The generation 0 has kept nothing.
+    fn add_to_original(&self, generation: u64) -> Result<(), Error> {
+        match self.kept(generation)? {
+            Some(kept) => kept.add_to(&self.own("original")),
+            None => Ok(()),
+        }
+    }
+
+    fn original(&self) -> Result<Option<Kept>, Error> {
+        Kept::read(&self.own("original"))
+    }
+
+    /// What the generation's install has replaced; `None` if that was forgotten.
+    fn kept(&self, generation: u64) -> Result<Option<Kept>, Error> {
+        Kept::read(&self.generation(generation))
+    }
+
+    fn kept_or_fail(&self, generation: u64) -> Result<Kept, Error> {
+        let folder = self.generation(generation);
+        self.kept(generation)?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))
     }
 
     fn own(&self, name: &str) -> PathBuf {
@@ -213,20 +383,41 @@ impl Folder {
         self.own(&generation.to_string())
     }
 
+    fn state(&self) -> Result<Option<State>, Error> {
+        State::read(&self.own)
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        self.handle.sync_all().map_err(Error::io("write out", &self.path))
+    }
+
+    /// Acts, and removes what is not needed any more, whatever came of it.
+    fn then_purge<T>(&self, act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+        let done = act();
+        self.purge_garbage();
+        done
+    }
+
     /// Removes what `state` does not need, of what is called as we call it, and our own folder with the last of it. What
     /// cannot be removed is met again, and named, when it is to be made anew.
     fn purge_garbage(&self) {
         let needed = match self.state() {
             Ok(Some(State::Installing(generation))) => vec![generation, generation - 1],
-            Ok(Some(State::Installed(generation))) => vec![generation],
+            Ok(Some(State::Installed(generation) | State::RollingBack(generation) | State::Forgetting(generation))) => {
+                vec![generation]
+            }
             Ok(None) => vec![],
-            Err(_) => return,
+            Ok(Some(State::Restoring)) | Err(_) => return,
         };
         let needed: Vec<PathBuf> = needed.into_iter().map(|generation| self.generation(generation)).collect();
+        let is_cut_off = |original: &Path| Kept::read(original).is_ok_and(|kept| kept.is_none());
         for entry in fs::read_dir(&self.own).into_iter().flatten().flatten() {
             let (path, name) = (entry.path(), entry.file_name());
             let name = name.as_encoded_bytes();
-            let is_ours = name == b"staging" || name.iter().all(u8::is_ascii_digit);
+            let is_ours = name == b"staging"
+                || name == b"dropped"
+                || name.iter().all(u8::is_ascii_digit)
+                || (name == b"original" && is_cut_off(&path));
             if is_ours && path.is_dir() && !needed.contains(&path) {
                 let _ = fs::remove_dir_all(path);
             }
@@ -235,16 +426,28 @@ impl Folder {
         let _ = fs::remove_dir(&self.own);
     }
 
-    /// The sum of the program of that name, if it is a regular file, or a link to one, that can be read.
-    fn sum_of(&self, name: &str) -> Option<String> {
-        Some(set::sum(&read(&self.path.join(name)).ok()?))
+    /// The mode and the sum of the program of that name, if it is a regular file or a link to one.
+    fn look(&self, name: &str) -> Result<Option<(u32, String)>, Error> {
+        let place = self.path.join(name);
+        let found = look(&place).map_err(Error::io("read", &place))?;
+        Ok(found.map(|(mode, content)| (mode, set::sum(&content))))
     }
 
-    /// Whether a runtime that starts the program gets this one.
-    fn is_in_place(&self, program: &Program) -> bool {
-        let runs = |metadata: fs::Metadata| metadata.permissions().mode() & 0o555 == 0o555;
-        fs::metadata(self.path.join(&program.name)).is_ok_and(runs)
-            && self.sum_of(&program.name).as_ref() == Some(&program.sum)
+    /// What is wrong with the program in the folder; `None` if a runtime that starts it gets this
+    /// one.
+    fn difference(&self, program: &Program) -> Result<Option<String>, Error> {
+        let name = &program.name;
+        Ok(match self.look(name)? {
+            None => Some(format!("{name} is missing")),
+            Some((_, sum)) if sum != program.sum => Some(format!("{name} is another program")),
+            Some((mode, _)) if mode & 0o555 != 0o555 => Some(format!("{name} cannot be executed by all")),
+            Some(_) => None,
+        })
+    }
+
+    /// A line for each of the programs that is not in place.
+    fn differences(&self, programs: &[Program]) -> Result<Vec<String>, Error> {
+        programs.iter().filter_map(|program| self.difference(program).transpose()).collect()
     }
 
     /// What the generation's install put in place.
@@ -254,195 +457,56 @@ impl Folder {
         set::parse(&String::from_utf8_lossy(&text)).map_err(|why| Error::new(format!("{}: {why}", path.display())))
     }
 
-    fn state(&self) -> Result<Option<State>, Error> {
-        let path = self.own("state");
-        let text = match read(&path) {
-            Ok(text) => String::from_utf8_lossy(&text).into_owned(),
-            Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(cause) => return Err(Error::io("read", &path)(cause)),
-        };
-        let state = text.trim_end().split_once(' ').and_then(|(word, number)| {
-            let number = number.parse().ok().filter(|&number| number > 0)?;
-            match word {
-                "installing" => Some(State::Installing(number)),
-                "installed" => Some(State::Installed(number)),
-                _ => None,
-            }
-        });
-        state.map(Some).ok_or_else(|| Error::new(format!("{} is not ours: {text:?}", path.display())))
-    }
-
-    /// In one step, and on the disk.
-    fn write_state(&self, state: &State) -> Result<(), Error> {
-        let text = match state {
-            State::Installing(generation) => format!("installing {generation}\n"),
-            State::Installed(generation) => format!("installed {generation}\n"),
-        };
-        let (path, temporary) = (self.own("state"), self.own("state.new"));
-        put(&temporary, text.as_bytes(), 0o644).map_err(Error::io("write", &temporary))?;
-        fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
-        let handle = File::open(&self.own).map_err(Error::io("open the folder", &self.own))?;
-        handle.sync_all().map_err(Error::io("write out", &self.own))
-    }
-
-    /// Puts everything back as before the generation's install, which was cut off; returns the generation before it.
-    fn undo(&self, generation: u64) -> Result<u64, Error> {
-        self.restore(generation)?;
-        let before = generation - 1;
-        if self.generation(before).exists() {
-            self.write_state(&State::Installed(before))?;
-            return Ok(before);
-        }
-        let path = self.own("state");
-        fs::remove_file(&path).map_err(Error::io("remove", &path))?;
-        Ok(0)
-    }
-
-    /// The new programs, whole, on the disk, and each run once, since a folder may be mounted `noexec` and a program be
-    /// for another processor.
-    fn stage(&self, set: &Set, contents: &[Vec<u8>]) -> Result<(), Error> {
-        let staging = self.new_staging()?;
-        for (program, content) in set.programs().iter().zip(contents) {
-            let path = staging.join(&program.name);
-            put(&path, content, 0o755).map_err(Error::io("write", &path))?;
-        }
-        for program in set.programs() {
-            run_once(&staging.join(&program.name), program)?;
-        }
-        Ok(())
-    }
-
-    /// An empty folder for what is to be renamed.
-    fn new_staging(&self) -> Result<PathBuf, Error> {
+    /// Puts back what was kept, and removes what was absent before. What none of ours is (any more)
+    /// stays. Can be repeated.
+    fn restore(&self, kept: &Kept) -> Result<RolledBack, Error> {
         let staging = self.own("staging");
-        absent_is_fine(fs::remove_dir_all(&staging)).map_err(Error::io("remove", &staging))?;
-        DirBuilder::new().mode(0o700).create(&staging).map_err(Error::io("create the folder", &staging))?;
-        Ok(staging)
-    }
-
-    /// Keeps what is in the places of the set's programs, as a generation.
-    fn keep(&self, set: &Set, generation: u64) -> Result<(), Error> {
-        let folder = self.generation(generation);
-        let _ = fs::remove_dir_all(&folder); // of an installer killed before it had made use of it
-        DirBuilder::new().mode(0o755).create(&folder).map_err(Error::io("create the folder", &folder))?;
-        let mut absent = String::new();
-        for Program { name, .. } in set.programs() {
-            let place = self.path.join(name);
-            match fs::symlink_metadata(&place) {
-                Ok(metadata) if metadata.is_dir() => {
-                    return Err(Error::new(format!("{} is a folder", place.display())));
+        staging::empty(&staging)?;
+        let (mut restored, mut removed, mut left, mut lost) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let mut failed = Vec::new();
+        for name in kept.names() {
+            let names = match self.put_back(kept, name, &staging) {
+                Ok(Fate::Restored) => &mut restored,
+                Ok(Fate::Removed) => &mut removed,
+                Ok(Fate::Left) => &mut left,
+                Ok(Fate::Lost) => &mut lost,
+                Err(error) => {
+                    failed.push(error.to_string());
+                    continue;
                 }
-                Ok(_) => same(&place, &folder.join(name)).map_err(Error::io("keep", &place))?,
-                Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
-                    absent.push_str(name);
-                    absent.push('\n');
-                }
-                Err(cause) => return Err(Error::io("look at", &place)(cause)),
-            }
-        }
-        for (name, text) in [("ABSENT", &absent), (set::SUMS, &set::text(set.programs()))] {
-            let path = folder.join(name);
-            put(&path, text.as_bytes(), 0o644).map_err(Error::io("write", &path))?;
-        }
-        Ok(())
-    }
-
-    /// Puts back what the generation kept, and removes what was absent before it. What is not (any more) what it
-    /// installed stays.
-    fn restore(&self, generation: u64) -> Result<RolledBack, Error> {
-        let kept_in = self.generation(generation);
-        let ours = self.list(generation)?;
-        let list = kept_in.join("ABSENT");
-        let absent = read(&list).map_err(Error::io("read", &list))?;
-        let absent = String::from_utf8_lossy(&absent);
-        let absent: BTreeSet<&str> = absent.lines().collect();
-        let staging = self.new_staging()?;
-        let (mut restored, mut removed, mut left, mut failed) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for program in &ours {
-            let name = &program.name;
-            let place = self.path.join(name);
-            let kept = kept_in.join(name);
-            if self.sum_of(name).as_ref() != Some(&program.sum) {
-                // A cut-off installation had not come to this one, or somebody else replaced it.
-                left.push(name.clone());
-                continue;
-            }
-            let done = if absent.contains(name.as_str()) {
-                removed.push(name.clone());
-                absent_is_fine(fs::remove_file(&place)).map_err(Error::io("remove", &place))
-            } else {
-                restored.push(name.clone());
-                let copy = staging.join(name);
-                same(&kept, &copy).and_then(|()| fs::rename(&copy, &place)).map_err(Error::io("put back", &place))
             };
-            failed.extend(done.err().map(|error| error.to_string()));
+            names.push(name.to_owned());
         }
-        let _ = self.handle.sync_all();
+        failed.extend(self.sync().err().map(|error| error.to_string()));
         if failed.is_empty() {
-            Ok(RolledBack::Done { restored, removed, left })
+            Ok(RolledBack::Done { restored, removed, left, lost, kept: Vec::new() })
         } else {
             Err(Error::new(failed.join("; ")))
         }
     }
-}
 
-/// The same file under a second name: a hard link, or where the file system or the kernel's protection of links has
-/// none, a copy.
-fn same(from: &Path, to: &Path) -> io::Result<()> {
-    if fs::hard_link(from, to).is_ok() {
-        return Ok(());
+    fn put_back(&self, kept: &Kept, name: &str, staging: &Path) -> Result<Fate, Error> {
+        let (file, place) = (kept.file(name), self.path.join(name));
+        let is_ours = || Ok(self.look(name)?.is_some_and(|(_, sum)| kept.is_ours(name, &sum)));
+        if kept.was_absent(name) {
+            if exists(&place)? {
+                if !is_ours()? {
+                    return Ok(Fate::Left);
+                }
+                fs::remove_file(&place).map_err(Error::io("remove", &place))?;
+            }
+            return Ok(Fate::Removed);
+        }
+        if !exists(&file)? {
+            return Ok(Fate::Lost);
+        }
+        if !holds(&place, &file).map_err(Error::io("compare", &place))? {
+            if !is_ours()? {
+                return Ok(Fate::Left);
+            }
+            let copy = staging.join(name);
+            same(&file, &copy).and_then(|()| fs::rename(&copy, &place)).map_err(Error::io("put back", &place))?;
+        }
+        Ok(Fate::Restored)
     }
-    if fs::symlink_metadata(from)?.is_symlink() {
-        return symlink(fs::read_link(from)?, to);
-    }
-    fs::copy(from, to)?; // with its mode
-    File::open(to)?.sync_all()
-}
-
-/// What is in a regular file. Of anything else the other end need never come: of a FIFO not even the opening would end.
-fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let mut file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is no regular file"));
-    }
-    let mut content = Vec::new();
-    file.read_to_end(&mut content)?;
-    Ok(content)
-}
-
-/// A new file with this content, on the disk.
-fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    absent_is_fine(fs::remove_file(path))?;
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
-    file.write_all(content)?;
-    file.set_permissions(fs::Permissions::from_mode(mode))?; // whatever the umask was
-    file.sync_all()
-}
-
-fn absent_is_fine(done: io::Result<()>) -> io::Result<()> {
-    match done {
-        Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(()),
-        done => done,
-    }
-}
-
-/// A plugin that is asked for its versions answers and exits, whatever the node looks like.
-fn run_once(path: &Path, program: &Program) -> Result<(), Error> {
-    let ran = Command::new(path).env_clear().env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
-    let output = ran.map_err(|cause| {
-        Error::new(format!(
-            "{} does not run here ({cause}): is the folder mounted noexec, or is it for another processor?",
-            program.name
-        ))
-    })?;
-    if !output.status.success() || !String::from_utf8_lossy(&output.stdout).contains("supportedVersions") {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        return Err(Error::new(format!(
-            "{} does not answer VERSION: {}: {}",
-            program.name,
-            output.status,
-            stderr.trim()
-        )));
-    }
-    Ok(())
 }

@@ -1,7 +1,9 @@
 //! The installer: a set of plugins goes into a folder that runtimes execute programs from all the while.
 //!
 //! - [`set`]: a folder with programs and their `SHA256SUMS`, read and verified.
-//! - [`folder`]: the folder runtimes use: install, roll back, compare.
+//! - [`folder`]: the folder runtimes use: install, roll back, forget, compare. How its states
+//!   follow each other is there.
+//! - [`report`]: what was done.
 //!
 //! It is a program of its own, static and without needs, because a container image made from nothing but it and the
 //! plugins installs them onto a node; `scripts/install` runs the same one.
@@ -10,8 +12,13 @@
 //! the new `bridge` and the old `host-local`. That is fine because every release, and Go's, can work with every other;
 //! what must never happen is a torn, missing or unrunnable program, and none is.
 
+mod disk;
 pub mod folder;
+mod kept;
+pub mod report;
 pub mod set;
+mod staging;
+mod state;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -21,7 +28,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 
-pub use folder::{Comparison, Folder, Installed, RolledBack};
+pub use folder::Folder;
+pub use report::{Comparison, Forgotten, Installed, KeptSets, Recovered, RolledBack};
 pub use set::Set;
 
 /// Where runtimes look for plugins unless told otherwise.
@@ -55,6 +63,8 @@ impl Error {
     name = "cni-install",
     version = cni::release::release(),
     about = "Puts a set of CNI plugins into a folder that runtimes are using, and takes it back",
+    after_help = "Each command that changes the folder first undoes an installation, or finishes a rollback, that was cut off.\n\
+                  An older cni-install, without `rollback --original`, refuses a folder that this one has installed into.",
     disable_help_subcommand = true
 )]
 struct Call {
@@ -67,8 +77,12 @@ enum Verb {
     /// Replace the plugins, keeping what was there
     ///
     /// Verifies DIR against its SHA256SUMS, copies its programs beside their places, runs each once, and only then renames
-    /// them into place, one by one: who starts a plugin meanwhile gets the old or the new one, whole. What was there before
-    /// is kept for rollback. On any failure nothing is changed. Other files are left alone.
+    /// them into place, one by one: who starts a plugin meanwhile gets the old or the new one,
+    /// whole. On any failure nothing is changed. Other files are left alone.
+    ///
+    /// Two sets are kept for rollback: the previous one, which was there before this install, and
+    /// the original one, which was there before the first. Later installs replace the previous set
+    /// and never the original one.
     Install {
         /// The folder of the new programs and their SHA256SUMS
         #[arg(long, value_name = "DIR")]
@@ -78,17 +92,31 @@ enum Verb {
         #[command(flatten)]
         stay: Stay,
     },
-    /// Put back what was there before the last install
+    /// Put back what was there before the last install, or before the first
     ///
-    /// Programs that were not there before are removed. One that somebody else has replaced since is left as it is. Done
-    /// twice it changes nothing more.
+    /// Programs that were not there before are removed. One that somebody else has replaced since
+    /// is left as it is, and what is kept of it stays kept.
+    ///
+    /// Done twice it changes nothing more: after a rollback to the previous set no previous one is
+    /// kept, and the original one still is, unless it is what was put back. `rollback --original`
+    /// puts that back, with or without a rollback before it, and drops the previous set.
     Rollback {
+        /// Put back what was there before the first install
+        #[arg(long)]
+        original: bool,
         #[command(flatten)]
         place: Place,
         #[command(flatten)]
         stay: Stay,
     },
-    /// Say whether the folder holds what was installed; exit status 1 if not
+    /// Drop the kept sets: what is installed stays, and there is no way back
+    ///
+    /// What is there then counts as the original set for the next install.
+    Forget {
+        #[command(flatten)]
+        place: Place,
+    },
+    /// Say whether the folder holds what was installed, exit status 1 if not, and what is kept
     Status {
         #[command(flatten)]
         place: Place,
@@ -111,14 +139,17 @@ struct Stay {
 
 impl Verb {
     fn dest(&self) -> &Path {
-        let (Verb::Install { place, .. } | Verb::Rollback { place, .. } | Verb::Status { place }) = self;
+        let (Verb::Install { place, .. }
+        | Verb::Rollback { place, .. }
+        | Verb::Forget { place }
+        | Verb::Status { place }) = self;
         &place.dest
     }
 
     fn stays(&self) -> bool {
         match self {
             Verb::Install { stay, .. } | Verb::Rollback { stay, .. } => stay.stay,
-            Verb::Status { .. } => false,
+            Verb::Forget { .. } | Verb::Status { .. } => false,
         }
     }
 }
@@ -162,39 +193,69 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
         Verb::Install { from, .. } => {
             let set = Set::read(from)?;
             let names = set.names().collect::<Vec<_>>().join(", ");
-            let text = match Folder::ensure(path)?.install(&set)? {
+            let (recovered, installed) = Folder::ensure(path)?.install(&set)?;
+            let text = match installed {
                 Installed::AlreadyThere => format!("{dest} holds {names} already; nothing was changed"),
-                Installed::Replaced { repaired } => format!(
-                    "{}{names} are now in {dest}; what was there before is kept for rollback",
-                    if repaired { "An installation that was cut off was undone first.\n" } else { "" }
-                ),
+                Installed::Replaced => {
+                    format!("{names} are now in {dest}; what was there before is kept for rollback")
+                }
             };
-            (text, 0)
+            (format!("{recovered}{text}"), 0)
         }
-        Verb::Rollback { .. } => match Folder::open(path)?.rollback()? {
-            RolledBack::NothingKept => (format!("nothing to roll back in {dest}: no earlier set is kept"), 0),
-            RolledBack::Done { restored, removed, left } => {
-                let mut lines = Vec::new();
-                let mut line = |what: &str, names: &[String]| {
-                    if !names.is_empty() {
-                        lines.push(format!("{what}: {}", names.join(", ")));
-                    }
-                };
-                line("as before the last install", &restored);
-                line("removed, as not there before", &removed);
-                line("left alone, as replaced or removed by somebody else since", &left);
-                (format!("{dest}:\n  {}", lines.join("\n  ")), 0)
+        Verb::Rollback { original: false, .. } => rolled_back(verb, &Folder::open(path)?.rollback()?),
+        Verb::Rollback { original: true, .. } => {
+            let (recovered, done) = Folder::open(path)?.rollback_to_original()?;
+            let (text, status) = rolled_back(verb, &done);
+            (format!("{recovered}{text}"), status)
+        }
+        Verb::Forget { .. } => match Folder::open(path)?.forget()? {
+            (recovered, Forgotten::NothingKept) => {
+                (format!("{recovered}nothing to forget in {dest}: no earlier set is kept"), 0)
+            }
+            (recovered, Forgotten::Dropped(kept)) => {
+                (format!("{recovered}{dest}: nothing is kept any more. It was:\n{kept}"), 0)
             }
         },
-        Verb::Status { .. } => match Folder::open(path)?.compare()? {
-            Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
-            Comparison::CutOff => (format!("an installation into {dest} was cut off; run it again, or rollback"), 1),
-            Comparison::Same(names) => (format!("{dest} holds what was installed: {}", names.join(", ")), 0),
-            Comparison::Different(lines) => {
-                (format!("{dest} differs from what was installed:\n  {}", lines.join("\n  ")), 1)
-            }
-        },
+        Verb::Status { .. } => {
+            let folder = Folder::open(path)?;
+            let (text, status) = match folder.compare()? {
+                Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
+                Comparison::CutOff(what) => (
+                    format!(
+                        "{what} in {dest} was cut off; the next install, rollback or forget puts that in order first"
+                    ),
+                    1,
+                ),
+                Comparison::Same(names) => (format!("{dest} holds what was installed: {}", names.join(", ")), 0),
+                Comparison::Different(lines) => {
+                    (format!("{dest} differs from what was installed:\n  {}", lines.join("\n  ")), 1)
+                }
+            };
+            (format!("{text}\n{}", folder.kept_sets()?), status)
+        }
     })
+}
+
+fn rolled_back(verb: &Verb, done: &RolledBack) -> (String, u8) {
+    let dest = verb.dest().display();
+    match done {
+        RolledBack::NothingKept { original: false } => {
+            (format!("nothing to roll back in {dest}: no earlier set is kept"), 0)
+        }
+        RolledBack::NothingKept { original: true } => (
+            format!(
+                "nothing to roll back in {dest}: no previous set is kept. The original one is: rollback --original puts it back"
+            ),
+            0,
+        ),
+        RolledBack::Done { lost, .. } => {
+            let since = match verb {
+                Verb::Rollback { original: true, .. } => "as before the first install",
+                _ => "as before the last install",
+            };
+            (format!("{dest}:{}", done.lines(since)), u8::from(!lost.is_empty()))
+        }
+    }
 }
 
 /// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container from signals it has no

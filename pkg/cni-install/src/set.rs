@@ -12,6 +12,10 @@ use crate::Error;
 /// The list's name, in a set and in the installer's own folder.
 pub const SUMS: &str = "SHA256SUMS";
 
+/// The list of the names that were not there, beside kept programs; so no program can have this
+/// name.
+pub(crate) const ABSENT: &str = "ABSENT";
+
 /// A program's name and the SHA-256 of its content, in lower-case hexadecimal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
@@ -87,6 +91,17 @@ pub fn text(programs: &[Program]) -> String {
 /// # Errors
 /// The number of the first line that is none, and why.
 pub fn parse(text: &str) -> Result<Vec<Program>, String> {
+    let programs = parse_lines(text)?;
+    for (number, Program { name, .. }) in programs.iter().enumerate() {
+        if programs[..number].iter().any(|program| program.name == *name) {
+            return Err(format!("line {}: {name:?} is named twice", number + 1));
+        }
+    }
+    Ok(programs)
+}
+
+/// As [`parse`], but a name may have several lines.
+pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
     let mut programs: Vec<Program> = Vec::new();
     for (number, line) in text.lines().enumerate() {
         let number = number + 1;
@@ -95,11 +110,9 @@ pub fn parse(text: &str) -> Result<Vec<Program>, String> {
             return Err(format!("line {number}: {sum:?} is no SHA-256"));
         }
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-        if name.is_empty() || name.len() > 255 || name.starts_with('.') || name == SUMS || !name.bytes().all(plain) {
+        let list = name == SUMS || name == ABSENT;
+        if name.is_empty() || name.len() > 255 || name.starts_with('.') || list || !name.bytes().all(plain) {
             return Err(format!("line {number}: {name:?} is no program's name"));
-        }
-        if programs.iter().any(|program| program.name == name) {
-            return Err(format!("line {number}: {name:?} is named twice"));
         }
         programs.push(Program { name: name.to_owned(), sum: sum.to_owned() });
     }
@@ -124,6 +137,7 @@ mod tests {
             (format!("{sum}  .cni-install\n"), "is no program's name"),
             (format!("{sum}  \n"), "is no program's name"),
             (format!("{sum}  SHA256SUMS\n"), "is no program's name"),
+            (format!("{sum}  ABSENT\n"), "is no program's name"),
             (format!("{sum}  a b\n"), "is no program's name"),
             (format!("{sum}  a\n{sum}  a\n"), "line 2: \"a\" is named twice"),
             (format!("{}  bridge\n", &sum[1..]), "is no SHA-256"),

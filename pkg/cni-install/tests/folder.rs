@@ -1,111 +1,19 @@
-//! The installer as a program, on folders of its own. The programs it installs are small scripts that answer VERSION:
-//! to the installer a program is bytes that must run.
+//! What the installer does to a folder, and what it refuses.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod common;
+
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use cni_install::set::sum;
 use cni_testkit::program;
-use tempfile::TempDir;
 
-/// A place with sets to install from and a folder to install into.
-struct Place {
-    temporary: TempDir,
-}
-
-impl Place {
-    fn new() -> Place {
-        let place = Place { temporary: tempfile::tempdir().unwrap() };
-        fs::create_dir(place.dest()).unwrap();
-        place
-    }
-
-    fn dest(&self) -> PathBuf {
-        self.temporary.path().join("bin")
-    }
-
-    /// A set of programs called `names` whose content tells `version`.
-    fn set(&self, version: &str, names: &[&str]) -> PathBuf {
-        let folder = self.temporary.path().join(version);
-        fs::create_dir(&folder).unwrap();
-        let mut sums = String::new();
-        for name in names {
-            let content = answering(&format!("{version} of {name}"));
-            program::script(folder.join(name), &content);
-            sums += &format!("{}  {name}\n", sum(content.as_bytes()));
-        }
-        fs::write(folder.join("SHA256SUMS"), sums).unwrap();
-        folder
-    }
-
-    fn install(&self, from: &Path) -> Ran {
-        run(&["install", "--from", from.to_str().unwrap(), "--dest", self.dest().to_str().unwrap()])
-    }
-
-    fn call(&self, verb: &str) -> Ran {
-        run(&[verb, "--dest", self.dest().to_str().unwrap()])
-    }
-
-    /// What a program in the folder says it is; `None` if there is none.
-    fn says(&self, name: &str) -> Option<String> {
-        let text = fs::read_to_string(self.dest().join(name)).ok()?;
-        Some(text.lines().last()?.trim_start_matches("# ").to_owned())
-    }
-
-    /// Everything in the folder, our own included.
-    fn files(&self) -> Vec<String> {
-        let mut names: Vec<String> =
-            fs::read_dir(self.dest()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
-}
-
-fn answering(version: &str) -> String {
-    format!("#!/bin/sh\necho '{{\"cniVersion\":\"1.1.0\",\"supportedVersions\":[\"1.1.0\"]}}'\n# {version}\n")
-}
-
-#[derive(Debug)]
-struct Ran {
-    status: i32,
-    out: String,
-    err: String,
-}
-
-impl Ran {
-    #[track_caller]
-    fn fine(self) -> String {
-        assert_eq!((self.status, self.err.as_str()), (0, ""), "{}", self.out);
-        self.out
-    }
-
-    #[track_caller]
-    fn failed(self, why: &str) {
-        assert!(self.status == 1 && self.out.is_empty() && self.err.contains(why), "{self:?}");
-    }
-}
-
-impl From<Output> for Ran {
-    fn from(output: Output) -> Ran {
-        Ran {
-            status: output.status.code().unwrap_or(-1),
-            out: String::from_utf8(output.stdout).unwrap(),
-            err: String::from_utf8(output.stderr).unwrap(),
-        }
-    }
-}
-
-fn installer() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_cni-install"))
-}
-
-fn run(args: &[&str]) -> Ran {
-    installer().args(args).stdin(Stdio::null()).output().unwrap().into()
-}
+use common::{Place, Ran, answering, run};
 
 #[test]
 fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
@@ -274,59 +182,6 @@ fn one_installer_at_a_time() {
     place.install(&set).fine();
 }
 
-/// Killed at every system call that changes files, an install or a rollback leaves every program whole, old or new; the
-/// next install or rollback puts all in order.
-#[test]
-fn killed_at_any_step_it_leaves_whole_programs_and_the_next_call_mends() {
-    let mut points = 0;
-    for (killed, then) in
-        [("install", "rollback"), ("install", "install"), ("rollback", "rollback"), ("rollback", "install")]
-    {
-        for syscall in ["mkdir", "linkat", "rename", "unlink", "unlinkat", "rmdir", "fsync", "fchmod", "write"] {
-            for when in 1.. {
-                let place = Place::new();
-                program::script(place.dest().join("bridge"), &answering("old"));
-                let (v1, v2) = (place.set("v1", &["bridge", "tuning"]), place.set("v2", &["bridge", "tuning"]));
-                if killed == "rollback" {
-                    place.install(&v1).fine();
-                }
-                let dest = place.dest();
-                let mut strace = Command::new("strace");
-                let inject = format!("inject={syscall}:signal=KILL:when={when}");
-                strace
-                    .args(["-o", "/dev/null", "-e", &inject, env!("CARGO_BIN_EXE_cni-install"), killed, "--dest"])
-                    .arg(&dest);
-                if killed == "install" {
-                    strace.arg("--from").arg(&v1);
-                }
-                let unhurt = strace.stdin(Stdio::null()).output().expect("strace is installed").status.success();
-                let bridge = place.says("bridge").expect("never missing");
-                assert!(["old", "v1 of bridge"].contains(&bridge.as_str()), "{bridge}");
-                assert!([None, Some("v1 of tuning".to_owned())].contains(&place.says("tuning")));
-                if then == "rollback" {
-                    place.call("rollback").fine();
-                    assert_eq!(
-                        (place.says("bridge").unwrap(), place.says("tuning")),
-                        ("old".into(), None),
-                        "{syscall} {when}"
-                    );
-                    assert_eq!(place.files(), ["bridge"], "{killed} killed at {syscall} {when}");
-                } else {
-                    place.install(&v2).fine();
-                    assert_eq!(place.says("tuning").unwrap(), "v2 of tuning");
-                    place.call("status").fine();
-                    place.call("rollback").fine();
-                }
-                if unhurt {
-                    break;
-                }
-                points += 1;
-            }
-        }
-    }
-    assert!(points > 100, "killed at only {points} points: has strace killed anything?");
-}
-
 #[test]
 fn a_program_that_cannot_be_replaced_puts_all_back() {
     let place = Place::new();
@@ -379,8 +234,14 @@ fn staying_it_waits_for_the_signal_also_as_process_one() {
 
 #[test]
 fn a_wrong_call_is_told_with_status_two() {
-    for args in [&[][..], &["install"][..], &["frob"][..], &["rollback", "--from", "x"][..], &["status", "--stay"][..]]
-    {
+    for args in [
+        &[][..],
+        &["install"][..],
+        &["frob"][..],
+        &["rollback", "--from", "x"][..],
+        &["status", "--stay"][..],
+        &["forget", "--original"][..],
+    ] {
         let ran = run(args);
         assert!(ran.status == 2 && ran.err.starts_with("cni-install: "), "{args:?}: {ran:?}");
     }
@@ -399,6 +260,7 @@ fn nothing_is_written_or_removed_through_a_link_that_lies_in_the_installers_own_
     for name in ["staging", "1", "7"] {
         symlink(&outside, own.join(name)).unwrap();
     }
+    symlink(&outside, own.join("original")).unwrap();
     symlink(outside.join("bridge"), own.join("state.new")).unwrap();
     place.install(&place.set("v1", &["bridge"])).fine();
     place.install(&place.set("v2", &["bridge"])).fine();
@@ -438,7 +300,7 @@ fn in_the_installers_own_folder_only_what_it_made_is_garbage() {
     let own = fs::read_dir(place.dest().join(".cni-install")).unwrap();
     let mut left: Vec<String> = own.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     left.sort();
-    assert_eq!(left, ["1.old", "2", "notes", "state"]);
+    assert_eq!(left, ["1.old", "2", "notes", "original", "state"]);
 }
 
 #[test]

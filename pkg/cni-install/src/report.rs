@@ -1,0 +1,176 @@
+//! What the commands did, as values and as the text that is printed.
+
+use std::collections::BTreeSet;
+use std::fmt::{self, Write as _};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::kept::Kept;
+
+/// What was done first, because an earlier command had been cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recovered {
+    /// Nothing: none had been.
+    Nothing,
+    /// An installation was undone.
+    InstallUndone,
+    /// A rollback was finished.
+    RollbackFinished,
+    /// The kept sets were dropped.
+    ForgetFinished,
+}
+
+impl fmt::Display for Recovered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Recovered::Nothing => "",
+            Recovered::InstallUndone => "An installation that was cut off was undone first.\n",
+            Recovered::RollbackFinished => "A rollback that was cut off was finished first.\n",
+            Recovered::ForgetFinished => "A forget that was cut off was finished first.\n",
+        })
+    }
+}
+
+/// What an install did.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Installed {
+    /// Nothing: the folder holds these very programs.
+    AlreadyThere,
+    /// The programs are in place.
+    Replaced,
+}
+
+/// What a rollback did.
+#[derive(Debug, PartialEq, Eq)]
+pub enum RolledBack {
+    /// Nothing: the set that was asked for is not kept.
+    NothingKept {
+        /// But the original set is.
+        original: bool,
+    },
+    /// By name.
+    Done {
+        /// Put back.
+        restored: Vec<String>,
+        /// Removed, because an install brought them.
+        removed: Vec<String>,
+        /// Left, because somebody else replaced or removed them since.
+        left: Vec<String>,
+        /// Left, because the kept file has gone.
+        lost: Vec<String>,
+        /// Still kept, because the folder does not hold them.
+        kept: Vec<String>,
+    },
+}
+
+impl RolledBack {
+    /// The lines about each group of names; `since` says which install it was about.
+    pub(crate) fn lines(&self, since: &str) -> String {
+        let RolledBack::Done { restored, removed, left, lost, kept } = self else { return String::new() };
+        let mut text = String::new();
+        for (what, names) in [
+            (since, restored),
+            ("removed, as not there before", removed),
+            ("left alone, as replaced or removed by somebody else since", left),
+            ("left alone, as the kept file is gone", lost),
+            ("kept still, as the folder does not hold it (`cni-install forget` drops it)", kept),
+        ] {
+            if !names.is_empty() {
+                let _ = write!(text, "\n  {what}: {}", names.join(", "));
+            }
+        }
+        text
+    }
+}
+
+/// What a forget did.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Forgotten {
+    /// Nothing: no earlier set was kept.
+    NothingKept,
+    /// These are not kept any more.
+    Dropped(KeptSets),
+}
+
+/// The folder beside what was installed.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Comparison {
+    /// This program installed nothing here.
+    NothingInstalled,
+    /// This was killed half-way.
+    CutOff(&'static str),
+    /// These are there, unchanged.
+    Same(Vec<String>),
+    /// A line for each that is not.
+    Different(Vec<String>),
+}
+
+/// The sets that can be put back.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct KeptSets {
+    /// What was there before the first install.
+    pub original: Option<KeptSet>,
+    /// What was there before the last one. After a single install it is the original one.
+    pub previous: Option<KeptSet>,
+}
+
+/// A set that can be put back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptSet {
+    /// When an install replaced it.
+    pub since: SystemTime,
+    /// The programs that are kept.
+    pub programs: Vec<String>,
+    /// The names that were not there.
+    pub absent: Vec<String>,
+}
+
+impl KeptSets {
+    /// `original` as it is on the disk: what the last install has replaced is not in it yet.
+    pub(crate) fn new(original: Option<&Kept>, previous: Option<&Kept>) -> KeptSets {
+        let sets: Vec<&Kept> = original.into_iter().chain(previous).collect();
+        KeptSets { original: KeptSet::of(&sets), previous: previous.and_then(|previous| KeptSet::of(&[previous])) }
+    }
+}
+
+impl KeptSet {
+    /// Of several sets the first one that has a name counts.
+    fn of(sets: &[&Kept]) -> Option<KeptSet> {
+        let (mut seen, mut programs, mut absent) = (BTreeSet::new(), Vec::new(), Vec::new());
+        for kept in sets {
+            for name in kept.names() {
+                if seen.insert(name) {
+                    if kept.was_absent(name) { &mut absent } else { &mut programs }.push(name.to_owned());
+                }
+            }
+        }
+        Some(KeptSet { since: sets.first()?.since, programs, absent })
+    }
+}
+
+impl fmt::Display for KeptSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let since = self.since.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let names = if self.programs.is_empty() { "no program".to_owned() } else { self.programs.join(", ") };
+        write!(f, "from before {}: {names}", cni::time::rfc3339(since))?;
+        if self.absent.is_empty() { Ok(()) } else { write!(f, "; not there: {}", self.absent.join(", ")) }
+    }
+}
+
+impl fmt::Display for KeptSets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.original, &self.previous) {
+            (None, None) => f.write_str("no earlier set is kept"),
+            (Some(original), Some(previous)) if original == previous => {
+                write!(f, "kept, the original set, which is the previous one too, {original}")
+            }
+            (original, previous) => {
+                let sets = [("original", original), ("previous", previous)];
+                let lines: Vec<String> = sets
+                    .iter()
+                    .filter_map(|(which, set)| Some(format!("kept, the {which} set, {}", set.as_ref()?)))
+                    .collect();
+                f.write_str(&lines.join("\n"))
+            }
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! What the installer keeps, and for how long.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
+
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod common;
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use cni_install::set::sum;
+use cni_testkit::program;
+
+use common::{Place, answering};
+
+#[test]
+fn the_original_set_survives_upgrades_and_restarts() {
+    let place = Place::new();
+    program::script(place.dest().join("bridge"), &answering("old"));
+    symlink("/nowhere", place.dest().join("tuning")).unwrap();
+    let (v1, v2) = (place.set("v1", &["bridge", "tuning"]), place.set("v2", &["bridge", "portmap"]));
+    place.install(&v1).fine();
+    let status = place.call("status").fine();
+    assert!(status.contains("the original set, which is the previous one too, from before 20"), "{status}");
+    for set in [&v1, &v2, &v2] {
+        place.install(set).fine();
+    }
+    let status = place.call("status").fine();
+    assert!(status.contains("the original set, from before 20") && status.contains("not there: portmap"), "{status}");
+    assert!(status.contains("Z: bridge, tuning; not there: portmap\nkept, the previous set"), "{status}");
+    place.call("rollback").fine();
+    assert_eq!((place.says("bridge"), place.says("portmap")), (Some("v1 of bridge".into()), None));
+    let text = place.call("rollback").fine();
+    assert!(text.contains("no previous set is kept. The original one is: rollback --original"), "{text}");
+    assert_eq!(place.says("bridge"), Some("v1 of bridge".into()));
+    let status = place.call("status");
+    assert!(status.status == 1 && status.out.contains("kept, the original set, from before"), "{status:?}");
+    place.install(&v2).fine();
+    let text = place.to_original().fine();
+    assert!(text.contains("before the first install: bridge, tuning"), "{text}");
+    assert_eq!((place.says("bridge"), place.files()), (Some("old".into()), vec!["bridge".into(), "tuning".into()]));
+    assert_eq!(fs::read_link(place.dest().join("tuning")).unwrap(), Path::new("/nowhere"));
+    assert!(place.to_original().fine().contains("no earlier set is kept"));
+}
+
+#[test]
+fn forget_drops_both_sets_and_the_next_install_begins_again() {
+    let place = Place::new();
+    program::script(place.dest().join("bridge"), &answering("old"));
+    assert!(place.call("forget").fine().contains("nothing to forget"));
+    for version in ["v1", "v2"] {
+        place.install(&place.set(version, &["bridge"])).fine();
+    }
+    let text = place.call("forget").fine();
+    assert!(text.contains("the original set") && text.contains("the previous set"), "{text}");
+    assert!(place.call("status").fine().contains("no earlier set is kept"));
+    assert!(place.call("rollback").fine().contains("nothing to roll back"));
+    assert!(place.to_original().fine().contains("nothing to roll back"));
+    place.install(&place.set("v3", &["bridge"])).fine();
+    place.install(&place.set("v4", &["bridge"])).fine();
+    place.to_original().fine();
+    assert_eq!((place.says("bridge"), place.files()), (Some("v2 of bridge".into()), vec!["bridge".into()]));
+}
+
+#[test]
+fn what_a_rollback_could_not_put_back_stays_kept() {
+    for original in [false, true] {
+        let place = Place::new();
+        for name in ["bridge", "tuning"] {
+            program::script(place.dest().join(name), &answering("old"));
+        }
+        place.install(&place.set("v1", &["bridge", "tuning"])).fine();
+        program::script(place.dest().join("tuning"), &answering("another installer's"));
+        let back = || if original { place.to_original() } else { place.call("rollback") };
+        for _ in 0..2 {
+            let text = back().fine();
+            assert!(text.contains("install: bridge") && text.contains("else since: tuning"), "{text}");
+            assert!(text.contains("kept still") && text.contains("drops it): tuning"), "{text}");
+            assert_eq!(place.says("bridge"), Some("old".into()));
+        }
+        // What was in the way is gone.
+        program::copy(place.temporary.path().join("v1/tuning"), place.dest().join("tuning"));
+        back().fine();
+        assert_eq!((place.says("tuning"), place.files()), (Some("old".into()), vec!["bridge".into(), "tuning".into()]));
+    }
+}
+
+#[test]
+fn a_kept_file_that_is_gone_holds_up_nothing_else() {
+    let place = Place::new();
+    for name in ["bridge", "tuning"] {
+        program::script(place.dest().join(name), &answering("old"));
+    }
+    place.install(&place.set("v1", &["bridge", "tuning"])).fine();
+    fs::remove_file(place.dest().join(".cni-install/1/bridge")).unwrap();
+    let ran = place.call("rollback");
+    assert!(ran.status == 1 && ran.out.contains("as the kept file is gone: bridge"), "{ran:?}");
+    assert_eq!((place.says("bridge"), place.says("tuning")), (Some("v1 of bridge".into()), Some("old".into())));
+    assert_eq!(place.files(), ["bridge", "tuning"]);
+}
+
+/// As the version before `rollback --original` wrote it: one generation, and a state of one line.
+#[test]
+fn what_an_older_version_has_left_is_understood() {
+    for (state, generations) in [("installed 7\n", &["7"][..]), ("installing 8\n", &["7", "8"])] {
+        for (command, expected) in
+            [("rollback", "v6 of bridge"), ("original", "v6 of bridge"), ("install", "v9 of bridge")]
+        {
+            let place = Place::new();
+            let own = place.dest().join(".cni-install");
+            program::script(place.dest().join("bridge"), &answering("v7 of bridge"));
+            for generation in generations {
+                let number: u64 = generation.parse().unwrap();
+                let kept = answering(&format!("v{} of bridge", number - 1));
+                program::script(own.join(generation).join("bridge"), &kept);
+                let sum = sum(answering(&format!("v{number} of bridge")).as_bytes());
+                fs::write(own.join(generation).join("SHA256SUMS"), format!("{sum}  bridge\n")).unwrap();
+                fs::write(own.join(generation).join("ABSENT"), "").unwrap();
+            }
+            fs::write(own.join("state"), state).unwrap();
+            match command {
+                "original" => place.to_original().fine(),
+                "install" => place.install(&place.set("v9", &["bridge"])).fine(),
+                _ => place.call("rollback").fine(),
+            };
+            // The rollback of a cut-off install ends there.
+            let expected = if generations.len() == 2 && command == "rollback" { "v7 of bridge" } else { expected };
+            assert_eq!(place.says("bridge").as_deref(), Some(expected), "{state}, {command}");
+            place.to_original().fine();
+            assert_eq!((place.says("bridge"), place.files()), (Some("v6 of bridge".into()), vec!["bridge".into()]));
+        }
+    }
+}
