@@ -8,11 +8,12 @@ mod common;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use cni_install::set::sum;
 use cni_testkit::program;
 
-use common::{Place, answering};
+use common::{Place, Ran, answering};
 
 #[test]
 fn the_original_set_survives_upgrades_and_restarts() {
@@ -131,4 +132,37 @@ fn what_an_older_version_has_left_is_understood() {
             assert_eq!((place.says("bridge"), place.files()), (Some("v6 of bridge".into()), vec!["bridge".into()]));
         }
     }
+}
+
+#[test]
+fn on_a_full_disk_a_rollback_loses_nothing_and_works_later() {
+    let place = Place::new();
+    let (v1, v2) = (place.set("v1", &["bridge"]), place.set("v2", &["bridge"]));
+    let script = "set -e
+        dest=$1 installer=$2
+        mount -t tmpfs -o size=64k,mode=755 none \"$dest\"
+        install -m 755 \"$5\" \"$dest/bridge\"
+        \"$installer\" install --from \"$3\" --dest \"$dest\"
+        \"$installer\" install --from \"$4\" --dest \"$dest\"
+        cat /dev/zero >\"$dest/filler\" 2>/dev/null && exit 9
+        for words in 'rollback' 'rollback --original' 'forget'; do
+            \"$installer\" $words --dest \"$dest\" && exit 8
+            tail -n 1 \"$dest/bridge\"
+        done
+        rm \"$dest/filler\"
+        \"$installer\" rollback --dest \"$dest\"
+        tail -n 1 \"$dest/bridge\"
+        \"$installer\" rollback --original --dest \"$dest\"
+        tail -n 1 \"$dest/bridge\"
+        ls -A \"$dest\"";
+    let old = place.temporary.path().join("old");
+    program::script(&old, &answering("old"));
+    let mut unshare = Command::new("unshare");
+    unshare.args(["-rm", "sh", "-c", script, "sh"]).arg(place.dest()).arg(env!("CARGO_BIN_EXE_cni-install"));
+    let ran: Ran = unshare.args([&v1, &v2, &old]).stdin(Stdio::null()).output().unwrap().into();
+    assert_eq!((ran.status, ran.err.matches("No space left on device").count()), (0, 3), "{ran:?}");
+    let says: Vec<&str> = ran.out.lines().filter(|line| line.starts_with("# ")).collect();
+    let full = ["# v2 of bridge"; 3];
+    assert_eq!(says, [&full[..], &["# v1 of bridge", "# old"]].concat(), "{ran:?}");
+    assert!(ran.out.ends_with("# old\nbridge\n"), "{ran:?}");
 }
