@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn probing_vlan_filtering_agrees_with_a_bridge_and_leaves_nothing() {
+    fn probing_vlan_filtering_agrees_and_leaves_nothing() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let before = netlink.list_links().unwrap();

@@ -109,7 +109,9 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     }
     match cni_linux::probe_vlan_filtering() {
         Ok(()) => Ok(()),
-        Err(error) if error.is_unsupported() => Err(no_vlan_filtering(error.into(), conf)),
+        Err(error) if error.is_unsupported() => {
+            Err(no_vlan_filtering(Error::config(format!("bridge {:?}", conf.bridge)), conf))
+        }
         Err(error) => {
             call.notes.note(format_args!("STATUS does not know whether the kernel has bridge VLAN filtering: {error}"));
             Ok(())
