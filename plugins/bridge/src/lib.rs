@@ -26,9 +26,9 @@ mod record;
 use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
-use cni::result::AddResult;
+use cni::result::{AddResult, IpConfig};
 use cni::skel::{Added, Call, Plugin};
-use cni::{Code, Error, Result};
+use cni::{Cidr, Code, Error, Result};
 use cni_linux::firewall::spoof::SpoofCheck;
 use cni_linux::{Mark, Netlink};
 
@@ -53,12 +53,15 @@ pub fn examine(conf: &NetConf) -> Result<()> {
     }
 }
 
-/// What is wrong with an IPAM plugin's answer for this configuration, as an ADD that is not chained would refuse it.
+/// What is wrong with an IPAM plugin's answer for this configuration. `before`: the networks that the container's
+/// addresses from earlier plugins reach.
 ///
 /// # Errors
 /// ADD's.
-pub fn examine_answer(conf: &NetConf, ipam: &AddResult) -> Result<()> {
-    Layer3::new(ipam, &Conf::parse(conf, "")?, 2, &[]).map(drop)
+pub fn examine_answer(conf: &NetConf, ipam: &AddResult, before: &[Cidr]) -> Result<()> {
+    let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
+    let before: Vec<IpConfig> = before.iter().map(address).collect();
+    Layer3::new(ipam, &Conf::parse(conf, "")?, 2, &before).map(drop)
 }
 
 /// The keys of a configuration that this plugin does not know. Those of `ipam` are IPAM's to know.

@@ -1,6 +1,7 @@
 //! What the plugins of a list need of each other, and what a plugin's keys need of each other across the plugin that is
 //! delegated to.
 
+use cni::Cidr;
 use cni::config::NetConf;
 use cni::libcni::NetworkList;
 use cni::rollback::Notes;
@@ -184,10 +185,16 @@ impl One<'_> {
             }
             return problems;
         }
-        if self.ipam != "host-local" || earlier.addresses {
+        if self.ipam != "host-local" {
             return problems;
         }
-        problems.extend(self.routes());
+        // What the addresses of an earlier plugin reach is not known here.
+        let everything = ["0.0.0.0", "::"].map(|zero| zero.parse().ok().map(Cidr::default_route));
+        let before: Vec<Cidr> = everything.into_iter().flatten().filter(|_| earlier.addresses).collect();
+        problems.extend(self.routes(&before));
+        if earlier.addresses {
+            return problems;
+        }
         let sets = self.pool().and_then(|pool| pool.ranges);
         let has_ipv6 = sets.is_some_and(|sets| sets.sets().iter().any(|set| !set.is_ipv4()));
         if let Some(mtu) = self.plugin["mtu"].as_i64().filter(|mtu| has_ipv6 && (68..IPV6_MTU).contains(mtu)) {
@@ -197,13 +204,16 @@ impl One<'_> {
     }
 
     /// Routes and gateways that no address of the ranges reaches, as bridge judges host-local's answers.
-    fn routes(&self) -> Vec<Problem> {
+    fn routes(&self, before: &[Cidr]) -> Vec<Problem> {
         const NO_RANGES: &str = "no ranges in the configuration";
         let refused = |value: &Value| -> Vec<Option<String>> {
             let results = NetConf::parse(value.to_string()).and_then(|conf| {
                 let is_host_local = conf.ipam_type() == "host-local";
                 let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
-                Ok(results.iter().map(|one| plugin_bridge::examine_answer(&conf, one).err()).collect::<Vec<_>>())
+                Ok(results
+                    .iter()
+                    .map(|one| plugin_bridge::examine_answer(&conf, one, before).err())
+                    .collect::<Vec<_>>())
             });
             match results {
                 Ok(results) if results.is_empty() => vec![Some(NO_RANGES.to_owned())],

@@ -123,6 +123,7 @@ fn validate_and_add_agree_on_what_plugins_need_of_each_other() {
         (Sound, json!([layer2, {"type": "host-local", "ipam": bench.ipam(other_range.clone())}])),
         (Sound, json!([layer2, bridge])),
         (Refused, json!([bridge, bridge])),
+        (Refused, json!([layer2, bench.with_ipam(json!({"routes": [{"dst": "10.9.0.1/16"}]}))])),
         (Sound, json!([bridge, patched(bench.with_ipam(elsewhere), json!({"isGateway": null}))])),
         (Refused, json!([layer2, bench.bridge(json!({"bridge": "br1"}))])),
         (Refused, json!([bench.with_ipam(json!({"type": "loopback"}))])),
