@@ -27,10 +27,8 @@ pub(crate) struct Difference {
 pub(crate) enum Kind {
     /// Go's node has something else.
     Differs,
-    /// After an ADD that both refuse, ours is not as it was.
+    /// After an ADD that both refuse, and a DEL if it was a later plugin that refused, ours is not as it was.
     Left,
-    /// The same after the DEL that follows, where a later plugin of the list refused.
-    LeftByList,
 }
 
 impl fmt::Display for Difference {
@@ -63,6 +61,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
     let mut compared = Compared::default();
     let mut last = ours.facts();
     let mut all: Vec<Difference> = Vec::new();
+    let mut unready = false;
     for (number, step) in list(&case["steps"]).iter().enumerate() {
         let verb = step["verb"].as_str().unwrap_or_default();
         let again = ours.attached.iter().any(|(key, result)| *key == key_of(step) && result.is_some());
@@ -70,17 +69,20 @@ pub(crate) fn compare(case: &Value) -> Compared {
         let mut differences = Vec::new();
         let mut over = false;
         match (&by_go.refused, &by_us.refused) {
-            (Some((plugin, theirs)), Some((_, own))) => {
+            (Some((plugin, theirs)), Some((refuser, own))) => {
                 compared.refused.push((format!("{verb} {plugin}"), theirs.clone(), own.clone()));
                 if verb == "ADD" {
                     // What the plugins before the one that refused have done is the runtime's to take back.
                     let first = list(&case["lists"][key_of(step).0]["plugins"]).first();
-                    let later = first.is_some_and(|first| first["type"] != plugin.as_str());
+                    let later = first.is_some_and(|first| first["type"] != refuser.as_str());
                     if !again && later {
-                        ours.step(&json!({"verb": "DEL", "list": step["list"], "container": step["container"], "ifname": step["ifname"]}));
+                        let mut del = step.clone();
+                        del["verb"] = json!("DEL");
+                        del["keepGoing"] = json!(true);
+                        ours.step(&del);
                     }
                     let now = ours.facts();
-                    differences = differing(&last, &now, if later { Kind::LeftByList } else { Kind::Left });
+                    differences = differing(&last, &now, Kind::Left);
                     last = now;
                     // What Go has left would spoil all that comes after.
                     over = !again;
@@ -88,6 +90,9 @@ pub(crate) fn compare(case: &Value) -> Compared {
             }
             (None, None) => {
                 compared.done += 1;
+                if verb == "ADD" && unready && key_of(step).0 == 0 {
+                    differences.push(not_unready());
+                }
                 if verb != "CHECK" && verb != "STATUS" {
                     let (mut theirs, mut now) = (go.facts(), ours.facts());
                     last.clone_from(&now);
@@ -95,7 +100,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
                         go.result(&by_go, &mut theirs);
                         ours.result(&by_us, &mut now);
                     }
-                    differences = differing(&theirs, &now, Kind::Differs);
+                    differences.extend(differing(&theirs, &now, Kind::Differs));
                     if verb == "GC" || step["netns"].is_string() {
                         // What is in the containers is out of reach.
                         differences.retain(|difference| !is_inside(&difference.key));
@@ -118,6 +123,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
                     ours: Some(say(own)),
                 });
                 over = verb != "CHECK" && verb != "STATUS";
+                unready |= verb == "STATUS" && by_us.refused.is_some();
             }
         }
         for difference in &mut differences {
@@ -139,6 +145,12 @@ pub(crate) fn compare(case: &Value) -> Compared {
     ours.node.abandon();
     compared.differences = all;
     compared
+}
+
+/// STATUS said that no ADD can work, and one did.
+fn not_unready() -> Difference {
+    let (expected, ours) = (Some("ready".to_owned()), Some("not ready, and ADD works".to_owned()));
+    Difference { step: 0, verb: String::new(), kind: Kind::Differs, key: "status".to_owned(), expected, ours }
 }
 
 fn is_inside(key: &str) -> bool {

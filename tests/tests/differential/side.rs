@@ -134,7 +134,8 @@ impl<'c> Side<'c> {
         Did { refused: None, result: prev }
     }
 
-    /// DEL in reverse order and until the first error, the other verbs forward, as libcni has it.
+    /// DEL in reverse order, the other verbs forward, until the first error, as libcni has it; or to the end, as a runtime
+    /// has it that cleans up after a failed ADD.
     fn every(&self, who: Who, key: &Key, verb: &str, prev: Option<&Value>, step: &Value) -> Did {
         let mut plugins: Vec<&Value> = list(&self.case["lists"][key.0]["plugins"]).iter().collect();
         if verb == "DEL" {
@@ -142,7 +143,7 @@ impl<'c> Side<'c> {
         }
         for plugin in plugins {
             let outcome = self.call(who, key, verb, plugin, prev, step);
-            if outcome.status != Some(0) {
+            if outcome.status != Some(0) && step["keepGoing"] != true {
                 return Did { refused: Some(refusal(plugin, &outcome)), result: None };
             }
         }
