@@ -119,7 +119,7 @@ fn an_add_answers_with_addresses_routes_and_dns() {
     std::fs::write(host.data.path().join("resolv.conf"), "nameserver 192.0.2.1\nsearch a b\n").unwrap();
     let ipam = json!({
         "ranges": [[{"subnet": "10.1.2.0/24"}], [{"subnet": "fd00::/64", "rangeStart": "fd00::2", "gateway": "fd00::ff"}]],
-        "routes": [{"dst": "0.0.0.0/0", "mtu": 1400, "advmss": 1, "priority": 0, "table": 7, "scope": 0}],
+        "routes": [{"dst": "0.0.0.0/0", "mtu": 1400, "advmss": 1, "priority": 5, "table": 7, "scope": 0}],
         "resolvConf": host.data.path().join("resolv.conf"),
     });
     for (id, version) in [("a", "1.1.0"), ("b", "0.3.1")] {

@@ -65,7 +65,8 @@ pub struct IpConfig {
     pub gateway: Option<IpAddr>,
 }
 
-/// A route of a result. All keys stay in every version from 0.3.0 on: they are how an IPAM plugin tells its caller.
+/// A route of a result. All keys stay in every version from 0.3.0 on: they are how an IPAM plugin tells its caller. A 0 stays
+/// in `table` and `scope` alone, as in Go.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
     /// The destination; host bits as they were given.
@@ -74,13 +75,13 @@ pub struct Route {
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "optional_address")]
     pub gw: Option<IpAddr>,
     /// The path MTU in bytes.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "unless_zero")]
     pub mtu: Option<u32>,
     /// The advertised segment size in bytes.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "unless_zero")]
     pub advmss: Option<u32>,
     /// The metric.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "unless_zero")]
     pub priority: Option<u32>,
     /// The routing table.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -222,6 +223,11 @@ fn optional_address<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result
             Err(_) => Err(serde::de::Error::custom(format_args!("invalid IP address: {text}"))),
         },
     }
+}
+
+/// A number that is absent where it is 0, as Go writes these.
+fn unless_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    Ok(Option::deserialize(deserializer)?.filter(|number| *number != 0))
 }
 
 /// JSON as the Go plugins print it: indented by four spaces, no newline at the end.

@@ -71,6 +71,18 @@ fn routes_carry_every_field_of_1_1_0_in_every_version_that_has_routes() {
 }
 
 #[test]
+fn a_route_s_mtu_advmss_and_priority_of_0_are_absent() {
+    let node = Node::new();
+    let route = json!({"dst": "192.0.2.0/24", "mtu": 0, "advmss": 0, "priority": 0, "scope": 0});
+    let config = patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"routes": [route]}}));
+    let container = node.container();
+    // The schema of configurations refuses what the plugins take.
+    let result = node.plugin("host-local").command("ADD").container(&container).bad_config(&config).run().success();
+    assert_eq!(result["routes"], json!([{"dst": "192.0.2.0/24", "scope": 0}]));
+    Attachment::new(&node, &container, host_local(&node, &["10.1.0.0/24"])).del().success();
+}
+
+#[test]
 fn below_0_3_0_routes_keep_destination_and_gateway() {
     let node = Node::new();
     let route = json!({"dst": "192.0.2.0/24", "gw": "10.1.0.5", "mtu": 1400, "table": 7});
