@@ -94,7 +94,8 @@ impl Layer3 {
             // What an on-link route looks like in releases that know no `scope`.
             Some(IpAddr::V4(gw)) if gw.is_unspecified() => None,
             Some(gw) => Some(gw),
-            None if route.scope.is_some_and(|scope| scope >= SCOPE_LINK) => None,
+            // The kernel ignores the scope of an IPv6 route.
+            None if route.dst.is_ipv4() && route.scope.is_some_and(|scope| scope >= SCOPE_LINK) => None,
             None => self.family_gateway(route.dst.is_ipv4()),
         }
     }

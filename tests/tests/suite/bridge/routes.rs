@@ -91,6 +91,18 @@ fn a_route_with_scope_link_needs_no_gateway() {
     attachment.del_with(&result).success();
 }
 
+/// The kernel knows no scope of IPv6 routes, so it says nothing about the gateway.
+#[test]
+fn an_ipv6_route_with_a_scope_goes_through_the_gateway() {
+    let node = Node::new();
+    let config = with_routes(&node, &["fd00:1::/64"], json!([{"dst": "2001:db8::/32", "scope": 253}]));
+    let (container, attachment, result) = attach(&node, &config, 1).remove(0);
+    let routes = container.json(&["ip", "-6", "-j", "route", "show", "2001:db8::/32"]);
+    assert_eq!(routes[0]["gateway"], "fd00:1::1", "{routes}");
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
 /// An on-link route as one writes it for releases that know no `scope`.
 #[test]
 fn a_gateway_of_zeros_is_none() {
