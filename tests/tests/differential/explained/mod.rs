@@ -1,0 +1,90 @@
+//! The differences that are meant, each as narrow as it can be told.
+//!
+//! An explanation names the paragraph of docs/differences.md, of a plugin's page, or the decision that it follows from. A run
+//! counts how often each was needed; one that a run of thousands never needs is told, and should go.
+
+mod left;
+mod node;
+mod outcomes;
+mod rules;
+
+use serde_json::Value;
+
+use crate::compare::{Difference, Kind};
+use crate::side::list;
+
+/// A difference that is meant.
+pub(crate) struct Explanation {
+    /// Its name in the figures.
+    pub(crate) name: &'static str,
+    /// Where it is explained to users, or the decision behind it.
+    pub(crate) reason: &'static str,
+    /// Whether a difference in a case is this one.
+    pub(crate) covers: fn(&Value, &Difference) -> bool,
+}
+
+/// All of them.
+pub(crate) fn explanations() -> impl Iterator<Item = &'static Explanation> {
+    [left::REFUSED, node::NODE, rules::RULES, outcomes::OUTCOMES].into_iter().flatten()
+}
+
+/// The number of the first explanation of a difference.
+pub(crate) fn explanation(case: &Value, difference: &Difference) -> Option<usize> {
+    explanations().position(|explanation| (explanation.covers)(case, difference))
+}
+
+/// Whether this is something that a refused ADD has left.
+fn left(it: &Difference) -> bool {
+    it.kind != Kind::Differs
+}
+
+fn is(value: &Option<String>, text: &str) -> bool {
+    value.as_deref() == Some(text)
+}
+
+/// Whether Go's step came to this and ours to that: `done`, or words of the error.
+fn outcome(it: &Difference, theirs: &str, ours: &str) -> bool {
+    let came_to = |value: &Option<String>, words: &str| {
+        let text = value.as_deref().unwrap_or_default();
+        if words == "done" { text == "done" } else { text.contains(words) }
+    };
+    it.key == "outcome" && came_to(&it.expected, theirs) && came_to(&it.ours, ours)
+}
+
+fn plugins(case: &Value) -> impl Iterator<Item = &Value> {
+    list(&case["lists"]).iter().flat_map(|of| list(&of["plugins"]))
+}
+
+fn has_plugin(case: &Value, name: &str) -> bool {
+    plugins(case).any(|plugin| plugin["type"] == name)
+}
+
+/// The bridges of the case's lists. Keys are alike in any case.
+fn bridges(case: &Value) -> impl Iterator<Item = &str> {
+    let bridges = plugins(case).filter(|plugin| plugin["type"] == "bridge");
+    bridges.map(|plugin| {
+        let name = plugin["bridge"].as_str().or(plugin["BRIDGE"].as_str());
+        name.filter(|name| !name.is_empty()).unwrap_or("cni0")
+    })
+}
+
+fn mappings(case: &Value) -> impl Iterator<Item = &Value> {
+    plugins(case).flat_map(|plugin| list(&plugin["runtimeConfig"]["portMappings"]))
+}
+
+/// Whether a container may have a default route of another network's.
+fn other_default(case: &Value) -> bool {
+    let first = case["inside"].to_string().contains("route add default");
+    first || list(&case["lists"]).len() > 1 || two_interfaces(case)
+}
+
+/// Whether one container has two interfaces.
+fn two_interfaces(case: &Value) -> bool {
+    let adds = list(&case["steps"]).iter().filter(|step| step["verb"] == "ADD");
+    let places: std::collections::BTreeSet<(u64, String)> =
+        adds.map(|step| (step["container"].as_u64().unwrap_or_default(), step["ifname"].to_string())).collect();
+    let mut containers: Vec<u64> = places.into_iter().map(|(container, _)| container).collect();
+    let all = containers.len();
+    containers.dedup();
+    containers.len() < all
+}

@@ -1,0 +1,130 @@
+//! Steps that one side does and the other refuses.
+
+use super::{Explanation, mappings, outcome, plugins, two_interfaces};
+
+pub(super) const OUTCOMES: &[Explanation] = &[
+    Explanation {
+        name: "the same route twice is one",
+        reason: "differences, bridge: a route that is there already, and alike, is fine",
+        covers: |_, it| {
+            outcome(it, "failed to add route", "done")
+                && it.expected.as_deref().is_some_and(|text| text.contains("file exists"))
+        },
+    },
+    Explanation {
+        name: "two IPv4 ranges with a gateway",
+        reason: "differences, bridge: two IPv4 ranges with a gateway work",
+        covers: |_, it| outcome(it, "failed to set bridge addr", "done"),
+    },
+    Explanation {
+        name: "an empty ipMasqBackend",
+        reason: "differences, bridge: an empty ipMasqBackend is none",
+        covers: |_, it| outcome(it, "unknown ipmasq backend \"\"", "done"),
+    },
+    Explanation {
+        name: "another interface's route is in the way",
+        reason: "differences, bridge: any other route fails the ADD where another interface of the container has one to the same destination",
+        covers: |case, it| {
+            let crowded = two_interfaces(case) || case["inside"].to_string().contains("route add");
+            crowded
+                && outcome(it, "done", "failed to add route")
+                && it.ours.as_deref().is_some_and(|text| text.contains("File exists"))
+        },
+    },
+    Explanation {
+        name: "Go's CHECK of a layer 2 network",
+        reason: "differences, bridge: CHECK of a layer 2 network works",
+        covers: |_, it| it.verb == "CHECK" && outcome(it, "no plugin name provided", "done"),
+    },
+    Explanation {
+        name: "Go's CHECK compares texts",
+        reason: "differences, tuning: CHECK compares MACs and sysctls by value",
+        covers: |_, it| {
+            it.verb == "CHECK"
+                && (outcome(it, "Tuning configured value of", "done")
+                    || outcome(it, "Tuning configured Ethernet of", "done")
+                    || outcome(it, "doesn't match container Mac", "done"))
+        },
+    },
+    Explanation {
+        name: "Go's CHECK knows the main table alone",
+        reason: "differences, bridge: CHECK looks for a route in its table",
+        covers: |_, it| {
+            it.verb == "CHECK"
+                && outcome(it, "not found in routing table", "done")
+                && !it.expected.as_deref().unwrap_or_default().contains("Table:<nil>")
+        },
+    },
+    Explanation {
+        name: "Go's DEL of masquerading fails",
+        reason: "differences, bridge: in Go the DEL of one interface of two, or of two addresses of one family, fails",
+        covers: |_, it| {
+            ["DEL", "GC"].contains(&it.verb.as_str())
+                && (outcome(it, "tables -t nat -D POSTROUTING", "done") || outcome(it, "tables -t nat -X CNI-", "done"))
+        },
+    },
+    Explanation {
+        name: "CHECK of the earlier of two tunings",
+        reason: "differences, tuning: CHECK of the earlier accepts what the later set",
+        covers: |case, it| {
+            let twice = plugins(case).filter(|plugin| plugin["type"] == "tuning").count() > 1;
+            it.verb == "CHECK" && twice && outcome(it, "refused by tuning", "done")
+        },
+    },
+    Explanation {
+        name: "Go's CHECK misses its empty chain",
+        reason: "differences, portmap: in a family in which no port is mapped nothing is made",
+        covers: |_, it| it.verb == "CHECK" && outcome(it, "dnat: chain CNI-DN-", "done"),
+    },
+    Explanation {
+        name: "STATUS asks what ADD will need",
+        reason: "differences, the protocol: STATUS; `status` is compared with the ADD that follows",
+        covers: |_, it| it.verb == "STATUS" && outcome(it, "done", "refused"),
+    },
+    Explanation {
+        name: "Go's CHECK compares the MAC of a bridge that follows its ports",
+        reason: "differences, bridge: the MAC never changes with the ports, and CHECK does not judge it",
+        covers: |_, it| {
+            let words = outcome(it, "Bridge interface", "done");
+            it.verb == "CHECK" && words && it.expected.as_deref().is_some_and(|text| text.contains("Mac doesn't match"))
+        },
+    },
+    Explanation {
+        name: "Go's CHECK counts the rules without masqAll",
+        reason: "differences, portmap: masqAll works in nftables too",
+        covers: |case, it| {
+            let asked = plugins(case).any(|plugin| plugin["masqAll"] == true || plugin["MASQALL"] == true);
+            asked && it.verb == "CHECK" && outcome(it, "missing hostport rules in \"masquerading\" chain", "done")
+        },
+    },
+    Explanation {
+        name: "an absent protocol is tcp",
+        reason: "differences, portmap: an absent protocol is tcp",
+        covers: |case, it| {
+            let absent = mappings(case).any(|mapping| mapping["protocol"].as_str().unwrap_or_default().is_empty());
+            absent && it.verb == "ADD" && outcome(it, "refused by portmap", "done")
+        },
+    },
+    Explanation {
+        name: "capabilities are the runtime's",
+        reason: "differences, the protocol: keys that only the runtime reads are not judged",
+        covers: |_, it| outcome(it, "PluginConf.capabilities", "done"),
+    },
+    Explanation {
+        name: "a route of link scope needs no gateway",
+        reason: "differences, bridge: a route with a scope of link or narrower goes to the link",
+        covers: |_, it| {
+            let text = it.expected.as_deref().unwrap_or_default();
+            let scope = text.contains("Scope: link") || text.contains("Scope: host");
+            scope && outcome(it, "failed to add route", "done")
+        },
+    },
+    Explanation {
+        name: "CHECK sees a spoof rule of another MAC",
+        reason: "docs/plugins/bridge.md, macspoofchk: CHECK names the MAC that the rule pins",
+        covers: |case, it| {
+            let asked = plugins(case).any(|plugin| plugin["macspoofchk"] == true);
+            asked && it.verb == "CHECK" && outcome(it, "done", "spoof rule pins MAC")
+        },
+    },
+];

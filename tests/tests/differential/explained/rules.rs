@@ -1,0 +1,89 @@
+//! Differences of firewall rules.
+
+use super::{Explanation, is, mappings, plugins, two_interfaces};
+
+pub(super) const RULES: &[Explanation] = &[
+    Explanation {
+        name: "conditions in the container's own rules",
+        reason: "differences, portmap: conditions are the container's own",
+        covers: |case, it| {
+            let conditions = case.to_string().to_lowercase().contains("\"conditionsv");
+            conditions
+                && ["hostports", "output", "prerouting"]
+                    .iter()
+                    .any(|chain| it.key.ends_with(&format!(" cni_hostport/{chain}")))
+        },
+    },
+    Explanation {
+        name: "a family without a port has no chains",
+        reason: "differences, portmap: in a family in which no port is mapped nothing is made",
+        covers: |case, it| {
+            let family = if it.key.starts_with("ip6tables") || it.key.starts_with("nft/ip6") { ':' } else { '.' };
+            let mut hosts = mappings(case).map(|mapping| mapping["hostIP"].as_str().unwrap_or_default());
+            let ours = it.ours.as_deref().unwrap_or_default();
+            let fewer = ours.lines().all(|line| it.expected.as_deref().is_some_and(|theirs| theirs.contains(line)));
+            let nobody = hosts.all(|host| !host.is_empty() && !host.contains(family));
+            let rules = it.key.contains("tables")
+                || it.key.starts_with("nft/ip cni_hostport")
+                || it.key.starts_with("nft/ip6 cni_hostport");
+            nobody && (rules && fewer || it.key.ends_with("/route_localnet") && is(&it.expected, "1"))
+        },
+    },
+    Explanation {
+        name: "two networks of one family are accepted before masquerading",
+        reason: "differences, bridge: two networks of one family in one attachment",
+        covers: |_, it| {
+            let sorted = |value: &Option<String>| {
+                let mut lines: Vec<String> = value.as_deref().unwrap_or_default().lines().map(str::to_owned).collect();
+                lines.sort();
+                lines.dedup();
+                lines
+            };
+            it.key.contains("tables")
+                && it.key.contains("/CNI-")
+                && it.ours.as_deref().is_some_and(|ours| ours.contains("-j MASQUERADE"))
+                && sorted(&it.expected) == sorted(&it.ours)
+        },
+    },
+    Explanation {
+        name: "two interfaces of a container go one after the other",
+        reason: "differences, portmap and bridge: interfaces of one container have rules of their own; Go's DEL of one takes the others'",
+        covers: |case, it| {
+            it.verb == "DEL"
+                && two_interfaces(case)
+                && (it.key.contains("tables") || it.key.starts_with("nft/"))
+                && it.ours.is_some()
+        },
+    },
+    Explanation {
+        name: "masqAll in nftables",
+        reason: "differences, portmap: masqAll works in nftables too",
+        covers: |case, it| {
+            let asked = plugins(case).any(|plugin| plugin["masqAll"] == true || plugin["MASQALL"] == true);
+            asked && it.key.ends_with(" cni_hostport/masquerading")
+        },
+    },
+    Explanation {
+        name: "a jump for the other family's ports goes with the next interface",
+        reason: "differences, portmap: interfaces of one container have rules of their own",
+        covers: |case, it| {
+            let (theirs, ours) = (it.expected.as_deref().unwrap_or_default(), it.ours.as_deref().unwrap_or_default());
+            let one_family = mappings(case).any(|mapping| !mapping["hostIP"].as_str().unwrap_or_default().is_empty());
+            let fewer = ours.lines().all(|line| theirs.contains(line));
+            it.verb == "ADD"
+                && one_family
+                && fewer
+                && two_interfaces(case)
+                && it.key.ends_with("tables/CNI-HOSTPORT-DNAT")
+        },
+    },
+    Explanation {
+        name: "rules that ip6tables-legacy -C hid from Go",
+        reason: "differences, portmap: ip6tables-legacy -C finds rules that are not there",
+        covers: |_, it| {
+            let ours = it.ours.as_deref().unwrap_or_default();
+            let more = it.expected.as_deref().is_some_and(|theirs| theirs.lines().all(|line| ours.contains(line)));
+            more && it.key.starts_with("ip6tables-legacy/CNI-DN-")
+        },
+    },
+];
