@@ -127,4 +127,19 @@ pub(super) const OUTCOMES: &[Explanation] = &[
             asked && it.verb == "CHECK" && outcome(it, "done", "spoof rule pins MAC")
         },
     },
+    Explanation {
+        name: "CHECK sees rules that ip6tables-legacy -C hid from Go",
+        reason: "differences, portmap: ip6tables-legacy -C finds rules that are not there",
+        covers: |case, it| {
+            let lacks = it.ours.as_deref().is_some_and(|text| text.contains("101 ip6tables: chain CNI-DN-"));
+            it.verb == "CHECK" && case["iptables"] == "legacy" && lacks && outcome(it, "done", "lacks")
+        },
+    },
+    Explanation {
+        name: "VLANs on a bridge that does not filter and has foreign ports",
+        reason: "differences, bridge: vlan on an existing bridge refuses (7) where a port is not a container's",
+        covers: |_, it| {
+            it.verb == "ADD" && outcome(it, "done", "does not filter VLANs and has ports that are not CNI's")
+        },
+    },
 ];
