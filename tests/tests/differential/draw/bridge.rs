@@ -13,7 +13,7 @@ const MACS: [&str; 3] = ["02:11:22:33:44:55", "02:AA:bb:CC:dd:EE", "c2:11:22:33:
 pub(super) fn bridge(draw: &mut Draw, network: usize) -> Value {
     let mut plugin = json!({"type": "bridge"});
     let names = ["br0", "br0", "br0", "br0", "br-0_x.y", "fifteen-letters"].map(Value::from);
-    let bad_names = ["sixteen-letters-", "a/b", "a b", ".", "..", "lo"].map(Value::from);
+    let bad_names = ["sixteen-letters-", "a/b", "a b", ".", "..", "lo", "br%d", "all"].map(Value::from);
     draw.key(&mut plugin, 85, "bridge", &names, &bad_names);
     let switches = [
         ("isGateway", 45),
@@ -56,6 +56,11 @@ pub(super) fn bridge(draw: &mut Draw, network: usize) -> Value {
             json!({}),
         ];
         draw.key(&mut plugin, 100, "dns", &good, &[json!({"nameservers": "x"}), json!([])]);
+    }
+    if draw.one_in(25) {
+        let good =
+            [json!({"servers": ["192.0.2.54"], "searches": ["pod.example"]}), json!({"nameservers": ["192.0.2.55"]})];
+        plugin["runtimeConfig"]["dns"] = draw.pick(&good);
     }
     if draw.one_in(8) {
         let mac = mac(draw);

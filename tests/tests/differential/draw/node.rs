@@ -8,8 +8,8 @@ pub(super) fn node(draw: &mut Draw, case: &mut Value) {
     let bridge = case["lists"][0]["plugins"][0]["bridge"].as_str().unwrap_or("cni0").to_owned();
     let sound = !bridge.is_empty()
         && bridge.len() < 16
-        && !bridge.contains(['/', ' '])
-        && ![".", "..", "lo"].contains(&bridge.as_str());
+        && !bridge.contains(['/', ' ', '%'])
+        && ![".", "..", "lo", "all"].contains(&bridge.as_str());
     let mut host = Vec::new();
     if sound && draw.percent(35) {
         host.extend(existing(draw, &bridge));

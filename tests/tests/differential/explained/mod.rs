@@ -88,3 +88,8 @@ fn two_interfaces(case: &Value) -> bool {
     containers.dedup();
     containers.len() < all
 }
+
+/// The host's address of a mapping.
+fn host_of(mapping: &Value) -> &str {
+    mapping["hostIP"].as_str().or(mapping["HOSTIP"].as_str()).unwrap_or_default()
+}

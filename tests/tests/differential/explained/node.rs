@@ -167,4 +167,12 @@ pub(super) const NODE: &[Explanation] = &[
             down && it.key.starts_with("host/link/veth(") && it.key.ends_with("/info_slave_data/state")
         },
     },
+    Explanation {
+        name: "the runtime's DNS",
+        reason: "differences, bridge: runtimeConfig.dns goes into the result",
+        covers: |case, it| {
+            let asked = plugins(case).any(|plugin| plugin["runtimeConfig"]["dns"].is_object());
+            asked && it.key.starts_with("result/dns")
+        },
+    },
 ];

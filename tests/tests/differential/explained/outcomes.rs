@@ -1,6 +1,6 @@
 //! Steps that one side does and the other refuses.
 
-use super::{Explanation, mappings, outcome, plugins, two_interfaces};
+use super::{Explanation, bridges, mappings, outcome, plugins, two_interfaces};
 
 pub(super) const OUTCOMES: &[Explanation] = &[
     Explanation {
@@ -140,6 +140,14 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         reason: "differences, bridge: vlan on an existing bridge refuses (7) where a port is not a container's",
         covers: |_, it| {
             it.verb == "ADD" && outcome(it, "done", "does not filter VLANs and has ports that are not CNI's")
+        },
+    },
+    Explanation {
+        name: "names that mean another interface",
+        reason: "differences, the protocol: names that the kernel expands or that are special to it are refused",
+        covers: |case, it| {
+            let special = bridges(case).any(|bridge| bridge.contains('%') || bridge == "all" || bridge == "default");
+            special && (outcome(it, "done", "7 bridge \"") || outcome(it, "refused", "done") && it.verb == "DEL")
         },
     },
 ];

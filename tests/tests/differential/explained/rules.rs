@@ -1,6 +1,6 @@
 //! Differences of firewall rules.
 
-use super::{Explanation, is, mappings, plugins, two_interfaces};
+use super::{Explanation, host_of, is, mappings, plugins, two_interfaces};
 
 pub(super) const RULES: &[Explanation] = &[
     Explanation {
@@ -19,7 +19,7 @@ pub(super) const RULES: &[Explanation] = &[
         reason: "differences, portmap: in a family in which no port is mapped nothing is made",
         covers: |case, it| {
             let family = if it.key.starts_with("ip6tables") || it.key.starts_with("nft/ip6") { ':' } else { '.' };
-            let mut hosts = mappings(case).map(|mapping| mapping["hostIP"].as_str().unwrap_or_default());
+            let mut hosts = mappings(case).map(host_of);
             let ours = it.ours.as_deref().unwrap_or_default();
             let fewer = ours.lines().all(|line| it.expected.as_deref().is_some_and(|theirs| theirs.contains(line)));
             let nobody = hosts.all(|host| !host.is_empty() && !host.contains(family));
@@ -68,7 +68,7 @@ pub(super) const RULES: &[Explanation] = &[
         reason: "differences, portmap: interfaces of one container have rules of their own",
         covers: |case, it| {
             let (theirs, ours) = (it.expected.as_deref().unwrap_or_default(), it.ours.as_deref().unwrap_or_default());
-            let one_family = mappings(case).any(|mapping| !mapping["hostIP"].as_str().unwrap_or_default().is_empty());
+            let one_family = mappings(case).any(|mapping| !host_of(mapping).is_empty());
             let fewer = ours.lines().all(|line| theirs.contains(line));
             it.verb == "ADD"
                 && one_family
