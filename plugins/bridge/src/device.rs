@@ -3,10 +3,11 @@
 //! It is shared, so nothing of it is ever rolled back or deleted. A bridge that we make has its MAC from the first
 //! moment on: one that takes its ports' MACs changes with them, and loses its own with the last of them.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use cni::skel::{Call, MachineRef};
-use cni::{Code, Error, Result};
+use cni::{Cidr, Code, Error, Result};
 use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, Watch, sysctl};
 
 use crate::conf::Conf;
@@ -125,6 +126,11 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) || !(conf.puts_gateway_on_bridge() || belongs_to_cni(host, &link)) {
         return Ok(link);
     }
+    // The owner's alias leaves no room for the sign. Setting the MAC at every ADD would drop all neighbour entries each
+    // time, so the MAC is pinned before the first address, as Go does.
+    if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
+        return Ok(link);
+    }
     let mac = match link.mac {
         Some(mac) if !mac.is_zero() => mac,
         _ => made_up_mac()?,
@@ -137,6 +143,17 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     no_router_advertisements(&link.name);
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
+}
+
+/// Whether an earlier ADD has put a gateway's address on the bridge: one of the configuration's own or, where only IPAM
+/// knows them, any but the kernel's link-local one.
+fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool> {
+    let is_link_local = |address| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    let is_gateway = |cidr: Cidr| match conf.own_gateways.is_empty() {
+        true => !is_link_local(cidr.address()),
+        false => conf.own_gateways.contains(&cidr),
+    };
+    Ok(host.list_addresses(link.index)?.iter().any(|address| is_gateway(address.cidr)))
 }
 
 /// Whether no one else has a use for the MAC of the bridge: all its ports are CNI's.

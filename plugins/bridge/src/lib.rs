@@ -99,16 +99,21 @@ impl Plugin for Bridge {
         let conf = Conf::new(call)?;
         let not_ready = |error: Error| error.with_code(Code::NOT_AVAILABLE);
         let host = Netlink::open().map_err(|error| not_ready(error.into()))?;
+        let mut filters_vlans = false;
         if let Some(link) = host.find_link(&conf.bridge).map_err(|error| not_ready(error.into()))? {
             let Some(bridge) = &link.bridge else {
                 let msg = format!("{:?} already exists but is not a bridge", conf.bridge);
                 return Err(Error::new(Code::NOT_AVAILABLE, msg));
             };
-            if conf.vlans.is_some() && !bridge.vlan_filtering {
+            filters_vlans = bridge.vlan_filtering;
+            if conf.vlans.is_some() && !filters_vlans {
                 device::check_foreign_ports(&host, &link).map_err(not_ready)?;
             }
         }
-        device::check_vlan_filtering(call, &conf)?;
+        // A bridge that filters proves that the kernel can, and costs nothing to look at.
+        if !filters_vlans {
+            device::check_vlan_filtering(call, &conf)?;
+        }
         if conf.spoof_check {
             let probed = SpoofCheck::open().and_then(|mut spoof| spoof.probe());
             probed.map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;

@@ -187,7 +187,8 @@ impl Netlink {
         match self.get(Kind::GetLink, &message) {
             // The number of a namespace that no process and no file holds any more.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
-            Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(false),
+            // The other end has gone since this one was read, and this one with it, or was moved.
+            Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),
             Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
             Ok(_) => Ok(false),
         }

@@ -283,6 +283,22 @@ fn a_bridge_with_an_alias_keeps_both_alias_and_mac() {
     node.exec(&["ip", "link", "del", "up0"]);
 }
 
+/// To set a MAC, even the same one, makes the kernel drop all neighbour entries of the bridge.
+#[test]
+fn a_second_add_keeps_the_neighbours_of_a_bridge_with_an_alias() {
+    let node = Node::new();
+    with_uplink(&node);
+    node.exec(&["ip", "link", "set", "br0", "alias", "the office"]);
+    let config = bridge(&node, &["10.1.0.0/24"]);
+    let (_first, first, first_result) = attach(&node, &config, 1).remove(0);
+    node.exec(&["ip", "neigh", "add", "10.1.0.200", "lladdr", "02:00:00:00:00:01", "dev", "br0", "nud", "permanent"]);
+    let (_second, second, second_result) = attach(&node, &config, 1).remove(0);
+    assert!(node.exec(&["ip", "neigh", "show", "dev", "br0"]).contains("10.1.0.200"));
+    second.del_with(&second_result).success();
+    first.del_with(&first_result).success();
+    node.exec(&["ip", "link", "del", "up0"]);
+}
+
 /// The owner may have put the gateway's address there already.
 #[test]
 fn a_bridge_that_has_the_address_keeps_its_mac() {
