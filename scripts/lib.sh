@@ -224,7 +224,7 @@ unpack() {
 apt_for_unpack() { apt_get -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
 
 # The Go plugins to compare with: Debian's package of another release than the installed one, fetched and unpacked, never
-# installed. The pin is here alone. To move it when the mirrors have a newer one: its version, path
+# installed. Only this place has the pin. To move it when the mirrors have a newer one: its version, path
 # and SHA256 are in unstable's index (https://packages.debian.org/sid/containernetworking-plugins); then run scripts/test and
 # change the column of releases in tests/divergences.txt.
 go_pinned=1.9.1
@@ -245,7 +245,7 @@ get_go_plugins() {
     [ "$(cat "$dir/package" 2>/dev/null)" = "$go_package $go_package_sha256" ] || fetch_go_plugins "$dir" || CNI_GO_BIN_DIR=$installed_go_plugins
 }
 
-# The mirrors are those of this machine's own package sources. The checksum decides, so no index of unstable is needed.
+# The mirrors are those of this machine's own package sources. The pinned checksum proves the content, so no index of unstable is needed.
 fetch_go_plugins() {
     local dir=$1 helper=/usr/lib/apt/apt-helper arch site sites
     arch=$(dpkg --print-architecture 2>/dev/null)
@@ -278,7 +278,7 @@ fetch_go_plugins() {
 }
 
 # go_release DIR: the release of the Go plugins in DIR, as tests/divergences.txt names it. Debian's builds do not know their
-# version; what is told apart here is the newest version of the specification that they speak.
+# version; the newest version of the specification that they speak tells them apart.
 go_release() {
     case $(CNI_COMMAND=VERSION "$1/bridge" </dev/null 2>/dev/null) in
         *'"1.1.0"'*) echo "$go_pinned" ;;

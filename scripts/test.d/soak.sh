@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154 # root, work and installed_go_plugins are scripts/test's
 # The long form of what scripts/test does a share of: every system call of every program of a list is once its last, or
-# fails once with each error and meets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments. cni-install's
+# fails once with each error and gets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments. cni-install's
 # commands are killed at every call, in every pair of two. And the suite runs against the Go plugins that Debian installs,
 # release 1.1.1.
 #

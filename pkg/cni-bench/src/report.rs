@@ -50,7 +50,7 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let memory = memory.lines().next().and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
     let told = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
-    // Where scripts/lib.sh has unpacked a package it says which; of an installed one dpkg knows.
+    // scripts/lib.sh names the package that it has unpacked; dpkg names an installed one.
     let unpacked = folders.theirs.ancestors().nth(3).and_then(|root| fs::read_to_string(root.join("package")).ok());
     let installed = || {
         let owner = run(&["dpkg-query", "-S", &folders.theirs.join("bridge").display().to_string()]).ok()?;

@@ -36,7 +36,7 @@ pub(crate) fn holds(place: &Path, kept: &Path) -> io::Result<bool> {
     Ok(alike && kept_is.mode() == place_is.mode() && read(kept)? == read(place)?)
 }
 
-/// What is at `path`, links not followed; `None` if there is nothing.
+/// Returns what is at `path` without following links; `None` if nothing is there.
 pub(crate) fn metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
     match fs::symlink_metadata(path) {
         Ok(metadata) => Ok(Some(metadata)),
@@ -47,7 +47,7 @@ pub(crate) fn metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
 
 /// Reads a regular file. Opening or reading anything else, a FIFO for instance, might never return.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
-    open(path)?.map_or_else(|| Err(io::Error::other("it is no regular file")), |(_, content)| Ok(content))
+    open(path)?.map_or_else(|| Err(io::Error::other("it is not a regular file")), |(_, content)| Ok(content))
 }
 
 /// Reads the mode and the content of the regular file that `path`, or a link there, leads to;
@@ -77,7 +77,7 @@ fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     Ok(Some((metadata.mode(), content)))
 }
 
-/// Writes a new file with this content, to the disk; what had the name is removed first.
+/// Writes a new file with this content to the disk, after removing any file of that name.
 pub(crate) fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     absent_is_fine(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;

@@ -6,9 +6,9 @@
 //!   of what it put in place. It is complete before anything is replaced. The newest one is the
 //!   *previous* set. Without `ABSENT`, nothing is kept.
 //! - `original/`, the *original* set: what was there before the first install, for each name that
-//!   any install has replaced since. An install adds the previous set to it before that gives way
-//!   to the next, so there is none after one install, nor after those of an older cni-install: then
-//!   the previous set is the original one.
+//!   any install has replaced since. An install adds the previous set to it before replacing the
+//!   previous set, so a first install, or installs of an older cni-install, leave none: then the
+//!   previous set is the original one.
 //! - `state`: what is installed, or which command is under way:
 //!
 //! | command | `state` before | while it changes programs | afterwards |
@@ -22,14 +22,14 @@
 //!   is on the same file system, so no rename of a program fails for want of space.
 //!
 //! Each change of `state` is one rename, and each command can repeat every step of its own. So a
-//! command that was killed left one of these states, and the next one that changes anything begins
-//! with it: it undoes `installing <n>`, which leads to `installed <n-1>` or none, and finishes the
-//! others. To a rollback, a cut-off install is the last install.
+//! killed command leaves one of these states, and the next command that changes anything starts
+//! from that state: it undoes `installing <n>`, which leads to `installed <n-1>` or none, and
+//! finishes the other commands. A rollback treats a cut-off install as the last install.
 //!
-//! A kept set is deleted when the folder holds all of its files; a rollback that had to leave a
-//! program of somebody else alone keeps it. Besides that, the previous set is deleted by the next
-//! install and by `rollback --original`, after it was added to the original set, and both by
-//! `forget`. Everything else that `state` does not need is garbage.
+//! A kept set is deleted when the folder holds all of its files; a rollback that left another
+//! installer's program in place keeps the set. The next install and `rollback --original` also
+//! delete the previous set, after they have added it to the original set. `forget` deletes both
+//! sets. Everything else that `state` does not need is garbage.
 //!
 //! The lock is an flock of the folder itself. It needs no file, so a failure leaves none behind.
 
@@ -54,14 +54,14 @@ pub struct Folder {
     handle: File,
 }
 
-/// Which kept set a rollback is about.
+/// The kept set that a rollback puts back.
 #[derive(Clone, Copy)]
 enum Which {
     Previous(u64),
     Original,
 }
 
-/// What became of one name when a kept set was put back.
+/// The outcome for one name when a kept set was put back.
 enum Fate {
     Restored,
     Removed,
@@ -79,16 +79,16 @@ impl Folder {
         Folder::open(path)
     }
 
-    /// The folder as it is, locked.
+    /// Opens the folder as it is and locks it.
     ///
     /// # Errors
-    /// It cannot be opened, or another installer is at work.
+    /// It cannot be opened, or another installer is running.
     pub fn open(path: &Path) -> Result<Folder, Error> {
         let handle = File::open(path).map_err(Error::io("open the folder", path))?;
         let own = path.join(".cni-install");
-        // Behind a link would be a folder of somebody else, which must not become our rubbish.
+        // A link could lead to another program's folder, which the installer must not delete.
         if metadata(&own).map_err(Error::io("look at", &own))?.is_some_and(|found| !found.is_dir()) {
-            return Err(Error::new(format!("{} is no folder of ours", own.display())));
+            return Err(Error::new(format!("{} exists and is not a cni-install directory", own.display())));
         }
         match handle.try_lock() {
             Ok(()) => {}
@@ -215,7 +215,7 @@ impl Folder {
     /// Compares the folder with what was installed.
     ///
     /// # Errors
-    /// Our own files cannot be read.
+    /// The installer's own files cannot be read.
     pub fn compare(&self) -> Result<Comparison, Error> {
         let installed = match self.state()? {
             None => return Ok(Comparison::NothingInstalled),
@@ -231,10 +231,10 @@ impl Folder {
         })
     }
 
-    /// What is kept.
+    /// Returns the kept sets.
     ///
     /// # Errors
-    /// Our own files cannot be read.
+    /// The installer's own files cannot be read.
     pub fn kept_sets(&self) -> Result<KeptSets, Error> {
         let previous = match self.state()? {
             None | Some(State::Restoring) => None,
@@ -254,8 +254,8 @@ impl Folder {
         let because = |what: &'static str| move |error: Error| Error::new(format!("{what}: {error}"));
         match self.state()? {
             None => {
-                // A rollback may have been killed just before, or an older cni-install have done
-                // it.
+                // A rollback may have been killed just before, or an older cni-install has rolled
+                // back.
                 self.drop_original_if_held()?;
                 Ok((Recovered::Nothing, 0))
             }
@@ -268,7 +268,7 @@ impl Folder {
             Some(State::RollingBack(generation)) => {
                 let done = self.finish_rollback(Which::Previous(generation));
                 done.map_err(because("failed to finish a rollback that was cut off"))?;
-                // It is still the generation's if something had to stay.
+                // The generation is still installed if a file had to stay.
                 Ok((Recovered::RollbackFinished, self.state()?.map_or(0, |_| generation)))
             }
             Some(State::Restoring) => {
@@ -283,7 +283,8 @@ impl Folder {
         }
     }
 
-    /// Puts everything back as before the generation's install, which was cut off; returns the generation before it.
+    /// Puts everything back as before the generation's install, which was cut off; returns the
+    /// generation before it.
     fn undo(&self, generation: u64) -> Result<u64, Error> {
         let kept = self.kept_or_fail(generation)?;
         self.restore(&kept)?;
@@ -329,7 +330,7 @@ impl Folder {
         self.drop_original()?;
         let folder = self.generation(generation);
         let names = self.list(generation)?.into_iter().map(|program| program.name);
-        // First the list without which the rest is not a kept set.
+        // The list goes first: without it the remaining files are not a kept set.
         for name in std::iter::once(ABSENT.to_owned()).chain(names) {
             let path = folder.join(name);
             absent_is_fine(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
@@ -345,14 +346,14 @@ impl Folder {
         }
     }
 
-    /// Drops the original set in one step; what it was is garbage then.
+    /// Drops the original set in one step; its files are garbage then.
     fn drop_original(&self) -> Result<(), Error> {
         let (original, dropped) = (self.own("original"), self.own("dropped"));
         absent_is_fine(fs::remove_dir_all(&dropped)).map_err(Error::io("remove", &dropped))?;
         absent_is_fine(fs::rename(&original, &dropped)).map_err(Error::io("remove", &original))
     }
 
-    /// Adds what the generation has kept to the original set. The generation 0 has kept nothing.
+    /// Adds the files that the generation kept to the original set. Generation 0 kept nothing.
     fn add_to_original(&self, generation: u64) -> Result<(), Error> {
         match self.kept(generation)? {
             Some(kept) => kept.add_to(&self.own("original")),
@@ -364,7 +365,7 @@ impl Folder {
         Kept::read(&self.own("original"))
     }
 
-    /// What the generation's install has replaced; `None` if that was forgotten.
+    /// Returns what the generation's install has replaced; `None` if the set was forgotten.
     fn kept(&self, generation: u64) -> Result<Option<Kept>, Error> {
         Kept::read(&self.generation(generation))
     }
@@ -391,7 +392,7 @@ impl Folder {
         self.handle.sync_all().map_err(Error::io("write out", &self.path))
     }
 
-    /// Acts, and removes what is not needed any more, whatever came of it.
+    /// Runs `act`, then removes what is not needed any more, even if `act` failed.
     fn then_purge<T>(&self, act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
         let done = act();
         self.purge_garbage();
@@ -426,15 +427,16 @@ impl Folder {
         let _ = fs::remove_dir(&self.own);
     }
 
-    /// The mode and the sum of the program of that name, if it is a regular file or a link to one.
+    /// Returns the mode and the sum of the program of that name, if it is a regular file or a link
+    /// to one.
     fn look(&self, name: &str) -> Result<Option<(u32, String)>, Error> {
         let place = self.path.join(name);
         let found = look(&place).map_err(Error::io("read", &place))?;
         Ok(found.map(|(mode, content)| (mode, set::sum(&content))))
     }
 
-    /// What is wrong with the program in the folder; `None` if a runtime that starts it gets this
-    /// one.
+    /// Returns what is wrong with the program in the folder; `None` if a runtime that starts it
+    /// gets this one.
     fn difference(&self, program: &Program) -> Result<Option<String>, Error> {
         let name = &program.name;
         Ok(match self.look(name)? {
@@ -445,7 +447,7 @@ impl Folder {
         })
     }
 
-    /// A line for each of the programs that is not in place.
+    /// Returns a line for each program that is not in place.
     fn differences(&self, programs: &[Program]) -> Result<Vec<String>, Error> {
         programs.iter().filter_map(|program| self.difference(program).transpose()).collect()
     }
@@ -457,8 +459,8 @@ impl Folder {
         set::parse(&String::from_utf8_lossy(&text)).map_err(|why| Error::new(format!("{}: {why}", path.display())))
     }
 
-    /// Puts back what was kept, and removes what was absent before. What none of ours is (any more)
-    /// stays. Can be repeated.
+    /// Puts back what was kept, and removes what was absent before. A file that cni-install did not
+    /// install stays. Can be repeated.
     fn restore(&self, kept: &Kept) -> Result<RolledBack, Error> {
         let staging = self.own("staging");
         staging::empty(&staging)?;

@@ -1,4 +1,4 @@
-//! A kept set: files that programs of ours have replaced, in a folder with two lists.
+//! A kept set: files that installed programs have replaced, in a folder with two lists.
 //!
 //! `SHA256SUMS` has the programs that were put in their places, and `ABSENT` the names that were
 //! not there. In the original set, which outlives many installs, a name has a line in `SHA256SUMS`
@@ -21,7 +21,7 @@ pub(crate) struct Kept {
     folder: PathBuf,
     programs: Vec<Program>,
     absent: BTreeSet<String>,
-    /// When an install replaced it.
+    /// The time when an install replaced it.
     pub(crate) since: SystemTime,
 }
 
@@ -44,9 +44,9 @@ impl Kept {
         }))
     }
 
-    /// Keeps what is in the places of the set's programs.
+    /// Keeps the files that the set's programs will replace.
     pub(crate) fn take(places: &Path, set: &Set, folder: &Path) -> Result<(), Error> {
-        let _ = fs::remove_dir_all(folder); // of an installer killed before it had made use of it
+        let _ = fs::remove_dir_all(folder); // left by an installer that was killed before it used the folder
         DirBuilder::new().mode(0o755).create(folder).map_err(Error::io("create the folder", folder))?;
         let mut absent = String::new();
         for Program { name, .. } in set.programs() {
@@ -69,18 +69,18 @@ impl Kept {
         sync(folder).map_err(Error::io("write out", folder))
     }
 
-    /// The names of the set, each once.
+    /// Returns the names of the set, each once.
     pub(crate) fn names(&self) -> Vec<&str> {
         let mut seen = BTreeSet::new();
         self.programs.iter().map(|program| program.name.as_str()).filter(|name| seen.insert(*name)).collect()
     }
 
-    /// Whether nothing had this name.
+    /// Whether no file had this name.
     pub(crate) fn was_absent(&self, name: &str) -> bool {
         self.absent.contains(name)
     }
 
-    /// The kept file of that name.
+    /// Returns the path of the kept file of that name.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
@@ -90,7 +90,7 @@ impl Kept {
         self.programs.iter().any(|program| program.name == name && program.sum == sum)
     }
 
-    /// The kept files that `folder` does not hold.
+    /// Returns the names of the kept files that `folder` does not hold.
     pub(crate) fn not_held_by(&self, folder: &Path) -> Result<Vec<String>, Error> {
         let mut names = Vec::new();
         for name in self.names() {
@@ -104,10 +104,11 @@ impl Kept {
         Ok(names)
     }
 
-    /// Adds another kept set to the one in `folder`, or begins one. The first file kept of a name
+    /// Adds this kept set to the one in `folder`, or begins one. The first file kept of a name
     /// stays.
     ///
-    /// The list of programs is written last. Cut off before, this has changed nothing that counts.
+    /// The list of programs is written last. A run that was cut off before has changed nothing that
+    /// counts.
     pub(crate) fn add_to(&self, folder: &Path) -> Result<(), Error> {
         let known = Kept::read(folder)?;
         let since = known.as_ref().map_or(self.since, |known| known.since);
@@ -152,7 +153,7 @@ pub(crate) fn exists(path: &Path) -> Result<bool, Error> {
     Ok(metadata(path).map_err(Error::io("look at", path))?.is_some())
 }
 
-/// The text of a file; `None` if there is none.
+/// Reads the text of a file; `None` if there is none.
 fn text(path: &Path) -> Result<Option<String>, Error> {
     match read(path) {
         Ok(text) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
@@ -161,7 +162,7 @@ fn text(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// A folder, in the place of a link or a file if need be.
+/// Makes a folder, replacing a link or a file of that name.
 fn make_folder(path: &Path) -> io::Result<()> {
     match metadata(path)? {
         Some(found) if found.is_dir() => return Ok(()),
@@ -171,7 +172,7 @@ fn make_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o755).create(path)
 }
 
-/// Writes a list in one step, to the disk, with what was written before it.
+/// Writes a list to the disk in one step, together with what was written before it.
 fn replace(folder: &Path, (name, text): (&str, &str), modified: SystemTime) -> Result<(), Error> {
     let (path, temporary) = (folder.join(name), folder.join(format!(".{name}")));
     let put = put(&temporary, text.as_bytes(), 0o644);

@@ -1,8 +1,8 @@
 //! The installer: a set of plugins goes into a folder that runtimes execute programs from all the while.
 //!
 //! - [`set`]: a folder with programs and their `SHA256SUMS`, read and verified.
-//! - [`folder`]: the folder runtimes use: install, roll back, forget, compare. How its states
-//!   follow each other is there.
+//! - [`folder`]: the folder runtimes use: install, roll back, forget, compare. Its documentation
+//!   describes the states.
 //! - [`report`]: what was done.
 //!
 //! It is a program of its own, static and without needs, because a container image made from nothing but it and the
@@ -76,9 +76,10 @@ struct Call {
 enum Verb {
     /// Replace the plugins, keeping what was there
     ///
-    /// Verifies DIR against its SHA256SUMS, copies its programs beside their places, runs each once, and only then renames
-    /// them into place, one by one: who starts a plugin meanwhile gets the old or the new one,
-    /// whole. On any failure nothing is changed. Other files are left alone.
+    /// Verifies DIR against its SHA256SUMS, copies its programs beside their places, runs each
+    /// once, and only then renames them into place, one by one: a runtime that starts a plugin
+    /// meanwhile gets the old or the new one, whole. On any failure nothing is changed. Other files
+    /// are left alone.
     ///
     /// Two sets are kept for rollback: the previous one, which was there before this install, and
     /// the original one, which was there before the first. Later installs replace the previous set
@@ -94,8 +95,8 @@ enum Verb {
     },
     /// Put back what was there before the last install, or before the first
     ///
-    /// Programs that were not there before are removed. One that somebody else has replaced since
-    /// is left as it is, and what is kept of it stays kept.
+    /// Programs that were not there before are removed. A program that another installer has
+    /// replaced since is left as it is, and its kept file stays kept.
     ///
     /// Done twice it changes nothing more: after a rollback to the previous set no previous one is
     /// kept, and the original one still is, unless it is what was put back. `rollback --original`
@@ -109,9 +110,9 @@ enum Verb {
         #[command(flatten)]
         stay: Stay,
     },
-    /// Drop the kept sets: what is installed stays, and there is no way back
+    /// Drop the kept sets: the installed programs stay, and no rollback is possible
     ///
-    /// What is there then counts as the original set for the next install.
+    /// The next install takes the programs that are in the folder then as the original set.
     Forget {
         #[command(flatten)]
         place: Place,

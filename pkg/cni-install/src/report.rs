@@ -1,4 +1,4 @@
-//! What the commands did, as values and as the text that is printed.
+//! Reports what the commands did, as values and as the text that is printed.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
@@ -6,10 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::kept::Kept;
 
-/// What was done first, because an earlier command had been cut off.
+/// The recovery that was done first, because an earlier command had been cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovered {
-    /// Nothing: none had been.
+    /// Nothing: no command had been cut off.
     Nothing,
     /// An installation was undone.
     InstallUndone,
@@ -44,7 +44,7 @@ pub enum Installed {
 pub enum RolledBack {
     /// Nothing: the set that was asked for is not kept.
     NothingKept {
-        /// But the original set is.
+        /// Whether the original set is kept.
         original: bool,
     },
     /// By name.
@@ -53,7 +53,7 @@ pub enum RolledBack {
         restored: Vec<String>,
         /// Removed, because an install brought them.
         removed: Vec<String>,
-        /// Left, because somebody else replaced or removed them since.
+        /// Left, because another installer has replaced or removed them since.
         left: Vec<String>,
         /// Left, because the kept file has gone.
         lost: Vec<String>,
@@ -63,16 +63,16 @@ pub enum RolledBack {
 }
 
 impl RolledBack {
-    /// The lines about each group of names; `since` says which install it was about.
+    /// Writes a line about each group of names; `since` names the install.
     pub(crate) fn lines(&self, since: &str) -> String {
         let RolledBack::Done { restored, removed, left, lost, kept } = self else { return String::new() };
         let mut text = String::new();
         for (what, names) in [
             (since, restored),
-            ("removed, as not there before", removed),
-            ("left alone, as replaced or removed by somebody else since", left),
-            ("left alone, as the kept file is gone", lost),
-            ("kept still, as the folder does not hold it (`cni-install forget` drops it)", kept),
+            ("removed, because they did not exist before", removed),
+            ("left alone, because another installer has replaced or removed them since", left),
+            ("left alone, because the kept file is gone", lost),
+            ("still kept, because the folder does not hold them (`cni-install forget` drops them)", kept),
         ] {
             if !names.is_empty() {
                 let _ = write!(text, "\n  {what}: {}", names.join(", "));
@@ -82,7 +82,7 @@ impl RolledBack {
     }
 }
 
-/// What a forget did.
+/// The outcome of a forget.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Forgotten {
     /// Nothing: no earlier set was kept.
@@ -96,7 +96,7 @@ pub enum Forgotten {
 pub enum Comparison {
     /// This program installed nothing here.
     NothingInstalled,
-    /// This was killed half-way.
+    /// This command was killed half-way.
     CutOff(&'static str),
     /// These are there, unchanged.
     Same(Vec<String>),
@@ -107,16 +107,16 @@ pub enum Comparison {
 /// The sets that can be put back.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct KeptSets {
-    /// What was there before the first install.
+    /// The files from before the first install.
     pub original: Option<KeptSet>,
-    /// What was there before the last one. After a single install it is the original one.
+    /// The files from before the last install. After a single install this is the original set.
     pub previous: Option<KeptSet>,
 }
 
 /// A set that can be put back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptSet {
-    /// When an install replaced it.
+    /// The time when an install replaced it.
     pub since: SystemTime,
     /// The programs that are kept.
     pub programs: Vec<String>,
@@ -125,7 +125,8 @@ pub struct KeptSet {
 }
 
 impl KeptSets {
-    /// `original` as it is on the disk: what the last install has replaced is not in it yet.
+    /// Combines both sets. `original` is as on the disk: it lacks what the last install has
+    /// replaced.
     pub(crate) fn new(original: Option<&Kept>, previous: Option<&Kept>) -> KeptSets {
         let sets: Vec<&Kept> = original.into_iter().chain(previous).collect();
         KeptSets { original: KeptSet::of(&sets), previous: previous.and_then(|previous| KeptSet::of(&[previous])) }
@@ -133,7 +134,7 @@ impl KeptSets {
 }
 
 impl KeptSet {
-    /// Of several sets the first one that has a name counts.
+    /// Merges several sets: for each name the first set that has it counts.
     fn of(sets: &[&Kept]) -> Option<KeptSet> {
         let (mut seen, mut programs, mut absent) = (BTreeSet::new(), Vec::new(), Vec::new());
         for kept in sets {

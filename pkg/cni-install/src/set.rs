@@ -12,8 +12,7 @@ use crate::Error;
 /// The list's name, in a set and in the installer's own folder.
 pub const SUMS: &str = "SHA256SUMS";
 
-/// The list of the names that were not there, beside kept programs; so no program can have this
-/// name.
+/// The list of the names that were not there, beside kept programs. No program can have this name.
 pub(crate) const ABSENT: &str = "ABSENT";
 
 /// A program's name and the SHA-256 of its content, in lower-case hexadecimal.
@@ -60,12 +59,12 @@ impl Set {
     /// A program's content, verified.
     ///
     /// # Errors
-    /// It is no regular file, cannot be read, or is not what the list says.
+    /// It is not a regular file, cannot be read, or is not what the list says.
     pub fn content(&self, program: &Program) -> Result<Vec<u8>, Error> {
         let path = self.folder.join(&program.name);
         let metadata = fs::symlink_metadata(&path).map_err(Error::io("look at", &path))?;
         if !metadata.is_file() {
-            return Err(Error::new(format!("{} is no regular file", path.display())));
+            return Err(Error::new(format!("{} is not a regular file", path.display())));
         }
         let content = fs::read(&path).map_err(Error::io("read", &path))?;
         let sum = sum(&content);
@@ -100,7 +99,7 @@ pub fn parse(text: &str) -> Result<Vec<Program>, String> {
     Ok(programs)
 }
 
-/// As [`parse`], but a name may have several lines.
+/// Parses like [`parse`], but a name may have several lines.
 pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
     let mut programs: Vec<Program> = Vec::new();
     for (number, line) in text.lines().enumerate() {
@@ -112,7 +111,7 @@ pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
         let list = name == SUMS || name == ABSENT;
         if name.is_empty() || name.len() > 255 || name.starts_with('.') || list || !name.bytes().all(plain) {
-            return Err(format!("line {number}: {name:?} is no program's name"));
+            return Err(format!("line {number}: {name:?} is not a program's name"));
         }
         programs.push(Program { name: name.to_owned(), sum: sum.to_owned() });
     }
@@ -132,13 +131,13 @@ mod tests {
         assert_eq!(text(&programs), good);
         for (bad, why) in [
             (format!("{sum} bridge\n"), "line 1 is not"),
-            (format!("{sum}  ../bridge\n"), "is no program's name"),
-            (format!("{sum}  /bin/sh\n"), "is no program's name"),
-            (format!("{sum}  .cni-install\n"), "is no program's name"),
-            (format!("{sum}  \n"), "is no program's name"),
-            (format!("{sum}  SHA256SUMS\n"), "is no program's name"),
-            (format!("{sum}  ABSENT\n"), "is no program's name"),
-            (format!("{sum}  a b\n"), "is no program's name"),
+            (format!("{sum}  ../bridge\n"), "is not a program's name"),
+            (format!("{sum}  /bin/sh\n"), "is not a program's name"),
+            (format!("{sum}  .cni-install\n"), "is not a program's name"),
+            (format!("{sum}  \n"), "is not a program's name"),
+            (format!("{sum}  SHA256SUMS\n"), "is not a program's name"),
+            (format!("{sum}  ABSENT\n"), "is not a program's name"),
+            (format!("{sum}  a b\n"), "is not a program's name"),
             (format!("{sum}  a\n{sum}  a\n"), "line 2: \"a\" is named twice"),
             (format!("{}  bridge\n", &sum[1..]), "is no SHA-256"),
             (format!("{}  bridge\n", sum.to_uppercase()), "is no SHA-256"),

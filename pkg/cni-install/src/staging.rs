@@ -9,8 +9,8 @@ use crate::Error;
 use crate::disk::{absent_is_fine, put};
 use crate::set::{Program, Set};
 
-/// Writes the new programs to the disk, and runs each once, since a folder may be mounted `noexec`
-/// and a program be for another processor.
+/// Writes the new programs to the disk and runs each once, because the folder may be mounted
+/// `noexec` and a program may be built for another processor.
 pub(crate) fn fill(staging: &Path, set: &Set, contents: &[Vec<u8>]) -> Result<(), Error> {
     empty(staging)?;
     for (program, content) in set.programs().iter().zip(contents) {
@@ -23,7 +23,7 @@ pub(crate) fn fill(staging: &Path, set: &Set, contents: &[Vec<u8>]) -> Result<()
     Ok(())
 }
 
-/// Makes the folder, empty.
+/// Makes an empty folder.
 pub(crate) fn empty(staging: &Path) -> Result<(), Error> {
     absent_is_fine(fs::remove_dir_all(staging)).map_err(Error::io("remove", staging))?;
     DirBuilder::new().mode(0o700).create(staging).map_err(Error::io("create the folder", staging))

@@ -1,4 +1,4 @@
-//! `.cni-install/state`: what is installed, or which command is under way.
+//! `.cni-install/state`: the installed generation, or the command that is running.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Error;
 use crate::disk::{absent_is_fine, put, read, sync};
 
-/// The first line of the file. The number is the generation's.
+/// The first line of the file. The number is that of the generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Installing(u64),
@@ -17,8 +17,8 @@ pub(crate) enum State {
     Forgetting(u64),
 }
 
-/// The second line. An older cni-install reads one line only, and so refuses the folder: it would
-/// delete what is kept.
+/// The second line. An older cni-install would delete what is kept; it reads one line only, so this
+/// line makes it refuse the folder.
 const NOTE: &str = "An older cni-install, without `rollback --original`, must not change this folder.";
 
 impl State {
@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(State::parse("installed 3\n"), Some(State::Installed(3)), "as an older version wrote it");
         let text = State::Installed(3).text();
         let number = text.trim_end().split_once(' ').map(|(_, number)| number.parse::<u64>());
-        assert!(number.is_some_and(|number| number.is_err()), "an older version takes it for its own: {text:?}");
+        assert!(number.is_some_and(|number| number.is_err()), "an older version accepts it: {text:?}");
         for bad in ["", "installed", "installed 0", "installed x", "restored 1", "restoring 1\n"] {
             assert_eq!(State::parse(bad), None, "{bad:?}");
         }

@@ -1,4 +1,4 @@
-//! What the installer does to a folder, and what it refuses.
+//! Tests what the installer does to a folder, and what it refuses.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
@@ -32,7 +32,7 @@ fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
     assert_eq!(mode & 0o7777, 0o755);
     place.call("status").fine();
     let text = place.call("rollback").fine();
-    assert!(text.contains("before the last install: bridge") && text.contains("not there before: tuning"), "{text}");
+    assert!(text.contains("before the last install: bridge") && text.contains("not exist before: tuning"), "{text}");
     assert_eq!(place.says("bridge").unwrap(), "somebody's bridge");
     assert_eq!(place.files(), ["bridge", "dangling", "flannel"]);
     assert!(place.call("rollback").fine().contains("nothing to roll back"));
@@ -59,7 +59,7 @@ fn a_rollback_leaves_what_somebody_else_has_put_there_since() {
     let status = place.call("status");
     assert!(status.status == 1 && status.out.contains("tuning is another program"), "{status:?}");
     let text = place.call("rollback").fine();
-    assert!(text.contains("replaced or removed by somebody else since: tuning"), "{text}");
+    assert!(text.contains("another installer has replaced or removed them since: tuning"), "{text}");
     assert_eq!(
         (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
         ("old".into(), "another installer's".into())
@@ -76,7 +76,7 @@ fn a_set_that_is_not_what_its_list_says_changes_nothing() {
     fs::remove_file(set.join("tuning")).unwrap();
     place.install(&set).failed("failed to look at");
     symlink("/bin/sh", set.join("tuning")).unwrap();
-    place.install(&set).failed("is no regular file");
+    place.install(&set).failed("is not a regular file");
     fs::remove_file(set.join("SHA256SUMS")).unwrap();
     place.install(&set).failed("SHA256SUMS: No such file");
     assert_eq!((place.says("bridge").unwrap(), place.files()), ("old".into(), vec!["bridge".to_owned()]));
@@ -280,7 +280,7 @@ fn a_link_in_the_place_of_the_installers_own_folder_is_refused_and_what_is_behin
     fs::create_dir_all(outside.join("precious")).unwrap();
     fs::write(outside.join("precious/data"), "mine").unwrap();
     symlink(&outside, place.dest().join(".cni-install")).unwrap();
-    let refused = ".cni-install is no folder of ours";
+    let refused = ".cni-install exists and is not a cni-install directory";
     place.install(&place.set("v1", &["bridge"])).failed(refused);
     place.call("rollback").failed(refused);
     place.call("status").failed(refused);
@@ -323,6 +323,6 @@ fn a_fifo_holds_nobody_up() {
     fs::create_dir(place.dest().join(".cni-install")).unwrap();
     fifo(&place.dest().join(".cni-install/state"));
     for verb in ["status", "rollback"] {
-        call(&place, verb).failed("no regular file");
+        call(&place, verb).failed("not a regular file");
     }
 }

@@ -1,4 +1,4 @@
-//! What the installer keeps, and for how long.
+//! Tests what the installer keeps, and for how long.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
@@ -76,11 +76,11 @@ fn what_a_rollback_could_not_put_back_stays_kept() {
         let back = || if original { place.to_original() } else { place.call("rollback") };
         for _ in 0..2 {
             let text = back().fine();
-            assert!(text.contains("install: bridge") && text.contains("else since: tuning"), "{text}");
-            assert!(text.contains("kept still") && text.contains("drops it): tuning"), "{text}");
+            assert!(text.contains("install: bridge") && text.contains("removed them since: tuning"), "{text}");
+            assert!(text.contains("still kept") && text.contains("drops them): tuning"), "{text}");
             assert_eq!(place.says("bridge"), Some("old".into()));
         }
-        // What was in the way is gone.
+        // The obstacle is gone.
         program::copy(place.temporary.path().join("v1/tuning"), place.dest().join("tuning"));
         back().fine();
         assert_eq!((place.says("tuning"), place.files()), (Some("old".into()), vec!["bridge".into(), "tuning".into()]));
@@ -96,12 +96,12 @@ fn a_kept_file_that_is_gone_holds_up_nothing_else() {
     place.install(&place.set("v1", &["bridge", "tuning"])).fine();
     fs::remove_file(place.dest().join(".cni-install/1/bridge")).unwrap();
     let ran = place.call("rollback");
-    assert!(ran.status == 1 && ran.out.contains("as the kept file is gone: bridge"), "{ran:?}");
+    assert!(ran.status == 1 && ran.out.contains("because the kept file is gone: bridge"), "{ran:?}");
     assert_eq!((place.says("bridge"), place.says("tuning")), (Some("v1 of bridge".into()), Some("old".into())));
     assert_eq!(place.files(), ["bridge", "tuning"]);
 }
 
-/// As the version before `rollback --original` wrote it: one generation, and a state of one line.
+/// The older version, without `rollback --original`, wrote one generation and a state of one line.
 #[test]
 fn what_an_older_version_has_left_is_understood() {
     for (state, generations) in [("installed 7\n", &["7"][..]), ("installing 8\n", &["7", "8"])] {
@@ -125,7 +125,7 @@ fn what_an_older_version_has_left_is_understood() {
                 "install" => place.install(&place.set("v9", &["bridge"])).fine(),
                 _ => place.call("rollback").fine(),
             };
-            // The rollback of a cut-off install ends there.
+            // A rollback of a cut-off install ends with the programs from before that install.
             let expected = if generations.len() == 2 && command == "rollback" { "v7 of bridge" } else { expected };
             assert_eq!(place.says("bridge").as_deref(), Some(expected), "{state}, {command}");
             place.to_original().fine();

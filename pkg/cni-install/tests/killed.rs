@@ -23,7 +23,7 @@ use place::{Place, State};
 
 const KILL: Act = Act::Signal(Signal::SIGKILL);
 
-/// What a folder has been through before the commands that are killed.
+/// The commands that ran on a folder before the commands that are killed.
 const STARTS: [&[Command]; 4] = [
     &[],
     &[Command::InstallFirst],
@@ -39,13 +39,13 @@ fn seed() -> u64 {
     std::env::var("CNI_SEED").map_or(1, |text| text.parse().expect("CNI_SEED is a number"))
 }
 
-/// How long a test may go on in a soak run: `CNI_SOAK_MINUTES`, or half an hour.
+/// Returns how long a test may take in a soak run: `CNI_SOAK_MINUTES`, or half an hour.
 fn patience() -> Duration {
     let minutes = std::env::var("CNI_SOAK_MINUTES").ok().filter(|text| !text.is_empty());
     Duration::from_secs(60 * minutes.map_or(30, |text| text.parse().expect("CNI_SOAK_MINUTES is a number")))
 }
 
-/// Prints past libtest, which swallows the output of passing tests; `scripts/test` shows these
+/// Prints without libtest, which hides the output of passing tests; `scripts/test` shows these
 /// lines.
 fn figure(text: &str) {
     let _ = std::io::stderr().write_all(format!("\nFIGURE {text}\n").as_bytes());
@@ -63,7 +63,7 @@ impl Dice {
     }
 }
 
-/// A folder together with the models that it may be in: a killed command has happened or not.
+/// A folder together with the models that it may match: a killed command has happened or not.
 #[derive(Clone)]
 struct Case {
     state: State,
@@ -81,7 +81,7 @@ impl Case {
         case
     }
 
-    /// The command runs unhurt: the folder must be what one of the models says.
+    /// Runs the command to its end: the folder must be what one of the models says.
     fn run(&self, place: &Place<'_>, command: Command) -> Case {
         let folder = place.load(&self.state);
         let story = format!("{}\n  {command:?}", self.story);
@@ -103,8 +103,8 @@ impl Case {
         Case { state: folder.save(), models, story }
     }
 
-    /// The command gets the signal, or the error, at its system call `at`; `None` if it makes fewer
-    /// calls.
+    /// Runs the command with the signal or the error at its system call `at`; `None` if it makes
+    /// fewer calls.
     fn hurt(&self, place: &Place<'_>, command: Command, (act, at): (Act, u64)) -> Option<(Case, String)> {
         let folder = place.load(&self.state);
         let traced = folder.traced(command, act, at);
@@ -116,8 +116,8 @@ impl Case {
         Some((Case { state: folder.save(), models, story }, call))
     }
 
-    /// Whatever comes next, the folder becomes whole, and the original set comes back unless it was
-    /// dropped.
+    /// Checks that after any next command the folder is whole, and that the original set comes back
+    /// unless it was dropped.
     fn check(&self, place: &Place<'_>, next: &[Command]) {
         for command in next {
             let case = self.run(place, *command);
@@ -136,8 +136,8 @@ impl Case {
     }
 }
 
-/// The distinct states in which a kill at each call of `command` leaves the folder, found in one
-/// run.
+/// Returns the distinct states in which a kill at each call of `command` leaves the folder, found
+/// in one run.
 fn killed_everywhere(place: &Place<'_>, case: &Case, command: Command) -> (u64, Vec<Case>) {
     let folder = place.load(&case.state);
     let (calls, states) = folder.watched(command);
@@ -152,7 +152,7 @@ fn killed_everywhere(place: &Place<'_>, case: &Case, command: Command) -> (u64, 
     (calls, cases.collect())
 }
 
-/// A kill leaves what a look at that moment finds: this is what the other tests rely on.
+/// A kill leaves what reading the folder at that call finds: the other tests rely on this.
 #[test]
 fn a_kill_leaves_what_is_there_at_that_call() {
     require!(trace::supported());
@@ -200,8 +200,8 @@ fn an_install_killed_anywhere_then_rollback_keeps_the_original() {
     }
 }
 
-/// SIGTERM, a full disk, a disk that does not answer, and a lack of rights, at a share of the
-/// calls, or all in a soak run.
+/// Tries SIGTERM, a full disk, a disk that does not answer and a lack of rights at a share of the
+/// calls, or at all calls in a soak run.
 #[test]
 fn a_signal_or_an_error_at_any_call_loses_nothing() {
     require!(trace::supported());
@@ -237,10 +237,10 @@ fn a_signal_or_an_error_at_any_call_loses_nothing() {
     assert!(tried >= 25, "{tried}");
 }
 
-/// Each ordered pair of two commands, from each start: the first killed, then the second killed,
+/// Tries each ordered pair of commands from each start: the first killed, then the second killed,
 /// then any command.
 #[test]
-fn every_pair_of_killed_commands_leaves_a_folder_that_heals() {
+fn every_pair_of_killed_commands_leaves_a_usable_folder() {
     require!(trace::supported());
     let began = Instant::now();
     let figures = if soak() { every_pair() } else { some_pairs() };

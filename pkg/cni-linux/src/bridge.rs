@@ -59,11 +59,13 @@ pub struct PortFlags {
     pub isolated: bool,
 }
 
-/// Checks that this kernel's bridges can filter by VLAN, by making such a bridge in a network namespace of its own, which
-/// ends with the thread that made it. No network namespace that exists is changed.
+/// Checks that this kernel's bridges can filter by VLAN, by making such a bridge in a network
+/// namespace of its own, which ends with the thread that made it. No network namespace that exists
+/// is changed.
 ///
 /// # Errors
-/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. Any other error answers nothing.
+/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. Any other error leaves it
+/// unknown.
 pub fn probe_vlan_filtering() -> Result<()> {
     let failed = |cause: Cause| Error::new("failed to probe bridge VLAN filtering in a new network namespace", cause);
     let probe = move || {

@@ -111,7 +111,8 @@ impl Route {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
 
-    /// Whether it is the route to the network of one of the interface's own addresses, made by the kernel with the address.
+    /// Whether this is the route to the network of one of the interface's own addresses, made by
+    /// the kernel with the address.
     pub fn is_connected(&self, oif: u32) -> bool {
         self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
     }
@@ -162,10 +163,11 @@ impl Netlink {
         self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
     }
 
-    /// Adds one route over one or several gateways in front of its [rivals](Route::is_rival_of), which no packet takes then.
+    /// Adds one route over one or several gateways before its [rivals](Route::is_rival_of), which
+    /// no packet takes then.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an identical one is there, with the same maker.
+    /// [`Error::is_exists`] if an identical one with the same protocol is there.
     pub fn add_route_in_front(&self, paths: &[Route]) -> Result<()> {
         self.add_paths(paths, NLM_F_CREATE)
     }
@@ -305,7 +307,7 @@ fn message(route: &Route) -> RouteMessage {
     message
 }
 
-/// One route over several gateways; what they have in common is taken from the first.
+/// Builds one route over several gateways; what they have in common is taken from the first.
 fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
     let mut message = message(&Route { gw: None, ..*first });
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));

@@ -75,8 +75,9 @@ impl Netlink {
     /// Makes a pair; the other end is left down.
     ///
     /// # Errors
-    /// [`Error::taken`] tells which name is in use, if that is it. Nothing is left behind, unless the kernel's answer was
-    /// lost: the caller then finds the pair by its name and the host's MAC.
+    /// [`Error::taken`] returns the name that is in use, if that is the cause. Nothing is left
+    /// behind, unless the kernel's answer was lost: the caller then finds the pair by its name and
+    /// the host's MAC.
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
         let made = self.create_link(message(spec), spec.name).map_err(|cause| {
             let cause = self.which_name(spec, cause);

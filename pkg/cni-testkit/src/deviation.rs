@@ -1,8 +1,8 @@
 //! What is known to be different in the plugins under test, everywhere and for all tests, as data.
 //!
-//! Lines `@<deviation>  <releases>  <reason>` of the file that `CNI_TEST_DIVERGENCES` names; a deviation of one release
-//! is excused in all. The other lines of that file are tests that are expected to fail, and `scripts/test`'s business.
-//! Without the variable nothing is excused.
+//! Lines `@<deviation>  <releases>  <reason>` of the file that `CNI_TEST_DIVERGENCES` names; a
+//! deviation of one release is excused in all. The other lines of that file are tests that are
+//! expected to fail; `scripts/test` reads them. Without the variable nothing is excused.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;

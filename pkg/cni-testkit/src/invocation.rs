@@ -47,7 +47,7 @@ impl Node {
         Invocation::new(self, crate::bin_dir().join(name)).cni_path(crate::bin_dir())
     }
 
-    /// The Go plugin `name` of [`go_bin_dir`](crate::go_bin_dir).
+    /// Prepares a call of the Go plugin `name` of [`go_bin_dir`](crate::go_bin_dir).
     pub fn go_plugin(&self, name: &str) -> Invocation<'_> {
         Invocation::new(self, crate::go_bin_dir().join(name)).cni_path(crate::go_bin_dir())
     }

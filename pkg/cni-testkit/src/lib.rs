@@ -81,8 +81,9 @@ pub fn bin_dir() -> PathBuf {
     }
 }
 
-/// The folder of the Go plugins, for tests that mix both: `CNI_GO_BIN_DIR`, else the release that `scripts/test` has unpacked
-/// into the target folder, else the one that Debian installs.
+/// Returns the folder of the Go plugins, for tests that mix both: `CNI_GO_BIN_DIR`, else the
+/// release that `scripts/test` has unpacked into the target folder, else the one that Debian
+/// installs.
 pub fn go_bin_dir() -> PathBuf {
     let unpacked = || {
         let test = std::env::current_exe().ok()?;

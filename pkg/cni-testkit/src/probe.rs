@@ -87,14 +87,19 @@ pub fn go_plugins() -> Probed {
     missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
 }
 
-/// A release of the Go plugins that knows nftables: those that speak 1.1.0 of the specification do.
+/// Probes for a release of the Go plugins that supports nftables: those that speak 1.1.0 of the
+/// specification do.
 pub fn go_nftables() -> Probed {
     go_plugins()?;
     let program = crate::go_bin_dir().join("portmap");
-    let told = Command::new(&program).env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
-    let told = told.map_err(|error| format!("{}: {error}", program.display()))?;
-    let newer = String::from_utf8_lossy(&told.stdout).contains("\"1.1.0\"");
-    if newer { Ok(()) } else { Err(format!("the Go plugins in {} know no nftables", crate::go_bin_dir().display())) }
+    let output = Command::new(&program).env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
+    let output = output.map_err(|error| format!("{}: {error}", program.display()))?;
+    let newer = String::from_utf8_lossy(&output.stdout).contains("\"1.1.0\"");
+    if newer {
+        Ok(())
+    } else {
+        Err(format!("the Go plugins in {} do not support nftables", crate::go_bin_dir().display()))
+    }
 }
 
 pub(crate) fn has_tool(name: &str) -> bool {

@@ -114,8 +114,9 @@ impl NetConf {
     }
 }
 
-/// `runtimeConfig.dns`: what a runtime wants a container to resolve names with. A convention of the specification, which
-/// names the keys `servers` and `searches`; `dns` of a configuration has `nameservers` and `search`.
+/// The name resolution that a runtime wants for a container, from `runtimeConfig.dns`: a convention
+/// of the specification, which names the keys `servers` and `searches`; `dns` of a configuration
+/// has `nameservers` and `search`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct RuntimeDns {
@@ -139,8 +140,9 @@ impl From<RuntimeDns> for Dns {
     }
 }
 
-/// What replaces IPAM's name resolution in the result of a plugin that creates an interface: `runtimeConfig.dns` as a whole
-/// if it is present, else `dns` of the configuration as a whole if it says anything. `None` leaves IPAM's.
+/// Returns what replaces IPAM's name resolution in the result of a plugin that creates an
+/// interface: `runtimeConfig.dns` as a whole if it is present, else `dns` of the configuration as a
+/// whole if it has a value. `None` leaves IPAM's.
 pub fn dns_override(of_runtime: Option<RuntimeDns>, of_conf: Dns) -> Option<Dns> {
     of_runtime.map(Dns::from).or_else(|| Some(of_conf).filter(|dns| !dns.is_empty()))
 }
@@ -298,11 +300,11 @@ mod tests {
         assert_eq!(chosen("null", "{}"), None);
         assert_eq!(chosen("null", r#"{"nameservers":[]}"#), None);
         assert_eq!(chosen(r#"{"servers":["192.0.2.1"]}"#, of_conf), dns(r#"{"nameservers":["192.0.2.1"]}"#));
-        // As Go's libcni writes what was not given.
+        // Go's libcni writes absent values like this.
         assert_eq!(chosen(r#"{"Servers":null,"Searches":["s"],"Options":null}"#, of_conf), dns(r#"{"search":["s"]}"#));
         let all = r#"{"nameservers":["192.0.2.2"],"search":["t"],"domain":"d","options":["ndots:1"]}"#;
         assert_eq!(chosen(all, of_conf), dns(all));
-        assert_eq!(chosen("{}", of_conf), Some(Dns::default()), "present, and says that there is none");
+        assert_eq!(chosen("{}", of_conf), Some(Dns::default()), "present and empty");
     }
 
     #[test]

@@ -202,7 +202,8 @@ pub fn check_plugin_name(kind: &str) -> Result<()> {
     Ok(())
 }
 
-/// Looks a plugin up: a plain file name, in the folders' order, a regular file that may be executed.
+/// Looks a plugin up: a plain file name, in the folders' order, a regular file that may be
+/// executed.
 ///
 /// # Errors
 /// Go's texts, which other programs search for.

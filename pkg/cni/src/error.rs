@@ -140,8 +140,8 @@ impl Error {
         self.io().and_then(std::io::Error::raw_os_error)
     }
 
-    /// Whether the cause is a shortage that passes without a repair: of disk space, inodes, memory, processes or file
-    /// descriptors.
+    /// Whether the cause is a shortage that passes without a repair: of disk space, inodes, memory,
+    /// processes or file descriptors.
     pub fn is_shortage(&self) -> bool {
         use std::io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull, WouldBlock};
         // ENFILE, EMFILE, ENOBUFS: std has no kind for them.
@@ -152,7 +152,7 @@ impl Error {
         })
     }
 
-    /// The first operating system error in the chain of causes.
+    /// Returns the first operating system error in the chain of causes.
     fn io(&self) -> Option<&std::io::Error> {
         let mut cause: Option<&(dyn StdError + 'static)> = self.source();
         while let Some(error) = cause {

@@ -39,9 +39,11 @@ pub fn check_network_name(name: &str) -> Result<()> {
     Err(Error::config("invalid characters found in network name").with_details(name))
 }
 
-/// Checks a CNI_IFNAME of a new attachment: a [link's name](check_interface_name) that means one interface and no other.
+/// Checks a CNI_IFNAME of a new attachment: a [link's name](check_interface_name) that means one
+/// interface and no other.
 ///
-/// DEL and CHECK do not apply this check: an earlier release may have made something for such a name.
+/// DEL and CHECK do not apply this check: an earlier release may have made an attachment with such
+/// a name.
 ///
 /// # Errors
 /// Code 4, naming the variable.
@@ -69,7 +71,7 @@ pub fn check_host_link_name(what: &str, name: &str) -> Result<()> {
     }
 }
 
-/// Why a link's name may mean another interface than the one that is made under it.
+/// Returns why a link's name may mean another interface than the one that is made with the name.
 fn ambiguity(name: &str) -> Option<&'static str> {
     match name {
         // RTM_NEWLINK replaces `%d` by a number, so the link gets another name.

@@ -12,7 +12,7 @@
 //!   [`delegate`]: running another plugin (IPAM).
 //! - [`steps`]: what a call tells the log of itself.
 //! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in by `main`.
-//! - [`release`]: which release of this project a program is; [`time`]: times as people read them.
+//! - [`release`]: which release of this project a program is; [`time`]: times formatted for people.
 //! - [`libcni`]: the runtime's side: network lists, request derivation, the result cache.
 //!
 //! This crate never touches the kernel's network state, holds no unsafe code and needs no privilege. What does is

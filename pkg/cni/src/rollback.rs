@@ -1,8 +1,9 @@
 //! What an ADD has done so far, as a stack of undos.
 //!
-//! The undo of an effect is pushed before the effect where its outcome may stay unknown (a lost answer), else after it. The stack is handed to the skeleton inside
-//! [`Added`](crate::skel::Added); the skeleton commits it only after the result has been written in full. Dropping
-//! it, on an error, on `?` or on a panic, runs the undos, newest first.
+//! The undo of an effect is pushed before the effect if the outcome may stay unknown (a lost
+//! answer), else after it. The stack is handed to the skeleton inside
+//! [`Added`](crate::skel::Added); the skeleton commits it only after the result has been written in
+//! full. Dropping it, on an error, on `?` or on a panic, runs the undos, newest first.
 //!
 //! An undo removes only what is this attachment's alone: never a bridge, never a shared chain.
 

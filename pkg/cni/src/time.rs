@@ -1,4 +1,4 @@
-//! Times as people read them.
+//! Formats times for people.
 
 use std::time::Duration;
 

@@ -138,7 +138,7 @@ Examples:
 pub(crate) const IPAM_GC: &str = "\
 Goes through the reservations under the store's own lock, so that it disturbs no
 running plugin. What a runtime remembers goes if its network namespace is gone
-and no link on the host bears its mark. What nobody knows anything of stays
+and no link on the host has its mark. What nobody knows anything of stays
 unless --unknown is given.
 
 Where a whole attachment is left over, with rules and links, 'cnitool gc' or the

@@ -102,7 +102,7 @@ impl Witnesses<'_> {
             })
         });
         match (marked, over) {
-            (Some((_, link)), _) => Life::InUse(format!("the host's link {link} bears its mark")),
+            (Some((_, link)), _) => Life::InUse(format!("the host's link {link} has its mark")),
             (None, Some(why)) => Life::Over(why),
             (None, None) => Life::Unknown("no runtime remembers it".to_owned()),
         }

@@ -129,8 +129,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
         let mut layer3 = Layer3::new(&ipam, conf, interface, &result.ips)?;
         masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
-        // The interface stays whatever happens, so our addresses must go from it before IPAM gets them back. Those that it
-        // has already are the earlier plugin's.
+        // The interface stays even if the ADD fails, so our addresses must be removed from it
+        // before IPAM gets them back. The addresses that it has already are the earlier plugin's.
         let there = container.list_addresses(inner.index)?;
         let mut addresses = layer3.addresses();
         addresses.retain(|cidr| there.iter().all(|address| address.cidr != *cidr));
@@ -195,7 +195,7 @@ fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Res
     }
 }
 
-/// What the link will be marked with, if this attachment may have it.
+/// Returns the mark for the link, if this attachment may use the link.
 fn check_free(bridge: &Link, link: &Link, mark: &Mark) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
         let msg = format!("{} is a port of another interface already", link.name);

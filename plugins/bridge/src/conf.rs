@@ -213,7 +213,8 @@ impl Conf {
         Conf::parse(conf, "").unwrap()
     }
 
-    /// Whether ADD puts the gateway's address on the bridge itself, and not on an interface of its own in a VLAN.
+    /// Whether ADD puts the gateway's address on the bridge itself, and not on an interface of its
+    /// own in a VLAN.
     pub(crate) fn puts_gateway_on_bridge(&self) -> bool {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
     }

@@ -58,8 +58,8 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Re
         let msg = format!("failed to create bridge {0:?}: {0:?} already exists but is not a bridge", conf.bridge);
         return Err(Error::config(msg));
     }
-    // What is wanted but missing, in as few requests as that takes: on a bridge in use there are none.
-    // One that somebody else made may learn routes as the kernel's default has it.
+    // What is wanted but missing, in as few requests as that takes: on a bridge in use there are
+    // none. A bridge that another program made may learn routes, which is the kernel's default.
     if !link.up || link.alias.as_deref() != Some(PINNED) {
         no_router_advertisements(&link.name);
     }
@@ -100,7 +100,7 @@ pub(crate) fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
     Error::new(Code::UNSUPPORTED_FIELD, msg)
 }
 
-/// STATUS: that the kernel has VLAN filtering, if the configuration needs it.
+/// Checks for STATUS that the kernel has VLAN filtering, if the configuration needs it.
 ///
 /// # Errors
 /// Code 2 naming key and value.
@@ -114,14 +114,16 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
             Err(no_vlan_filtering(Error::config(format!("bridge {:?}", conf.bridge)), conf))
         }
         Err(error) => {
-            call.notes.note(format_args!("STATUS does not know whether the kernel has bridge VLAN filtering: {error}"));
+            call.notes
+                .note(format_args!("STATUS failed to find out whether the kernel has bridge VLAN filtering: {error}"));
             Ok(())
         }
     }
 }
 
-/// Sets the MAC that the bridge has, so that the bridge keeps it: always if this ADD makes the bridge the gateway, because
-/// every container would lose the gateway with each change of its MAC. Otherwise only where all ports are CNI's.
+/// Sets the bridge's present MAC explicitly, so that the bridge keeps it: always if this ADD makes
+/// the bridge the gateway, because every container would lose the gateway with each change of its
+/// MAC; otherwise only if all ports are CNI's.
 fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) || !(conf.puts_gateway_on_bridge() || belongs_to_cni(host, &link)) {
         return Ok(link);
@@ -139,7 +141,7 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.is_some() {
         return Ok(Link { mac: Some(mac), ..link });
     }
-    // The ADD that made the bridge may have ended before it came to this.
+    // The ADD that made the bridge may have ended before it pinned the MAC.
     no_router_advertisements(&link.name);
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
@@ -156,11 +158,12 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
     Ok(host.list_addresses(link.index)?.iter().any(|address| is_gateway(address.cidr)))
 }
 
-/// Whether no one else has a use for the MAC of the bridge: all its ports are CNI's.
+/// Whether all ports of the bridge are CNI's, so that no other program needs its MAC to change.
 fn belongs_to_cni(host: &Netlink, link: &Link) -> bool {
     let record = record::HostVeths::default();
-    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet; and while hundreds of
-    // ports come the list is never whole. The next ADD will look again: this one need not fail for it.
+    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet;
+    // and while hundreds of ports come the list is never whole. The next ADD will look again: this
+    // one need not fail for it.
     let Ok(ports) = host.list_ports(link.index) else { return false };
     // Without ports it may be waiting for its uplink, to take that one's MAC.
     ports.iter().all(|port| is_cni_port(port, &record)) && (!ports.is_empty() || link.mac.is_none_or(Mac::is_zero))

@@ -11,7 +11,7 @@ use crate::conf::Conf;
 /// What ADD would refuse it with.
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(call)?;
-    assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is no bridge's name", conf.bridge);
+    assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is not a bridge's name", conf.bridge);
     assert!(conf.mtu.is_none_or(|mtu| (68..=65535).contains(&mtu)));
     assert!(!(conf.hairpin && conf.promiscuous));
     assert!(conf.mac.is_none_or(|mac| !mac.is_multicast() && !mac.is_zero()));

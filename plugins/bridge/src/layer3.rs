@@ -61,13 +61,14 @@ impl Layer3 {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
-    /// One default route per family, in the order of the addresses. One that IPAM lists without a gateway means ours.
+    /// One default route per family, in the order of the addresses. One that IPAM lists without a
+    /// gateway means this one.
     fn add_default_routes(&mut self) {
         let first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
         for is_ipv4 in [first, !first] {
             let Some(gateway) = self.family_gateway(is_ipv4) else { continue };
             let default = Cidr::default_route(gateway);
-            // As Go has it: one with a gateway of its own is enough, whatever its metric and table.
+            // As in Go: one with a gateway of its own is enough, whatever its metric and table.
             if self.routes.iter().any(|route| route.dst.network() == default && route.gw.is_some()) {
                 continue;
             }
@@ -169,8 +170,9 @@ pub(crate) fn prepare_namespace(netns: &Netns, ifname: &str, conf: &Conf, layer3
 
 /// Adds the addresses, then sets the interface up, then adds the routes.
 ///
-/// Routes that are there already, and alike, are fine. A route to the interface's own subnet goes in front of the kernel's. A default route in whose way another network's stands is left
-/// out, here and in the result, as the specification asks.
+/// Accepts identical routes that exist already. Puts a route to the interface's own subnet before
+/// the kernel's. A default route in whose way another network's stands is left out, here and in the
+/// result, as the specification asks.
 ///
 /// # Errors
 /// What the kernel refuses.
@@ -211,7 +213,7 @@ pub(crate) fn configure(
                 if rivals.iter().any(|rival| rival.is_same(route)) {
                     continue;
                 }
-                // A route to the interface's own subnet: as in Go it stands in front of the one that the kernel has made.
+                // As in Go, a route to the interface's own subnet goes before the kernel's.
                 if rivals.iter().all(|rival| rival.is_connected(index)) {
                     container.add_route_in_front(&paths)?;
                     continue;

@@ -53,8 +53,8 @@ pub fn examine(conf: &NetConf) -> Result<()> {
     }
 }
 
-/// What is wrong with an IPAM plugin's answer for this configuration. `before`: the networks that the container's
-/// addresses from earlier plugins reach.
+/// Checks an IPAM plugin's answer for this configuration. `before`: the networks that the
+/// container's addresses from earlier plugins reach.
 ///
 /// # Errors
 /// ADD's.

@@ -29,8 +29,8 @@ pub(crate) fn ensure<'a>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let Masquerading::On(backend) = conf.masquerade else { return Ok(()) };
-    // Before the effect: one of two families may be done when the other fails. An earlier ADD of the attachment, into
-    // another namespace, may have made rules: they stay.
+    // Registered before the effect, because one family may be done when the other fails. Rules that
+    // an earlier ADD of the attachment made, into another namespace, stay.
     let former = Rc::new(Former::default());
     let (mine, its, before) = (mark.clone(), addresses.to_vec(), Rc::clone(&former));
     let undo = move || open(call).put_back(&mine, &its, &before);

@@ -55,7 +55,7 @@ pub(crate) fn create<'a>(
             ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
         };
         attempt += 1;
-        // Before the effect: if the kernel's answer is lost, the pair may exist.
+        // Registered before the effect: if the kernel's answer is lost, the pair may exist.
         let made = undo_creation(host, &name, mac, rollback);
         match host.create_veth(&spec) {
             Ok(veth) => {
@@ -73,8 +73,8 @@ pub(crate) fn create<'a>(
     Ok(Port { index: veth.index, name, mac, peer_index: veth.peer_index, peer_mac })
 }
 
-/// Registers the deletion of the pair that is about to be made: by its index, once that is known, else by its name and the
-/// MAC that no other interface has.
+/// Registers the deletion of the pair that is about to be made: by its index, once that is known,
+/// else by its name and the MAC that no other interface has.
 fn undo_creation<'a>(host: &Rc<Netlink>, name: &str, mac: Mac, rollback: &mut Rollback<'a>) -> Rc<Cell<Option<u32>>> {
     let made = Rc::new(Cell::new(None));
     let (host, index, name) = (Rc::clone(host), Rc::clone(&made), name.to_owned());
@@ -125,11 +125,11 @@ pub(crate) fn protect<'a>(
     Ok(())
 }
 
-/// Refuses an ADD whose spoof rules would replace those of an earlier interface of this attachment that lives, in whatever
-/// namespace. `port` is the host's end where it exists already.
+/// Refuses an ADD whose spoof rules would replace those of an earlier interface of this attachment
+/// that still exists, in any namespace. `port` is the host's end if it exists already.
 ///
 /// # Errors
-/// 102 naming the host's end of the earlier interface.
+/// Code 102, naming the host's end of the earlier interface.
 pub(crate) fn refuse_second(host: &Netlink, mark: &Mark, port: Option<&Link>) -> Result<()> {
     if port.is_none()
         && let Some(earlier) = host.find_host_end(mark)?

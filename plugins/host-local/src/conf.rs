@@ -1,8 +1,10 @@
 //! The plugin's keys: `ipam`, and what the runtime adds in `runtimeConfig`, `args` and CNI_ARGS.
 //!
-//! Three readings: [`AddConf`] is strict and for ADD; [`StatusConf`] is as strict about what STATUS is given; [`Place`] is
-//! all that the other verbs need, and forgives what has nothing to do with where the store is. Easy to get wrong: `ipam.subnet` and its neighbours are one more range set,
-//! before those of `ipam.ranges` and behind those of the runtime; a set's position names its `last_reserved_ip` file.
+//! Reads the configuration in three ways: [`AddConf`] is strict and for ADD; [`StatusConf`] is as
+//! strict about STATUS's configuration; [`Place`] has what the other verbs need, and ignores errors
+//! in keys that do not affect the place of the store. `ipam.subnet` and its neighbours are one more
+//! range set, before those of `ipam.ranges` and behind those of the runtime; a set's position names
+//! its `last_reserved_ip` file.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -39,7 +41,7 @@ pub(crate) struct AddConf {
     pub(crate) resolv_conf: Option<PathBuf>,
 }
 
-/// What STATUS judges: what ADD reads of the network's own configuration. The runtime's part is missing.
+/// The configuration that STATUS judges: what ADD reads, without the runtime's part.
 #[derive(Clone, Debug)]
 pub(crate) struct StatusConf {
     pub(crate) place: Place,
@@ -49,12 +51,12 @@ pub(crate) struct StatusConf {
     pub(crate) shortage: ShortagePolicy,
 }
 
-/// What STATUS makes of a shortage that passes: a used-up range, a full disk.
+/// The reaction of STATUS to a shortage that passes: a used-up range, a full disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ShortagePolicy {
-    /// It succeeds and reports the shortage.
+    /// STATUS succeeds and reports the shortage.
     Report,
-    /// It fails with code 50.
+    /// STATUS fails with code 50.
     Fail,
 }
 
@@ -99,7 +101,7 @@ impl Place {
         Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier, again: Again::Refuse })
     }
 
-    /// Reads the same, and `reuse`, without forgiving anything.
+    /// Reads the same, and `reuse`, and refuses every error.
     fn strict(conf: &NetConf) -> Result<Place> {
         let again = match boolean(conf, "reuse")? {
             Some(true) => Again::Reuse,
@@ -111,7 +113,7 @@ impl Place {
 }
 
 impl StatusConf {
-    /// Reads and checks everything that STATUS is given.
+    /// Reads and checks the whole configuration of a STATUS.
     pub(crate) fn read(conf: &NetConf) -> Result<StatusConf> {
         let (keys, place): (Keys, Place) = (conf.decode()?, Place::strict(conf)?);
         let shortage = shortage(conf)?;
@@ -120,7 +122,7 @@ impl StatusConf {
     }
 }
 
-/// `resolvConf`; an empty one is none.
+/// Returns `resolvConf`; `None` if it is empty.
 fn resolv_conf(ipam: Ipam) -> Option<PathBuf> {
     Some(ipam.resolv_conf).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
@@ -183,7 +185,8 @@ fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
     Ok(sets)
 }
 
-/// The keys of `ipam` that are read apart from the rest: DEL must not fail by the others.
+/// The keys of `ipam` that are read separately, because errors in the others must not make DEL
+/// fail.
 const READ_APART: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
 
 /// The keys of `ipam` and `runtimeConfig` that nobody here reads.

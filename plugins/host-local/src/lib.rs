@@ -53,8 +53,9 @@ pub fn examine(conf: &NetConf) -> Result<()> {
     Ok(())
 }
 
-/// The results that an ADD of this configuration could answer with, as far as routes and gateways go: in each one,
-/// every set gives an address of another of its ranges. Empty without ranges, which a runtime may bring.
+/// Returns the possible results of an ADD of this configuration, as far as routes and gateways
+/// matter: in each one, every set gives an address of another of its ranges. Empty without ranges,
+/// which the runtime may provide.
 ///
 /// # Errors
 /// ADD's.
@@ -178,15 +179,16 @@ impl Plugin for HostLocal {
         collected.error.map_or(Ok(()), Err)
     }
 
-    /// A used-up range or a full disk is only reported: where STATUS fails, the runtime makes the node unready, Kubernetes
-    /// evicts the pods that have their addresses, and CRI-O does not run the GC that would free the others.
+    /// A used-up range or a full disk is only reported: where STATUS fails, the runtime makes the
+    /// node unready, Kubernetes evicts the pods that have their addresses, and CRI-O does not run
+    /// the GC that would free the others.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = StatusConf::read(&call.conf)?;
         conf.resolv_conf.as_deref().map(resolv::read).transpose()?;
         let store = store(call, &conf.place);
         store.report_foreign();
         let mut shortages: Vec<String> = store.check_writable()?.iter().map(ToString::to_string).collect();
-        // Ranges that only the runtime knows come with an ADD.
+        // The ranges that only the runtime knows come with an ADD.
         if let Some(sets) = &conf.sets {
             let usage = store.usage(sets)?;
             let used_up = usage.iter().filter(|set| set.is_exhausted());

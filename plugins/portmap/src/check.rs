@@ -52,7 +52,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         Ok(Some((Ok(_), key))) => {
             Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off: 127.0.0.1 cannot be mapped")))
         }
-        // As in ADD: without a route there is no interface whose sysctl could be judged.
+        // As in ADD: without a route no interface is known, so no sysctl can be judged.
         Ok(Some((Err(error), _))) if error.is_not_found() => {
             forward::note_no_localnet(call, &error.into());
             Ok(())

@@ -82,8 +82,8 @@ impl Conf {
     /// Reads the configuration.
     ///
     /// # Errors
-    /// 6 and 7, with Go's texts where it has them, without its prefix. Go's text about a port names no mapping:
-    /// [`Conf::refused_port`] does.
+    /// 6 and 7, with Go's texts where it has them, without its prefix. Go's text about a port names
+    /// no mapping: [`Conf::refused_port`] does.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let raw: Raw = conf
             .json()
@@ -121,8 +121,8 @@ impl Conf {
         listed_mappings(conf).iter().filter_map(mapping).collect()
     }
 
-    /// Returns the mapping whose port [`Conf::new`] has refused with this error, as `portMappings[1]`. The error has
-    /// Go's text alone, which other programs compare.
+    /// Returns the mapping whose port [`Conf::new`] has refused with this error, as
+    /// `portMappings[1]`. The error has Go's text alone, which other programs compare.
     pub(crate) fn refused_port(conf: &NetConf, error: &Error) -> Option<String> {
         let is_refused = |item: &Json| {
             let refusal = item.decode::<RawMapping>().ok().and_then(|raw| mapping(&raw).err());
@@ -139,11 +139,11 @@ fn listed_mappings(conf: &NetConf) -> &[Json] {
     }
 }
 
-/// Why a mapping makes no sense.
+/// The reason why a mapping is refused.
 enum Refusal {
-    /// A port, in Go's words.
+    /// A bad port, in Go's words.
     Port(String),
-    /// Anything else, for which Go has no words.
+    /// Any other defect, for which Go has no text.
     Other(String),
 }
 

@@ -36,7 +36,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         displace_stale(call, &wanted);
         return Ok(rollback);
     }
-    // Without a route to the container everything works but this, and another node may do the routing.
+    // Without a route to the container only this does not work, and another node may route.
     let localnet = localnet_key(&wanted).unwrap_or_else(|error| {
         note_no_localnet(call, &error);
         None
@@ -51,7 +51,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     }
     if let Some(key) = localnet {
         match sysctl::ensure(&key, "1") {
-            // The interface has gone meanwhile, or has no IPv4.
+            // The interface was deleted meanwhile, or has no IPv4.
             Err(error) if error.is_not_found() => note_no_localnet(call, &error.into()),
             Err(error) => return Err(Error::from(error).context("unable to enable route_localnet")),
             Ok(_) => {}
@@ -65,7 +65,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     Ok(rollback)
 }
 
-/// Removes what leads to the container from a port of a container that is gone. An ADD that maps nothing works without.
+/// Removes rules that lead from a port of a removed container to this container. A failure does not
+/// fail an ADD that maps nothing.
 fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
     let nft = || match NftPortMap::open() {
         Ok(mut nft) => nft.rivals(wanted, Then::Displace),
@@ -76,9 +77,9 @@ fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
     for rivals in [nft(), iptables()] {
         match rivals {
             Ok(rivals) => rivals.remarks.iter().for_each(|remark| call.notes.note(format_args!("portmap: {remark}"))),
-            Err(error) => {
-                call.notes.note(format_args!("portmap: failed to look for ports of former containers: {error}"))
-            }
+            Err(error) => call
+                .notes
+                .note(format_args!("portmap: failed to look for stale rules to the container's addresses: {error}")),
         }
     }
 }

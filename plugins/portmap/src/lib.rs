@@ -103,7 +103,8 @@ impl Plugin for Portmap {
     }
 }
 
-/// Reads the configuration, and logs which mapping has a bad port: Go's text about it, the error, does not say.
+/// Reads the configuration, and logs which mapping has a bad port: Go's text about it, the error,
+/// does not say.
 fn parse(call: &Call<'_>) -> Result<Conf> {
     Conf::new(&call.conf).inspect_err(|error| {
         if let Some(mapping) = Conf::refused_port(&call.conf, error) {

@@ -251,7 +251,7 @@ fn put_back(all: &[Found]) -> Result<()> {
 
 /// What is as it should be already is not touched: some drivers refuse even that while the interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
-    // Before the changes: if the kernel's answer to one is lost, it may have been made.
+    // Registered before the changes: if the kernel's answer is lost, a change may have been made.
     let (undo, before, changed) = (netlink.clone(), link.clone(), *conf);
     rollback.push("put the interface back as it was", move || put_link_back(&undo, &before, &changed));
     let index = link.index;
@@ -273,7 +273,7 @@ fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut R
     Ok(())
 }
 
-/// Undoes what [`change_link`] has come to, in reverse, going on after failures.
+/// Undoes the changes of [`change_link`], in reverse order, and continues after failures.
 fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()> {
     let index = before.index;
     let Some(now) = netlink.find_link_by_index(index)? else { return Ok(()) };

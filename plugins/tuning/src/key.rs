@@ -36,7 +36,8 @@ impl Key {
     /// Reads a key for the interface `ifname`; an empty one leaves `IFNAME` as it is.
     ///
     /// # Errors
-    /// Code 7, Go's text, and as details the key as written and the value, for everything that is not below `net`.
+    /// Code 7, Go's text, and as details the key as written and the value, for everything that is
+    /// not below `net`.
     pub(crate) fn new(written: &str, value: &str, ifname: &str) -> Result<Key> {
         let invalid = |why: &str| {
             let (key, written, value) = (shown(&as_go_reports(written, ifname)), shown(written), shown(value));
@@ -100,7 +101,7 @@ fn spellings(written: &str) -> impl Iterator<Item = String> {
     std::iter::once(go).chain(other)
 }
 
-/// The key as Go's error has it since 1.9: with slashes and the interface's name.
+/// Returns the key as Go's error has it since 1.9: with slashes and the interface's name.
 fn as_go_reports(written: &str, ifname: &str) -> String {
     let key = written.replace('.', "/");
     if ifname.is_empty() { key } else { key.replacen(PLACEHOLDER, ifname, 1) }

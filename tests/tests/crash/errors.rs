@@ -63,7 +63,8 @@ fn during_del_with_iptables() {
     failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69]);
 }
 
-/// The kernel has done what it was asked, or not: its answer is lost. Whichever it was, a failed ADD takes it back.
+/// Loses the kernel's answer, whether or not the kernel handled the request. A failed ADD must undo
+/// the request.
 #[track_caller]
 fn losing_answers(backend: Backend, floor: u64) {
     require!(trace::supported());

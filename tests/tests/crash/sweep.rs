@@ -173,7 +173,7 @@ impl Sweep {
         hit
     }
 
-    /// One point, one way; whether the program came so far.
+    /// Tries one point in one way; returns whether the program reached the point.
     fn try_once(
         self,
         world: &mut World,
@@ -195,7 +195,8 @@ impl Sweep {
         hit
     }
 
-    /// Tries every call of that name that the plugins of these names make, and returns what is to be complained of.
+    /// Tries every call of that name that the plugins of these names make, and returns what is to
+    /// be complained of.
     pub(crate) fn at_each(self, call: &str, plugins: &[&'static str]) -> Vec<String> {
         let (mut complaints, mut world, began, mut tried) = (Vec::new(), World::new(self.backend), Instant::now(), 0);
         for plugin in plugins {

@@ -1,4 +1,4 @@
-//! A case on both nodes, step by step, and what is different.
+//! Runs a case on both nodes, step by step, and lists the differences.
 
 use std::fmt;
 
@@ -7,19 +7,19 @@ use serde_json::{Value, json};
 use crate::facts::{Facts, flatten};
 use crate::side::{Did, Side, Who, key_of, list};
 
-/// One fact that is not the same.
+/// One fact that differs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Difference {
     /// The step after which it showed, and its verb.
     pub(crate) step: usize,
     pub(crate) verb: String,
-    /// What is compared: both sides, or ours before and after.
+    /// The compared states: both sides, or ours before and after.
     pub(crate) kind: Kind,
-    /// The place, as in [`Facts`]; `outcome` for what a step came to.
+    /// The place, as in [`Facts`]; `outcome` for the outcome of a step.
     pub(crate) key: String,
-    /// What Go has, or what there was before.
+    /// The value of Go, or the value before.
     pub(crate) expected: Option<String>,
-    /// What we have.
+    /// Our value.
     pub(crate) ours: Option<String>,
 }
 
@@ -27,7 +27,8 @@ pub(crate) struct Difference {
 pub(crate) enum Kind {
     /// Go's node has something else.
     Differs,
-    /// After an ADD that both refuse, and a DEL if it was a later plugin that refused, ours is not as it was.
+    /// Our node has changed by an ADD that both refuse, with a DEL after it if a later plugin
+    /// refused.
     Left,
 }
 
@@ -45,7 +46,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// What came of a case.
+/// The outcome of a case.
 #[derive(Debug, Default)]
 pub(crate) struct Compared {
     pub(crate) differences: Vec<Difference>,
@@ -72,7 +73,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
             (Some((plugin, theirs)), Some((refuser, own))) => {
                 compared.refused.push((format!("{verb} {plugin}"), theirs.clone(), own.clone()));
                 if verb == "ADD" {
-                    // What the plugins before the one that refused have done is the runtime's to take back.
+                    // The runtime must undo what the plugins before the refusing one have done.
                     let first = list(&case["lists"][key_of(step).0]["plugins"]).first();
                     let later = first.is_some_and(|first| first["type"] != refuser.as_str());
                     if !again && later {
@@ -84,7 +85,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
                     let now = ours.facts();
                     differences = differing(&last, &now, Kind::Left);
                     last = now;
-                    // What Go has left would spoil all that comes after.
+                    // Leftovers of Go would cause differences in all later steps.
                     over = !again;
                 }
             }
@@ -102,7 +103,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
                     }
                     differences.extend(differing(&theirs, &now, Kind::Differs));
                     if verb == "GC" || step["netns"].is_string() {
-                        // What is in the containers is out of reach.
+                        // The facts in the containers cannot be compared.
                         differences.retain(|difference| !is_inside(&difference.key));
                     }
                 }
@@ -112,7 +113,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
                     Some((plugin, text)) => format!("refused by {plugin}: {text}"),
                     None => "done".to_owned(),
                 };
-                // A step that the other's plugins do is told by whose they are.
+                // A step that the other side's plugins do names these plugins.
                 let (theirs, own) = if step["swap"] == true { (own, theirs) } else { (theirs, own) };
                 differences.push(Difference {
                     step: number,
@@ -130,7 +131,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
             difference.step = number;
             verb.clone_into(&mut difference.verb);
         }
-        // What has been seen needs no second mention.
+        // A difference that has been reported is not reported again.
         differences.retain(|new| {
             !all.iter().any(|old| {
                 old.key == new.key && old.expected == new.expected && old.ours == new.ours && new.key != "outcome"
@@ -147,7 +148,7 @@ pub(crate) fn compare(case: &Value) -> Compared {
     compared
 }
 
-/// STATUS said that no ADD can work, and one did.
+/// Returns the difference of a STATUS that failed although the next ADD succeeded.
 fn not_unready() -> Difference {
     let (expected, ours) = (Some("ready".to_owned()), Some("not ready, and ADD works".to_owned()));
     Difference { step: 0, verb: String::new(), kind: Kind::Differs, key: "status".to_owned(), expected, ours }
@@ -191,19 +192,19 @@ fn differing(expected: &Facts, ours: &Facts, kind: Kind) -> Vec<Difference> {
 }
 
 impl Difference {
-    /// Whether nobody has anything there.
+    /// Whether neither side has a value there.
     fn key_is_empty(&self) -> bool {
         [&self.expected, &self.ours].iter().all(|value| value.as_deref().unwrap_or_default().is_empty())
     }
 }
 
 impl Side<'_> {
-    /// What an ADD answered, as facts. A MAC is compared with the link that it should be of.
+    /// Adds the result of an ADD to the facts. A MAC is compared with that of its link.
     fn result(&self, did: &Did, facts: &mut Facts) {
         let Some(mut result) = did.result.clone() else { return };
         for interface in result["interfaces"].as_array_mut().into_iter().flatten() {
             let name = interface["name"].as_str().unwrap_or_default();
-            // One in the container has got its name from the facts.
+            // An interface in the container is already named in the facts.
             let inside = interface["sandbox"].as_str().is_some_and(|sandbox| !sandbox.is_empty());
             let read = || std::fs::read_to_string(format!("/sys/class/net/{name}/address")).unwrap_or_default();
             if !inside && interface["mac"].as_str() == Some(self.node.enter(read).trim()) {

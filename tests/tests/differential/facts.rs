@@ -1,7 +1,8 @@
-//! What there is on a node and in its containers, as facts that can be compared one by one.
+//! Reads the state of a node and its containers, as facts that can be compared one by one.
 //!
-//! What is left out or renamed here is what must differ between two runs of the same program, or what only we make and Go
-//! never looks at; each place says which. Everything else that is different needs an explanation (`explained.rs`).
+//! Facts that differ between two runs of the same program, or that only our plugins make and Go
+//! never reads, are left out or renamed here; each place names the reason. Every other difference
+//! needs an explanation (`explained.rs`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,10 +14,10 @@ use serde_json::Value;
 
 use crate::side::{Side, list};
 
-/// What is true, by the place where it is.
+/// The facts, by their places.
 pub(crate) type Facts = BTreeMap<String, String>;
 
-/// What a namespace shows.
+/// The state of a namespace.
 struct Shown {
     place: String,
     links: Vec<Value>,
@@ -26,7 +27,7 @@ struct Shown {
 }
 
 impl Side<'_> {
-    /// Everything that is true now.
+    /// Returns all present facts.
     pub(crate) fn facts(&mut self) -> Facts {
         let all = self.literal.contains("\"sysctl\"");
         let mut shown = vec![self.node.enter(|| show("host".to_owned(), all))];
@@ -45,7 +46,8 @@ impl Side<'_> {
         facts.collect()
     }
 
-    /// Learns which random name and MAC is whose: `veth(c0.eth0)` is the host's end of that interface.
+    /// Learns the owners of random names and MACs: `veth(c0.eth0)` is the host's end of that
+    /// interface.
     fn name(&mut self, shown: &[Shown]) {
         for inside in &shown[1..] {
             for link in &inside.links {
@@ -68,7 +70,7 @@ impl Side<'_> {
         }
     }
 
-    /// `text` with the random names in it replaced.
+    /// Returns `text` with the random names in it replaced.
     pub(crate) fn named(&self, text: &str) -> String {
         let mut text = text.to_owned();
         for (name, token) in &self.names {
@@ -76,7 +78,7 @@ impl Side<'_> {
                 text = text.replace(name.as_str(), token);
             }
         }
-        // One that a later plugin has replaced.
+        // A MAC that a later plugin has replaced.
         let mut from = 0;
         while let Some(at) = (from..text.len().saturating_sub(16)).find(|at| text.get(*at..at + 17).is_some_and(is_mac))
         {
@@ -91,7 +93,7 @@ impl Side<'_> {
         text
     }
 
-    /// Rules, chain by chain.
+    /// Adds the rules, chain by chain.
     fn rules(&self, facts: &mut Facts) {
         let ruleset = self.node.ruleset();
         chains_of_nft(facts, &ruleset);
@@ -107,7 +109,7 @@ impl Side<'_> {
         }
     }
 
-    /// Files of plugins: their names, modes and content.
+    /// Adds the files of plugins: their names, modes and content.
     fn files(&self, facts: &mut Facts) {
         let files = self.node.enter(|| {
             let mut files = Vec::new();
@@ -118,7 +120,8 @@ impl Side<'_> {
         });
         for (path, content) in files {
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-            // Ours alone, empty, and no plugin of Go's looks at it: `docs/plugins/portmap.md`.
+            // Only our plugins make it; it is empty, and Go's plugins do not read it:
+            // `docs/plugins/portmap.md`.
             let lock = name.starts_with("iptables-") && name.ends_with(".lock") || name == "xtables.lock";
             if lock || path.starts_with("/run/netns") {
                 continue;
@@ -132,7 +135,7 @@ fn is_mac(text: &str) -> bool {
     text.bytes().enumerate().all(|(at, byte)| if at % 3 == 2 { byte == b':' } else { byte.is_ascii_hexdigit() })
 }
 
-/// The keys that tuning adds to Go's backup are invisible to Go.
+/// Removes the keys that our tuning adds to Go's backup: Go ignores them.
 fn backup(content: String) -> String {
     let Ok(Value::Object(mut fields)) = serde_json::from_str(&content) else { return content };
     fields.retain(|key, _| !["attachment", "sysctls", "written"].contains(&key.as_str()));
@@ -141,7 +144,8 @@ fn backup(content: String) -> String {
 
 fn walk(folder: &Path, into: &mut Vec<(PathBuf, String)>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        // The index of host-local and its like: ours alone, may be deleted at any time.
+        // The index of host-local and the like: only our plugins make them, and they may be deleted
+        // at any time.
         if entry.file_name() == ".cni" {
             continue;
         }
@@ -154,7 +158,7 @@ fn walk(folder: &Path, into: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-/// `veth` and eight hexadecimal digits: what no configuration names.
+/// Whether the name is `veth` and eight hexadecimal digits, which no configuration names.
 fn is_random(name: &str) -> bool {
     name.strip_prefix("veth").is_some_and(|rest| rest.len() == 8 && rest.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
@@ -163,9 +167,9 @@ fn text<'v>(value: &'v Value, key: &str) -> &'v str {
     value[key].as_str().unwrap_or_default()
 }
 
-/// Asks the kernel, by one `ip` for all that has no family and one for the rules of IPv6.
+/// Asks the kernel, by one `ip` for everything without a family and one for the rules of IPv6.
 fn show(place: String, all_sysctls: bool) -> Shown {
-    // The folder shows the links of the node, wherever it is looked at.
+    // The folder shows the links of the node in every namespace.
     let is_host = place == "host";
     let mut all = ip(&["-j", "-d"], "address show\nroute show table all\nrule show\n").into_iter();
     let mut next = || all.next().unwrap_or_default();
@@ -176,7 +180,8 @@ fn show(place: String, all_sysctls: bool) -> Shown {
     }
     rules.extend(ip(&["-6", "-j", "-d"], "rule show\n").into_iter().flatten());
     let mut sysctls = Vec::new();
-    // Half of what a capture costs. What is not an interface's own is set by forwarding and tuning alone.
+    // This is half the cost of a capture. Only forwarding and tuning set sysctls that are not an
+    // interface's own.
     let folders: &[&str] =
         if all_sysctls { &["/proc/sys/net"] } else { &["/proc/sys/net/ipv4/conf", "/proc/sys/net/ipv6/conf"] };
     for folder in folders {
@@ -202,7 +207,7 @@ fn ip(options: &[&str], batch: &str) -> Vec<Vec<Value>> {
 fn read_sysctls(folder: &Path, into: &mut Vec<(String, String)>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name());
-        // Neighbour tables are tuned by no plugin; the count is of the moment.
+        // No plugin sets the sysctls of neighbour tables; the count changes all the time.
         if name == "neigh" || name == "nf_conntrack_count" {
             continue;
         }
@@ -225,7 +230,8 @@ fn links(facts: &mut Facts, shown: &Shown, literal: &str) {
         facts.insert(format!("{place}/link/{name}/address"), if known { mac } else { "random" }.to_owned());
         let is_bridge = link["linkinfo"]["info_kind"] == "bridge";
         flatten(facts, &format!("{place}/link/{name}"), link, &|key| {
-            // Numbers of the moment, and our mark. `state` and the like follow the carrier, up to a second later.
+            // Numbers that change all the time, and our mark. `state` and the like follow the
+            // carrier, up to a second later.
             [
                 "ifindex",
                 "link_index",
@@ -250,7 +256,7 @@ fn links(facts: &mut Facts, shown: &Shown, literal: &str) {
             flags.filter(|flag| !["LOWER_UP", "NO-CARRIER", "M-DOWN", "DORMANT"].contains(flag)).collect();
         facts.insert(format!("{place}/link/{name}/flags"), flags.join(" "));
         let addresses = list(&link["addr_info"]).iter();
-        // The kernel makes these out of random MACs, when there is a carrier.
+        // The kernel makes these from random MACs, when there is a carrier.
         let addresses = addresses.filter(|info| !text(info, "local").starts_with("fe80:"));
         let addresses: Vec<String> = addresses.map(|info| address(info, place)).collect();
         facts.insert(format!("{place}/addresses/{name}"), addresses.join("\n"));
@@ -263,7 +269,7 @@ fn links(facts: &mut Facts, shown: &Shown, literal: &str) {
 fn address(info: &Value, place: &str) -> String {
     let mut line = format!("{}/{}", text(info, "local"), info["prefixlen"]);
     for (key, value) in info.as_object().into_iter().flatten() {
-        // On the host detection goes on for a second or so after ADD, in both.
+        // On the host duplicate detection continues for about a second after ADD, on both nodes.
         let of_the_moment = place == "host" && key == "tentative";
         if !["local", "prefixlen", "family"].contains(&key.as_str()) && !of_the_moment {
             line += &format!(" {key}={value}");
@@ -276,7 +282,7 @@ fn routes(facts: &mut Facts, shown: &Shown) {
     let mut lines: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for route in &shown.routes {
         let dst = text(route, "dst");
-        // Of link-local addresses, see above; multicast comes with the carrier.
+        // Routes of link-local addresses, see above; multicast comes with the carrier.
         if dst.starts_with("fe80:") || text(route, "type") == "multicast" || (dst == "ff00::/8") {
             continue;
         }
@@ -296,7 +302,7 @@ fn routes(facts: &mut Facts, shown: &Shown) {
     facts.extend(lines.into_iter().map(|(key, lines)| (key, lines.join("\n"))));
 }
 
-/// Every leaf of `value`, but for the keys that `left_out` names.
+/// Adds every leaf of `value`, except the keys that `left_out` names.
 pub(crate) fn flatten(facts: &mut Facts, path: &str, value: &Value, left_out: &dyn Fn(&str) -> bool) {
     match value {
         Value::Object(fields) if !fields.is_empty() => {
@@ -313,7 +319,8 @@ pub(crate) fn flatten(facts: &mut Facts, path: &str, value: &Value, left_out: &d
     }
 }
 
-/// Our rule without a target that says whose the others are: Go never looks for it (decision 24).
+/// Whether this is our rule without a target that names the owner of the other rules: Go never
+/// reads it (decision 24).
 fn is_owner_rule(line: &str) -> bool {
     line.contains("comment \"cni:") && !line.contains(" -j ")
 }
@@ -339,7 +346,8 @@ fn chains_of_nft(facts: &mut Facts, ruleset: &str) {
             facts.insert(format!("nft/{table}/{line}"), String::new());
         }
     }
-    // iptables-nft makes tables and base chains by looking at them, and what is in its tables `iptables-save` tells in full.
+    // Reading with iptables-nft makes tables and base chains, and `iptables-save` lists its tables
+    // in full.
     let tables = ["nft/ip filter", "nft/ip6 filter"];
     facts.retain(|key, _| {
         !tables.contains(&key.as_str()) && !key.starts_with("nft/ip nat") && !key.starts_with("nft/ip6 nat")

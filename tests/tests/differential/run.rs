@@ -1,4 +1,4 @@
-//! The run: cases by number on several threads, figures, and what is not explained.
+//! Runs the cases on several threads, and reports figures and differences without an explanation.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -17,14 +17,15 @@ use crate::draw::draw;
 use crate::explained::{explanation, explanations};
 use crate::shrink::shrink;
 
-/// How many cases an ordinary run has, and a soak run for each of `CNI_SOAK`.
+/// The number of cases of an ordinary run, and of a soak run for each unit of `CNI_SOAK`.
 const SHARE: u64 = 100;
 const SOAK: u64 = 5000;
 
-/// How many findings of a run are cut down: that takes up to some hundred runs of a case.
+/// The number of findings of a run that are cut down, which takes up to some hundred runs of a
+/// case.
 const CUT_DOWN: usize = 5;
 
-/// What a run has counted.
+/// The counters of a run.
 #[derive(Default)]
 struct Counted {
     explained: Vec<u64>,
@@ -34,7 +35,7 @@ struct Counted {
     refused: u64,
     texts: u64,
     unexplained: BTreeMap<String, u64>,
-    /// What has been found, cut down where there was time.
+    /// The findings, cut down where there was time.
     findings: Vec<String>,
     messages: BTreeMap<(String, String), String>,
 }
@@ -94,7 +95,7 @@ fn by_chance() -> u64 {
     u64::from(now.subsec_nanos()) ^ now.as_secs()
 }
 
-/// One case: counted, and cut down if it has something that is new to this run and not explained.
+/// Runs and counts one case; cuts it down if it has a new difference without an explanation.
 fn one(seed: u64, number: u64, counted: &Mutex<Counted>) {
     let case = draw(seed, number);
     let compared = match catch_unwind(AssertUnwindSafe(|| compare(&case))) {
@@ -139,7 +140,7 @@ fn one(seed: u64, number: u64, counted: &Mutex<Counted>) {
     if fresh.is_empty() {
         return;
     }
-    // One of them is enough to look at, and some are enough for one run.
+    // One finding of a kind is enough, and some kinds are enough for one run.
     let cut =
         counted.lock().unwrap().findings.len() < CUT_DOWN && variable("CNI_SHRINK").is_none_or(|value| value != "no");
     let (small, difference) = if cut { shrink(case, &fresh[0]) } else { (case, fresh[0].clone()) };
@@ -149,14 +150,14 @@ fn one(seed: u64, number: u64, counted: &Mutex<Counted>) {
 }
 
 impl Counted {
-    /// Tells at once, since a run may take hours, and keeps it for the end.
+    /// Prints a finding at once, because a run may take hours, and keeps it for the end.
     fn found(&mut self, finding: String) {
         found(&format!("differential: {finding}"));
         self.findings.push(finding);
     }
 }
 
-/// Adds to the file `CNI_DIFFS` every difference that nothing explains, for a look at all of them.
+/// Appends every difference without an explanation to the file `CNI_DIFFS`.
 fn note(text: &str) {
     if let Some(path) = variable("CNI_DIFFS") {
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).expect("to open CNI_DIFFS");
@@ -164,7 +165,8 @@ fn note(text: &str) {
     }
 }
 
-/// The place of a difference without what is drawn: the same one in many cases is told once.
+/// Returns the place of a difference without the drawn values, so that the same difference in many
+/// cases is reported once.
 fn general(difference: &Difference) -> String {
     if difference.key == "outcome" {
         let words = |value: &Option<String>| {
@@ -178,12 +180,12 @@ fn general(difference: &Difference) -> String {
     parts[..kept].join("/")
 }
 
-/// Past libtest, which keeps what a test prints until it fails.
+/// Prints without libtest, which keeps the output of a test until the test fails.
 fn say(text: &str) {
     let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
 }
 
-/// One case, told in full.
+/// Runs one case and prints everything about it.
 fn single(case: &Value, cut: bool) {
     let compared: Compared = compare(case);
     let mut unexplained = Vec::new();
@@ -220,17 +222,18 @@ fn report(counted: &Counted, seed: u64, began: Instant) {
         counted.refused,
         counted.texts
     ));
-    let told: Vec<(&str, &str, u64)> =
+    let explained: Vec<(&str, &str, u64)> =
         explanations().zip(&counted.explained).map(|(one, times)| (one.name, one.reason, *times)).collect();
-    let differences: u64 = told.iter().map(|(_, _, times)| times).sum();
-    let unused: Vec<&str> = told.iter().filter(|(_, _, times)| *times == 0).map(|(name, _, _)| *name).collect();
-    let used = told.len() - unused.len();
-    figure(&format!("differential: {differences} differences, which {used} of {} explanations cover", told.len()));
+    let differences: u64 = explained.iter().map(|(_, _, times)| times).sum();
+    let unused: Vec<&str> = explained.iter().filter(|(_, _, times)| *times == 0).map(|(name, _, _)| *name).collect();
+    let used = explained.len() - unused.len();
+    figure(&format!("differential: {differences} differences, which {used} of {} explanations cover", explained.len()));
     if counted.cases >= SOAK {
-        for (name, reason, times) in &told {
+        for (name, reason, times) in &explained {
             figure(&format!("differential: {times:>6} x {name} ({reason})"));
         }
-        // What explains nothing in a long run hides what it once explained.
+        // An explanation that covers nothing in a long run would hide a defect that it once
+        // explained.
         figure(&format!("differential: explanations that covered nothing: {}", unused.join("; ")));
     }
     if let Some(path) = variable("CNI_MESSAGES") {

@@ -1,11 +1,11 @@
-//! A case cut down: keys and elements are taken away as long as the difference remains.
+//! Cuts a case down: removes keys and elements as long as the difference remains.
 
 use serde_json::Value;
 
 use crate::compare::{Difference, compare};
 use crate::explained::explanation;
 
-/// The smallest case found with an unexplained difference in the same place.
+/// Returns the smallest case found with an unexplained difference in the same place.
 pub(crate) fn shrink(mut case: Value, difference: &Difference) -> (Value, Difference) {
     let mut shown = difference.clone();
     // Each round runs the case once for every key; a bound keeps a large one from taking an hour.
@@ -42,13 +42,13 @@ fn still(case: &Value, difference: &Difference) -> Option<Difference> {
     compared.differences.iter().find(same).cloned()
 }
 
-/// Pointers to all that may go, the large ones first.
+/// Returns pointers to everything that may be removed, the large ones first.
 fn removable(case: &Value) -> Vec<String> {
     let mut pointers = Vec::new();
     collect(case, String::new(), &mut pointers);
     pointers.retain(|pointer| {
         let parts: Vec<&str> = pointer.split('/').skip(1).collect();
-        // The skeleton of a case, and what a step or plugin is.
+        // The skeleton of a case, and the kind of a step or plugin, must stay.
         let fixed = parts.len() == 1 && ["lists", "steps", "inside"].contains(&parts[0])
             || parts.len() == 2 && parts[0] == "lists"
             || pointer.ends_with("/type")

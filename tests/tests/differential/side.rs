@@ -1,4 +1,4 @@
-//! One of the two nodes: the case is set up here, and its steps are run by one set of plugins.
+//! One of the two nodes: sets up the case and runs its steps with one set of plugins.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir, go_bin_dir};
 use conformance::VERSIONS;
 use serde_json::{Value, json};
 
-/// Whose plugins.
+/// The plugins that run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Who {
     Go,
@@ -26,7 +26,7 @@ impl Who {
     }
 }
 
-/// What came of a step.
+/// The outcome of a step.
 #[derive(Clone, Debug)]
 pub(crate) struct Did {
     /// Nothing, or the plugin that refused and its error.
@@ -44,16 +44,17 @@ pub(crate) struct Side<'c> {
     pub(crate) node: Node,
     pub(crate) containers: Vec<Container>,
     case: &'c Value,
-    /// The case in lower case: what stands in it is not random.
+    /// The case in lower case: names in it are not random.
     pub(crate) literal: String,
-    /// In the order of their first ADD, with the result of the last ADD that worked.
+    /// The attachments in the order of their first ADD, with the result of the last ADD that
+    /// worked.
     pub(crate) attached: Vec<(Key, Option<Value>)>,
-    /// Random names and MACs met so far, and what stands for them.
+    /// The random names and MACs found so far, and their replacements.
     pub(crate) names: BTreeMap<String, String>,
 }
 
 impl<'c> Side<'c> {
-    /// A fresh node as the case describes it.
+    /// Makes a fresh node as the case describes it.
     pub(crate) fn new(who: Who, case: &'c Value) -> Side<'c> {
         let node = Node::new();
         if case["iptables"] == "legacy" {
@@ -92,7 +93,7 @@ impl<'c> Side<'c> {
         }
     }
 
-    /// Runs a step as the case says, by the other's plugins if it is swapped.
+    /// Runs a step of the case, with the other side's plugins if the step is swapped.
     pub(crate) fn step(&mut self, step: &Value) -> Did {
         let who = if step["swap"] == true { self.who.other() } else { self.who };
         let verb = step["verb"].as_str().unwrap_or_default();
@@ -134,8 +135,8 @@ impl<'c> Side<'c> {
         Did { refused: None, result: prev }
     }
 
-    /// DEL in reverse order, the other verbs forward, until the first error, as libcni has it; or to the end, as a runtime
-    /// has it that cleans up after a failed ADD.
+    /// Runs DEL in reverse order and the other verbs forward, until the first error, as libcni
+    /// does; or to the end, like a runtime that cleans up after a failed ADD.
     fn every(&self, who: Who, key: &Key, verb: &str, prev: Option<&Value>, step: &Value) -> Did {
         let mut plugins: Vec<&Value> = list(&self.case["lists"][key.0]["plugins"]).iter().collect();
         if verb == "DEL" {
@@ -150,7 +151,8 @@ impl<'c> Side<'c> {
         Did { refused: None, result: None }
     }
 
-    /// Go's GC does nothing, so its side has a DEL for each attachment that is not valid any more.
+    /// Runs GC. Go's GC does nothing, so Go's side runs a DEL for each attachment that is not valid
+    /// any more.
     fn gc(&mut self, who: Who, step: &Value) -> Did {
         let (list, keep) = (key_of(step).0, step["keep"].as_u64().unwrap_or_default() as usize);
         let of_list = self.attached.iter().map(|(key, _)| key.clone()).filter(|key| key.0 == list);
@@ -194,7 +196,7 @@ impl<'c> Side<'c> {
         let folder = who.folder();
         let program = folder.join(plugin["type"].as_str().unwrap_or_default());
         let netns = match step["netns"].as_str() {
-            // The other side's plugins need it to do as much.
+            // The other side's plugins need this to do the same.
             Some(_) if self.who == Who::Go => format!("/run/netns/c{}", key.1),
             Some("empty") => String::new(),
             Some(path) => path.to_owned(),
@@ -214,13 +216,13 @@ impl<'c> Side<'c> {
         self.attached.iter().find(|(attached, _)| attached == key).and_then(|(_, result)| result.clone())
     }
 
-    /// From 0.4.0 on DEL gets the result.
+    /// Whether DEL gets the result: from 0.4.0 on.
     fn keeps_results(&self, key: &Key) -> bool {
         at_least(&self.case["lists"][key.0], "0.4.0")
     }
 }
 
-/// Whether the version of a list is this one or a later one.
+/// Whether the version of a list is `version` or a later one.
 pub(crate) fn at_least(list: &Value, version: &str) -> bool {
     let place = |version: &str| VERSIONS.iter().position(|known| *known == version);
     place(list["cniVersion"].as_str().unwrap_or("0.1.0")) >= place(version)
@@ -239,7 +241,8 @@ fn strings(value: &Value) -> Vec<&str> {
     list(value).iter().filter_map(Value::as_str).collect()
 }
 
-/// What a runtime asks for by attachment must not be the same for all: host ports move on, addresses and MACs go.
+/// Makes the runtime's requests different for each attachment: shifts host ports, removes addresses
+/// and MACs.
 fn personal(config: &mut Value, ordinal: usize) {
     for mapping in config["runtimeConfig"]["portMappings"].as_array_mut().into_iter().flatten() {
         if let Some(port) = mapping["hostPort"].as_i64().filter(|port| (1..50000).contains(port)) {

@@ -1,4 +1,5 @@
-//! Names that mean another interface than the one that is made: templates (`eth%d`), folders of sysctls (`all`).
+//! Tests names that mean another interface than the one that is made: templates (`eth%d`), folders
+//! of sysctls (`all`).
 
 use cni_testkit::{Attachment, Node, probe, require};
 use conformance::{PLUGINS, bridge, host_local, layer2, loopback, patched};
@@ -55,7 +56,8 @@ fn a_bridge_name_that_means_another_is_refused() {
     assert!(!node.data_dir().exists(), "nothing is reserved");
 }
 
-/// What a release that handed the template to the kernel made: the mark has the template, the interface another name.
+/// A release that passed the template to the kernel made an interface with another name, and a mark
+/// with the template.
 #[test]
 fn del_removes_what_an_add_made_of_a_template() {
     let cases = [("DEL", "eth%d"), ("GC", "eth%d"), ("DEL", "all"), ("DEL", "default")];

@@ -112,7 +112,7 @@ fn rules(node: &Node) -> String {
     node.exec(&["sh", "-c", &script.concat()])
 }
 
-/// The backends that the Go plugins know too.
+/// Returns the backends that the Go plugins know too.
 fn shared() -> &'static [Keeper] {
     if probe::go_nftables().is_ok() { &Keeper::ALL } else { &[IptablesNft, IptablesLegacy] }
 }
@@ -322,7 +322,8 @@ fn a_failed_add_leaves_no_rule() {
     });
 }
 
-/// The ADD that fails goes into another namespace. With `reuse` IPAM gives it the address that the first one has.
+/// The ADD that fails goes into another namespace. With `reuse` IPAM gives it the address that the
+/// first one has.
 #[test]
 fn a_failed_second_add_leaves_the_rules_of_the_first() {
     require_both!();
@@ -335,7 +336,7 @@ fn a_failed_second_add_leaves_the_rules_of_the_first() {
         let second = attachment.clone().netns(other.netns());
         assert_ne!(second.invocation("ADD", None).with_closed_stdout().run().status, Some(0));
         assert_eq!(sorted(&rules(node)), sorted(&before), "{keeper:?}");
-        // In the other backend: what is taken back there is not taken here.
+        // In the other backend: the undo there must not remove the rules here.
         let elsewhere = if keeper == Nftables { "iptables" } else { "nftables" };
         let second = second.config(patched(config, json!({"ipMasqBackend": elsewhere})));
         assert_ne!(second.invocation("ADD", None).with_closed_stdout().run().status, Some(0));
@@ -369,7 +370,8 @@ fn a_failed_second_add_leaves_the_rules_that_go_made() {
     });
 }
 
-/// The lines in alphabetical order, because a rule that is put back stands at its chain's end; without packet counters.
+/// Returns the lines in alphabetical order, because a restored rule is at its chain's end; without
+/// packet counters.
 fn sorted(rules: &str) -> Vec<&str> {
     let lines = rules.lines().filter(|line| !line.starts_with('#'));
     let mut lines: Vec<&str> = lines.map(|line| line.split_once(" [").map_or(line, |(chain, _)| chain)).collect();
@@ -448,7 +450,7 @@ fn we_add_and_go_deletes() {
         let node = keeper.node();
         let (container, attachment, result) = attach(&node, &keeper.config(&node), 1).remove(0);
         if *keeper == Nftables {
-            // Debian's build of 1.9.1 fails where it finds no chain of iptables, and iptables.
+            // Debian's build of 1.9.1 fails if iptables is installed and has no such chain.
             without_iptables(&node);
         }
         attachment.by(go_bin_dir()).del_with(&result).success();

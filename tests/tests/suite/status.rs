@@ -1,6 +1,7 @@
-//! STATUS: can ADDs work? Asked every few seconds, so it must be cheap and must not wait.
+//! Tests STATUS. Runtimes call it every few seconds, so it must be cheap and must not wait.
 //!
-//! Where it fails the node becomes unready and Kubernetes evicts its pods, so a shortage that passes is only reported.
+//! If STATUS fails, the node becomes unready and Kubernetes evicts its pods, so a shortage that
+//! passes is only reported.
 
 use std::time::Duration;
 
@@ -28,12 +29,12 @@ fn what_is_ready_says_nothing_and_makes_nothing() {
     assert!(!node.data_dir().exists());
 }
 
-/// The same network, whose STATUS fails where a range is used up.
+/// Returns the same network with a STATUS that fails if a range is used up.
 fn strict(config: &Value) -> Value {
     patched(config.clone(), json!({"ipam": {"fullIsUnavailable": true}}))
 }
 
-/// What STATUS writes to stderr when it succeeds.
+/// Returns what a successful STATUS writes to stderr.
 #[track_caller]
 fn notes(node: &Node, config: &Value) -> String {
     let outcome = status(node, config);
@@ -70,7 +71,7 @@ fn one_used_up_set_of_two_is_enough() {
     status(&node, &strict(&config)).success();
 }
 
-/// As after a runtime that was killed: CRI-O runs GC only after a STATUS that succeeds.
+/// A killed runtime leaves reservations, and CRI-O runs GC only after a STATUS that succeeds.
 #[test]
 fn leftovers_of_a_full_range_go_by_the_gc_after_status() {
     let node = Node::new();
@@ -226,7 +227,7 @@ fn a_name_that_is_no_bridge_is_not_available() {
     node.exec(&["ip", "link", "del", "br0"]);
 }
 
-/// The kernel is asked, not a bridge that happens to exist.
+/// STATUS asks the kernel, not an existing bridge.
 #[test]
 fn vlans_that_the_kernel_cannot_filter_are_not_available() {
     let node = Node::new();

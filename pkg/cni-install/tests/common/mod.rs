@@ -1,5 +1,5 @@
-//! The installer as a program, on folders of its own. The programs it installs are small scripts
-//! that answer VERSION: to the installer a program is bytes that must run.
+//! Runs the installer on test folders. The programs to install are small scripts that answer
+//! VERSION: the installer only needs files that run.
 
 use std::fs;
 use std::path::{Path, PathBuf};

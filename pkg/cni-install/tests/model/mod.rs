@@ -1,4 +1,4 @@
-//! What the commands do to a folder when nothing hurts them.
+//! Models what the commands do to a folder when nothing interrupts them.
 
 use std::collections::BTreeMap;
 
@@ -18,11 +18,12 @@ impl Command {
         [Command::InstallFirst, Command::InstallSecond, Command::Rollback, Command::Original, Command::Forget];
 }
 
-/// The two sets: the second one has a program that the first has not, and lacks one.
+/// The two sets to install. The second has a program that the first lacks, and lacks one that the
+/// first has.
 pub(crate) const FIRST: [&str; 2] = ["bridge", "tuning"];
 pub(crate) const SECOND: [&str; 2] = ["bridge", "portmap"];
 
-/// Each program's name, and which one it is.
+/// The content of each program, by its name.
 pub(crate) type Programs = BTreeMap<String, String>;
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,7 +39,7 @@ fn programs(of: &str, names: &[&str]) -> Programs {
 }
 
 impl Model {
-    /// A folder that cni-install has not seen.
+    /// Returns the model of a folder that cni-install has not changed.
     pub(crate) fn new() -> Model {
         let folder = programs("original", &["bridge", "flannel", "tuning"]);
         Model { folder, installed: None, previous: None, original: None }
@@ -78,7 +79,7 @@ impl Model {
         self.installed = Some(set);
     }
 
-    /// Whether the installer has nothing to keep, and nothing to remember.
+    /// Whether the installer has nothing to keep and no state to store.
     pub(crate) fn needs_nothing(&self) -> bool {
         self.installed.is_none() && self.previous.is_none() && self.original.is_none()
     }

@@ -1,4 +1,4 @@
-//! Folders that cni-install works on: made, saved with all that is in them, and made again.
+//! Makes the folders that cni-install works on, saves their content, and makes them again from it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
@@ -42,13 +42,13 @@ pub(crate) struct Place<'n> {
     seen: Mutex<HashSet<(State, BTreeSet<Model>, bool)>>,
 }
 
-/// A folder of plugins; it goes when this does.
+/// A folder of plugins, removed on drop.
 pub(crate) struct Folder<'p> {
     place: &'p Place<'p>,
     temporary: TempDir,
 }
 
-/// Everything in a folder but times and the identity of files.
+/// Everything in a folder except times and inode numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct State(BTreeMap<PathBuf, Entry>);
 
@@ -80,12 +80,12 @@ impl Place<'_> {
         Place { node, sets, seen: Mutex::default() }
     }
 
-    /// Whether no folder was like this before, after a command that was not hurt.
+    /// Whether no folder was in this state before, after a command that was not interrupted.
     pub(crate) fn is_new(&self, healed: (State, BTreeSet<Model>, bool)) -> bool {
         self.seen.lock().unwrap().insert(healed)
     }
 
-    /// A folder as it was before any install.
+    /// Makes a folder as it was before any install.
     pub(crate) fn original(&self) -> Folder<'_> {
         let entries = Model::new()
             .folder
@@ -133,7 +133,7 @@ impl Folder<'_> {
         [words, vec!["--dest".into(), self.path()]].concat()
     }
 
-    /// The exit status, and what was printed.
+    /// Runs the command; returns the exit status and the output.
     pub(crate) fn run(&self, command: Command) -> (i32, String) {
         let mut call = std::process::Command::new(INSTALLER);
         let output = call.args(self.arguments(command)).stdin(Stdio::null()).output().unwrap();
@@ -150,7 +150,7 @@ impl Folder<'_> {
         self.invocation(command).traced(&Plan { victim: "cni-install".to_owned(), at, act })
     }
 
-    /// How many calls the command makes, and the states in which one killed at each of them leaves
+    /// Counts the calls of the command, and returns the states in which a kill at each call leaves
     /// the folder.
     pub(crate) fn watched(&self, command: Command) -> (u64, Vec<(u64, State)>) {
         let plan = Plan { victim: "cni-install".to_owned(), at: u64::MAX, act: Act::Signal(Signal::SIGKILL) };
@@ -158,8 +158,7 @@ impl Folder<'_> {
             (0, Vec::new(), false, true);
         self.invocation(command).watched(&plan, |hit| {
             calls += 1;
-            // What is before the lock, which is taken first, and calls that cannot change a file
-            // need no look.
+            // Calls before the lock, and calls that cannot change a file, need no look.
             if changed {
                 let state = self.save();
                 if states.last().is_none_or(|(_, last)| *last != state) {
@@ -194,13 +193,14 @@ impl Folder<'_> {
         State(entries)
     }
 
-    /// The programs that are there, by what their last line says.
+    /// Returns the programs that are there, by what their last line prints.
     pub(crate) fn programs(&self) -> Programs {
         let names = fs::read_dir(self.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         names.filter(|name| name != ".cni-install").map(|name| (name.clone(), says(&self.path().join(name)))).collect()
     }
 
-    /// Each program is one of those that there are, and can be run; nobody touched the foreign one.
+    /// Checks that each program is one of the known ones and can be run, and that the foreign one
+    /// is unchanged.
     pub(crate) fn assert_whole_programs(&self, story: &str) {
         let programs = self.programs();
         assert_eq!(programs.get("flannel").map(String::as_str), Some("original flannel"), "{story}");

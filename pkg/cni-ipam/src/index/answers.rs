@@ -39,8 +39,8 @@ impl Index {
         Ok(unread.map(|record| record.address).collect())
     }
 
-    /// The addresses that were taken by what is not a reservation when the folder was read. Costs a pass over the table
-    /// where there are any.
+    /// Returns the addresses that files other than reservations occupied when the folder was read.
+    /// Costs a pass over the table if there are any.
     pub(crate) fn foreign(&self) -> io::Result<Vec<IpAddr>> {
         if !self.header.foreign {
             return Ok(Vec::new());

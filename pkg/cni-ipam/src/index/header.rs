@@ -65,7 +65,7 @@ pub(crate) struct Header {
     pub(crate) exact: bool,
     /// Whether there may be files that could not be read when the folder was.
     pub(crate) unread: bool,
-    /// Whether there may be names of addresses that are taken by what is not a reservation.
+    /// Whether files other than reservations may occupy names of addresses.
     pub(crate) foreign: bool,
     /// Whether another machine may have the folder on a disk of its own: what is reserved here gets no boot.
     pub(crate) shared: bool,
@@ -139,7 +139,8 @@ impl Header {
             body.u64(counter.used);
             body.u64(counter.asked);
         }
-        // How many more ranges follow. Older builds of ours kept some here for STATUS, and read no page without the number.
+        // The number of further ranges. Older builds kept ranges here for STATUS, and refuse a page
+        // without the number.
         body.u64(0);
         let mut page = Writer(MAGIC.to_vec());
         page.u64(u64::from(self.clean));
@@ -187,7 +188,7 @@ impl Header {
             let (first, last) = (body.u128()?, body.u128()?);
             header.counters.push(Counter { family, first, last, used: body.u64()?, asked: body.u64()? });
         }
-        // What follows in the page of an older build is passed over.
+        // The rest of an older build's page is ignored.
         Some(header)
     }
 }
@@ -225,7 +226,7 @@ mod tests {
         assert_eq!(Header::decode(&bytes), Some(sample()));
     }
 
-    /// An older build of ours kept ranges behind the counters: 9 words each, their number before them.
+    /// Older builds kept ranges behind the counters: 9 words each, preceded by their number.
     #[test]
     fn a_header_of_an_older_build_is_read() {
         let mut page = sample().encode();

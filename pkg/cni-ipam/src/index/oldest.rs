@@ -42,7 +42,7 @@ pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
 }
 
 impl Index {
-    /// Finds them for these sets in `records`, which are all that this index was made of.
+    /// Finds the oldest holders of these sets in `records`, which are all records of this index.
     pub(crate) fn find_oldest(&mut self, asking: &RangeSets, records: &[Record]) -> Result<(), TableError> {
         for set in asking.sets() {
             for (rank, address) in oldest_of(records, set).into_iter().enumerate() {

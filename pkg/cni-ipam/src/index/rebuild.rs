@@ -20,9 +20,9 @@ use nix::sys::stat::Mode;
 
 use super::{Holder, Record, hash};
 
-/// No reservation is longer than this many bytes. Of a longer file nothing more is read.
+/// The length of the longest reservation, in bytes. Only this much of a longer file is read.
 pub(crate) const LONGEST: u64 = 64 * 1024;
-/// A longer first line is not a container's ID.
+/// The length of the longest container ID, in bytes. A longer first line is not an ID.
 const LONGEST_ID: usize = 4096;
 /// A file that changed less than this many seconds ago may change again without its times telling.
 const SETTLED: i64 = 2;
@@ -73,7 +73,8 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
             }
         };
         let record = match known.get(&address) {
-            // What could not be attributed may be by now: an older build of ours did not read files that are too long.
+            // A file without a known owner may have one now: older builds did not read files that
+            // are too long.
             Some(known) if !matches!(known.holder, Holder::Unread | Holder::Unknown) && is_same(known, &metadata) => {
                 Record { ctime: ctime(&metadata), ..*known }
             }
@@ -129,9 +130,11 @@ pub(crate) enum Content {
     Absent,
     /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is free.
     Blank,
-    /// A reservation's text, trimmed as Go trims it; of a file that is too long the owner that its beginning names.
+    /// The reservation's text, trimmed as Go trims it; for a file that is too long, the owner that
+    /// its beginning names.
     Text(Vec<u8>),
-    /// Not a regular file, or a file that is too long and names no owner. The address is taken.
+    /// Neither a reservation nor free: not a regular file, or a file that is too long and names no
+    /// owner.
     Foreign,
 }
 
@@ -172,8 +175,9 @@ pub(crate) fn classify(bytes: &[u8]) -> Content {
     }
 }
 
-/// The owner that a file names whose `beginning` this is: a container's ID in its first line, and an interface in the second
-/// one if it is a reservation's. Whoever wrote the rest, the owner's DEL must find the file, and a GC without the owner too.
+/// Returns the owner that the `beginning` of a file names: a container ID in its first line and, in
+/// a reservation, an interface in the second one. Whatever the rest of the file is, the owner's DEL
+/// and a GC without the owner must find it.
 fn owner_of_oversized(beginning: &[u8]) -> Content {
     let text = String::from_utf8_lossy(beginning);
     let text = text.trim_start();
@@ -181,7 +185,7 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let (id, rest) = text.split_at(end);
     let id = match id.trim_end() {
         "" => return Content::Foreign,
-        // Not the ID of any container: no ID has the last character.
+        // Not a container's ID: no ID contains the last character.
         id if id.len() > LONGEST_ID => format!("{}…", id.chars().take(64).collect::<String>()),
         id => id.to_owned(),
     };
@@ -246,7 +250,7 @@ mod tests {
         assert_eq!(oversized("id\n", b'x'), text("id"));
         assert_eq!(oversized("id", b' '), text("id"));
         assert_eq!(oversized("", b'x'), text(&format!("{}…", "x".repeat(64))));
-        assert_eq!(oversized("", 0), Content::Foreign, "blank as far as it is read, which proves nothing");
+        assert_eq!(oversized("", 0), Content::Foreign, "blank as far as it is read, so the owner is unknown");
         assert_eq!(oversized("\r\n", b' '), Content::Foreign);
         let mut invalid = vec![0xff; LONGEST as usize + 1];
         assert!(matches!(classify(&invalid), Content::Text(_)));

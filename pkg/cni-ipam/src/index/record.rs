@@ -24,8 +24,8 @@ const LINKED_WITHIN: i64 = 10;
 pub(crate) enum Holder {
     /// The file is blank: the address is free.
     Nobody,
-    /// The name is taken by something that is not a reservation: a directory, a link, a file that is too long and names no
-    /// owner.
+    /// A file that is not a reservation occupies the name: a directory, a link, or a file that is
+    /// too long and names no owner.
     Unknown,
     /// The file could not be read when the folder was: it may be anybody's.
     Unread,

@@ -192,7 +192,8 @@ impl Folder {
         file.set_len(text.len() as u64)
     }
 
-    /// What is unusual about an address's file: `its file has 70000 bytes, more than any reservation`, `it is a directory`.
+    /// Returns what is unusual about an address's file: `its file has 70000 bytes, more than any
+    /// reservation`, `it is a directory`.
     pub(crate) fn peculiarity(&self, address: IpAddr) -> Option<String> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
         let kind = metadata.file_type();

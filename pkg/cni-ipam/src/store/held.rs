@@ -25,7 +25,8 @@ pub struct Listed {
     pub reservations: Vec<Reservation>,
     /// The addresses whose files could not be read, and why.
     pub unread: Vec<(IpAddr, Error)>,
-    /// The addresses whose names are taken by something unusual, and what. Some of them are among the reservations.
+    /// The addresses with an unusual file, and what is unusual. Some of them are among the
+    /// reservations.
     pub unusual: Vec<(IpAddr, String)>,
 }
 

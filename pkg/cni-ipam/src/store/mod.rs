@@ -166,7 +166,8 @@ pub struct Locked {
     store: Store,
     index: Option<Index>,
     trust: Trust,
-    /// What an ADD asks for: a new index counts it from the start, and finds its oldest holders.
+    /// The range sets of an ADD: a new index counts them from the start, and finds their oldest
+    /// holders.
     asking: Option<RangeSets>,
     /// Whether files that cannot be read have been told.
     told: Told,
@@ -308,7 +309,7 @@ impl Store {
         self.sidecar.join("index")
     }
 
-    /// Notes addresses that are taken by what is not a reservation, in one line.
+    /// Notes the addresses that files other than reservations occupy, in one line.
     fn note_foreign(&self, foreign: &mut [IpAddr]) {
         const NAMED: usize = 8;
         foreign.sort_unstable();

@@ -40,9 +40,9 @@ impl Locked {
         Error::join(errors).map_or(Ok(removed), Err)
     }
 
-    /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID is in `valid` with
-    /// any interface. What is not a reservation stays and is noted. What an earlier boot has left goes before that, valid or not, as the
-    /// options say.
+    /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID
+    /// is in `valid` with any interface. What is not a reservation stays and is noted. What an
+    /// earlier boot has left goes before that, valid or not, as the options say.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read; what fails later is part of the answer.
@@ -51,7 +51,7 @@ impl Locked {
         let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
         let held = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
-            // An index of an older build calls reservations unknown whose files are too long.
+            // In an older build's index, reservations whose files are too long have no known owner.
             let held = |record: &Record| record.holder != Holder::Nobody;
             Ok(records.into_iter().filter(held).collect::<Vec<_>>())
         })?;

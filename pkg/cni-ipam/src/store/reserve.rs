@@ -157,7 +157,8 @@ impl Locked {
             Some(address) => Ok(Pick { address, held: false }),
             // Something may have been removed without the lock and unseen; reading the folder once will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            // Reading it for this set also finds who has held the addresses longest, and the next ADD finds that kept.
+            // Reading the folder for this set also finds the oldest holders, which the index keeps
+            // for the next ADD.
             None if self.trust == Trust::Index && self.index()?.oldest(set)?.is_empty() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }

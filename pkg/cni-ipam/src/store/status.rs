@@ -1,8 +1,9 @@
 //! STATUS: how many addresses are used, without the lock and without waiting.
 //!
-//! It writes nothing and rebuilds nothing. With an index that is true and stays so while it is read, the answer
-//! costs a few reads; else the names in the folder are counted. A name may be that of a blank file, whose address is
-//! free, so where the names alone mean "full" the files are looked at too.
+//! It writes nothing and rebuilds nothing. With an index that is true and stays so while it is
+//! read, the answer costs a few reads; else the names in the folder are counted. A name may be that
+//! of a blank file, whose address is free, so where the names alone mean "full" the files are read
+//! too.
 
 use std::fmt;
 use std::fs::File;
@@ -70,7 +71,7 @@ impl Store {
                 occupied.map_or(named, counted)
             }
         };
-        // After a reboot the next ADD makes room.
+        // After a reboot the next ADD reclaims the reservations.
         if usage.iter().any(Usage::is_exhausted) {
             let dead = self.reclaimable();
             for (usage, set) in usage.iter_mut().zip(sets.sets()) {
@@ -82,7 +83,8 @@ impl Store {
 }
 
 impl Store {
-    /// Notes the addresses that are taken by what is not a reservation, as far as the index knows. Takes no lock.
+    /// Notes the addresses that files other than reservations occupy, as far as the index knows.
+    /// Takes no lock.
     pub fn report_foreign(&self) {
         let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
         let foreign = index::peek(&self.index_path(), stamp, |index| Ok(Some(index.foreign()?)));
@@ -117,11 +119,13 @@ impl Store {
         }
     }
 
-    /// Returns the shortage that keeps an ADD from writing here for now: a disk without free blocks or inodes. The place
-    /// is the network's folder or, where that is missing, the nearest folder above it.
+    /// Returns the shortage that keeps an ADD from writing here for now: a disk without free blocks
+    /// or inodes. The place is the network's folder or, where that is missing, the nearest folder
+    /// above it.
     ///
     /// # Errors
-    /// Code 5, with the path, if the place cannot be written to until an operator repairs something.
+    /// Code 5, with the path, if the place cannot be written to until an operator repairs
+    /// something.
     pub fn check_writable(&self) -> Result<Option<Error>> {
         for path in self.path().ancestors() {
             let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
@@ -130,13 +134,13 @@ impl Store {
                 Ok(metadata) if metadata.is_dir() => {
                     access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
                     let room = statfs(path).map_err(|errno| failed(errno.into()))?;
-                    // File systems that do not count report 0 of 0.
+                    // File systems that do not count inodes or blocks report 0 of 0.
                     let blocks = room.blocks() > 0 && room.blocks_free() == 0;
                     let files = room.files() > 0 && room.files_free() == 0;
                     return Ok((blocks || files).then(|| failed(std::io::ErrorKind::StorageFull.into())));
                 }
                 Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
-                // A link that leads nowhere is in the way of the process that would make a folder.
+                // A dangling link prevents ADD from making the folder.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.is_symlink() => {}
                 Err(error) => return Err(failed(error)),
             }

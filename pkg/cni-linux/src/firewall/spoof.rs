@@ -9,11 +9,13 @@
 //!     ether saddr <container MAC> return comment "macspoofchk-ID"
 //!     drop comment "macspoofchk-ID"                                              }
 //! ```
-//! Go finds the first rule by its comment and the chains by their names; so do we, also rules that Go doubled or left.
-//! The network, which is not in the key, stands in a tag beside the first comment. Two attachments can have one key (the
-//! same ID and interface in another network, or `a` + `eth0-x` and `a-eth0` + `x`): the tag says whose the rules are, and
-//! an attachment that is not named there neither replaces nor removes them while their interface lives. Nor is the
-//! namespace in the key: an ADD into another one does not replace the rules of an interface that lives.
+//! Go finds the first rule by its comment and the chains by their names; so do we, also rules that
+//! Go doubled or left. The network, which is not in the key, stands in a tag beside the first
+//! comment. Two attachments can have one key (the same ID and interface in another network, or ID
+//! `a` with interface `eth0-x` and ID `a-eth0` with interface `x`): the tag names the owner of the
+//! rules, and an attachment that is not named there neither replaces nor removes them while their
+//! interface exists. Nor is the namespace in the key: an ADD into another one does not replace the
+//! rules of an interface that exists.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags together; `nft` itself
 //! takes comments of up to 128 bytes, so IDs over 116 bytes are beyond Go's ADD. Up to 231 bytes ours have the plain
@@ -94,7 +96,7 @@ impl Id {
             || matches!(rule.exprs.last(), Some(Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to))) if *to == self.chain())
     }
 
-    /// The attachments of this key that the rules of PREROUTING name, one for each rule.
+    /// Returns the attachments of this key that the rules of PREROUTING name, one for each rule.
     fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = Owner> {
         let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
         owned.map(|rule| Owner {
@@ -133,7 +135,7 @@ fn judgement(mac: Mac) -> [Vec<Expr>; 2] {
     [own, vec![Expr::Verdict(Verdict::Drop)]]
 }
 
-/// The MAC that these rules let pass, if they are those of [`judgement`].
+/// Returns the MAC that these rules accept, if they are those of [`judgement`].
 fn pinned(rules: &[Listed]) -> Option<Mac> {
     let mac = Mac(ether_saddr_of(&rules.first()?.rule.exprs)?);
     rules.iter().map(|listed| &listed.rule.exprs).eq(&judgement(mac)).then_some(mac)
@@ -284,12 +286,13 @@ impl SpoofCheck {
         })
     }
 
-    /// The living interface other than `host_veth` that the rules of this container ID and interface name guard:
-    /// [`ensure`](SpoofCheck::ensure) would refuse to replace them. `None` on a kernel without nf_tables.
+    /// Returns the existing interface other than `host_veth` that the rules of this container ID
+    /// and interface name guard: [`ensure`](SpoofCheck::ensure) would refuse to replace them.
+    /// `None` on a kernel without nf_tables.
     pub fn find_living(&mut self, mark: &Mark, host_veth: &str) -> Result<Option<Owner>> {
         let id = Id::new(&mark.container, &mark.ifname);
         let found = self.chains(&id).and_then(|chains| {
-            // A jump cannot be without the chain it leads to.
+            // A jump exists only together with its target chain.
             if chains.is_empty() { Ok(None) } else { living(&id, &self.nft.rules(TABLE, PREROUTING)?, host_veth) }
         });
         match found {
@@ -332,8 +335,8 @@ impl SpoofCheck {
         self.purge_id(&id, |rules| id.rival(rules, mark))
     }
 
-    /// The same, as the undo of an ADD: rules that lead other interfaces than `host_veth` into these chains were not made
-    /// by that ADD, and then all rules stay.
+    /// Undoes an ADD: removes the same rules, unless rules lead interfaces other than `host_veth`
+    /// into these chains. That ADD did not make those, and then all rules stay.
     pub fn undo(&mut self, mark: &Mark, host_veth: &str) -> Result<()> {
         let id = Id::new(&mark.container, &mark.ifname);
         let others = |rules: &[Listed]| {
@@ -348,7 +351,7 @@ impl SpoofCheck {
         self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
-    /// Removes what there is of the key, unless `keep` finds in PREROUTING's rules whose it is.
+    /// Removes all rules of the key, unless `keep` finds an owner in PREROUTING's rules.
     fn purge_id(&mut self, id: &Id, keep: impl Fn(&[Listed]) -> Option<Owner>) -> Result<Option<Owner>> {
         let purged = retry(|| {
             let rules = self.nft.rules(TABLE, PREROUTING)?;
@@ -468,7 +471,8 @@ impl SpoofCheck {
     }
 }
 
-/// The owner whose interface lives, is still judged by these rules, and is not `host_veth`, whose rules are to be made.
+/// Returns the owner whose interface exists, is still judged by these rules, and is not
+/// `host_veth`, whose rules are to be made.
 fn living(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<Owner>> {
     for owner in id.owners(rules) {
         let Some(other) = owner.host_veth.as_deref().filter(|other| *other != host_veth) else { continue };

@@ -172,11 +172,11 @@ impl Netlink {
         self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Cause::LinkNotFound))
     }
 
-    /// Whether the namespace of a veth's other end is being torn down. The kernel removes the link itself a moment later;
-    /// on a busy machine that takes a second.
+    /// Whether the namespace of a veth's other end is being torn down. The kernel removes the link
+    /// itself a moment later; on a busy machine that takes a second.
     pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
         let (Some(number), Some(index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
-        // NETNSA_NSID_NOT_ASSIGNED: the namespace has lost its number, and gets none any more.
+        // NETNSA_NSID_NOT_ASSIGNED: the namespace has lost its ID, and gets no new one.
         if number < 0 {
             return Ok(true);
         }
@@ -185,7 +185,7 @@ impl Netlink {
         message.attributes.push(LinkAttribute::IfNetnsId(number));
         message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
         match self.get(Kind::GetLink, &message) {
-            // The number of a namespace that no process and no file holds any more.
+            // The ID of a namespace that no process and no file holds any more.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
             // The other end has gone since this one was read, and this one with it, or was moved.
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),

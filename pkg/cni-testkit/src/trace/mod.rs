@@ -89,8 +89,9 @@ impl Invocation<'_> {
         self.watched(plan, |_| {})
     }
 
-    /// As [`Invocation::traced`], and calls `look` before each call of the victim, which stands still meanwhile: what is
-    /// on the disk is what a kill at this call would leave.
+    /// Does what [`Invocation::traced`] does, and runs `look` before each system call of the
+    /// victim. The victim is stopped meanwhile, so the disk has what a kill at this call would
+    /// leave.
     ///
     /// # Panics
     /// As [`Invocation::traced`].

@@ -117,7 +117,7 @@ impl Environment {
         }
         type Rule<'a> = (&'static str, &'a str, bool, fn(&str) -> Result<()>);
         let attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
-        // What was made under any name must still be found and removed.
+        // DEL must find and remove an interface of any name.
         let ifname = if verb == Verb::Add { ident::check_new_interface_name } else { ident::check_interface_name };
         let rules: [Rule<'_>; 4] = [
             ("CNI_CONTAINERID", &self.container_id, attachment, ident::check_container_id),

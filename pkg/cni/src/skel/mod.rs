@@ -66,8 +66,9 @@ pub trait Plugin {
     /// Whether ADDs can be handled.
     ///
     /// # Errors
-    /// What keeps every ADD from working until it is repaired. The skeleton only reports a shortage that passes, and turns
-    /// the codes of configurations, files and unsupported keys into 50.
+    /// The defect that makes every ADD fail until it is repaired. The skeleton only reports a
+    /// shortage that passes, and turns the codes of configurations, files and unsupported keys into
+    /// 50.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 }
 
@@ -316,8 +317,9 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
     })
 }
 
-/// STATUS: code 50 if no ADD can work until something is repaired. A runtime that gets an error makes the node unready, and
-/// Kubernetes then evicts pods that work, so a shortage that passes is only reported.
+/// STATUS: code 50 if no ADD can work until something is repaired. A runtime that gets an error
+/// makes the node unready, and Kubernetes then evicts pods that work, so a shortage that passes is
+/// only reported.
 fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
     let Err(error) = unwinding(plugin, || plugin.status(call)) else { return Ok(()) };
     if error.is_shortage() {

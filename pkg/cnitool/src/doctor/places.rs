@@ -121,7 +121,8 @@ pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
     seen.well("every network's plugins say that they could serve an add")
 }
 
-/// How full the ranges are, and whether the disk has room for a reservation. STATUS succeeds where they are full.
+/// Checks how full the ranges are, and whether the disk has room for a reservation. STATUS succeeds
+/// where the ranges or the disk are full.
 pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("addresses");
     let place = crate::ipam::Place::default();
@@ -144,7 +145,7 @@ pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     }
     for (network, file, what) in &ground.picture.unusual {
         let advice = format!(
-            "look who uses the address (cnitool ipam show {}); if nobody does, remove the file",
+            "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
             quoted(network)
         );
         seen.found_without_command(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);

@@ -146,7 +146,7 @@ fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
             what: format!("{} of {}: {}  [{}]", held.purpose, names.join(" "), held.text, held.place),
             network: owner.network.clone(),
             container: owner.container.clone(),
-            why: "no runtime remembers its attachment, and no link bears its mark".to_owned(),
+            why: "no runtime remembers its attachment, and no link has its mark".to_owned(),
             command: command.unwrap_or_else(|| format!("see 'iptables-save -t nat', chain of {}", held.place)),
         });
     }

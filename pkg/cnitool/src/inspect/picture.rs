@@ -33,7 +33,7 @@ pub(crate) struct Picture {
     pub(crate) saved: Vec<Saved>,
     /// By network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
-    /// Where an address's name is taken by something unusual: the network, the file, what it is.
+    /// The addresses with an unusual file: the network, the file, what the file is.
     pub(crate) unusual: Vec<(String, PathBuf, String)>,
 }
 
@@ -65,7 +65,7 @@ impl Picture {
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
         for addresses in desk.all()? {
             let (held, odd) = match desk.lock(&addresses)? {
-                Some(mut locked) => desk.told(locked.list()?),
+                Some(mut locked) => desk.note_unread(locked.list()?),
                 None => Default::default(),
             };
             let folder = addresses.data_dir.clone();

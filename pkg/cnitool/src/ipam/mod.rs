@@ -136,11 +136,12 @@ impl<'a, 'm> Desk<'a, 'm> {
         Ok(all)
     }
 
-    /// The configured networks whose reservations find no room on the disk, with the folder and why.
+    /// Returns the configured networks whose reservations find no room on the disk, with the folder
+    /// and the reason.
     pub(crate) fn shortages(&self) -> Result<Vec<(String, PathBuf, Error)>, Error> {
         let mut all = Vec::new();
         for addresses in self.all()?.into_iter().filter(|addresses| addresses.configured) {
-            // A folder that cannot be written at all is STATUS's to report.
+            // STATUS reports a folder that cannot be written at all.
             if let Ok(Some(shortage)) = self.store(&addresses).check_writable() {
                 all.push((addresses.network, addresses.data_dir, shortage));
             }
@@ -216,8 +217,8 @@ impl<'a, 'm> Desk<'a, 'm> {
         self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine.0)
     }
 
-    /// What could be read, and what is unusual; of the rest the operator is told.
-    pub(crate) fn told(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
+    /// Returns what could be read, and what is unusual; notes what could not be read.
+    pub(crate) fn note_unread(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
         for (_, error) in &listed.unread {
             self.notes.note(error);
         }

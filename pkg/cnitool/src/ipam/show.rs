@@ -20,7 +20,7 @@ impl Desk<'_, '_> {
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let (reservations, unusual) = match self.lock(&addresses)? {
-            Some(mut locked) => self.told(locked.list()?),
+            Some(mut locked) => self.note_unread(locked.list()?),
             None => Default::default(),
         };
         let judged = self.judged(&addresses.network, reservations)?;

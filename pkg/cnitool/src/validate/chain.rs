@@ -1,5 +1,5 @@
-//! What the plugins of a list need of each other, and what a plugin's keys need of each other across the plugin that is
-//! delegated to.
+//! Checks what the plugins of a list need of each other, and what a plugin's keys and those of its
+//! delegate need of each other.
 
 use cni::Cidr;
 use cni::config::NetConf;
@@ -16,13 +16,13 @@ use super::{Problem, blame};
 /// The plugins known here that cannot be delegated to for addresses.
 const NO_IPAM: [&str; 4] = ["bridge", "loopback", "portmap", "tuning"];
 
-/// What the kernel takes as the MTU of a veth, in bytes.
+/// The MTUs that the kernel accepts for a veth, in bytes.
 const VETH_MTU: std::ops::RangeInclusive<i64> = 68..=65535;
 
 /// The least MTU of an interface with IPv6, in bytes.
 const IPV6_MTU: i64 = 1280;
 
-/// What the plugins before one have left to it.
+/// The effects of the plugins before one plugin.
 #[derive(Default)]
 struct Earlier {
     /// The path of the first bridge plugin, and the bridge.
@@ -31,7 +31,7 @@ struct Earlier {
     interface: bool,
     /// Whether any plugin but loopback came before, whose addresses are not known here.
     addresses: bool,
-    /// Where addresses have been reserved: the plugin's path, the folder, the ranges.
+    /// The reservations of addresses: the plugin's path, the folder, the ranges.
     reserved: Vec<(String, Pool)>,
 }
 
@@ -41,11 +41,11 @@ struct One<'a> {
     kind: &'a str,
     ipam: &'a str,
     plugin: &'a Value,
-    /// What it would read on its standard input.
+    /// The configuration that it would read on its standard input.
     request: Value,
 }
 
-/// Everything that is wrong between the plugins of a document.
+/// Returns everything that is wrong between the plugins of a document.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let plugins: Vec<(String, &Value)> = match document["plugins"].as_array() {
         Some(plugins) => plugins.iter().enumerate().map(|(index, one)| (format!("plugins[{index}]"), one)).collect(),
@@ -74,7 +74,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     problems
 }
 
-/// The list's version, if it is one.
+/// Returns the list's version, if it is valid.
 fn version(document: &Value) -> Option<Version> {
     let mut head = document.clone();
     head["plugins"] = json!([{"type": "x"}]);
@@ -98,7 +98,7 @@ impl One<'_> {
         Problem::warning(self.below(key), what)
     }
 
-    /// As the first of the list.
+    /// Checks the plugin as the first of the list.
     fn first(&self) -> Option<Problem> {
         let needs_result = ["portmap", "tuning"].contains(&self.kind) && self.plugin["prevResult"].is_null();
         needs_result.then(|| {
@@ -111,18 +111,18 @@ impl One<'_> {
         })
     }
 
-    /// As a later one of the list.
+    /// Checks the plugin as a later one of the list.
     fn interface(&self, earlier: &Earlier) -> Option<Problem> {
         let needs_interface = ["portmap", "tuning"].contains(&self.kind) && !earlier.interface;
         needs_interface
             .then(|| self.warning("type", format!("no plugin before {} creates the container's interface", self.kind)))
     }
 
-    /// As one that reserves addresses.
+    /// Checks the plugin as one that reserves addresses.
     fn reservation(&self, earlier: &Earlier) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.kind == "host-local" {
-            let what = "host-local reserves addresses and creates no interface: it belongs into \"ipam\" of the plugin \
+            let what = "host-local reserves addresses and creates no interface: it belongs in \"ipam\" of the plugin \
                         that creates the interface, for example bridge";
             problems.push(self.warning("type", what));
         }
@@ -146,7 +146,7 @@ impl One<'_> {
         problems
     }
 
-    /// As a bridge behind another one.
+    /// Checks the plugin as a bridge behind another one.
     fn second_bridge(&self, earlier: &Earlier, version: Option<Version>) -> Option<Problem> {
         let (at, bridge) = earlier.bridge.as_ref()?;
         if version.is_some_and(|version| version < Version::V0_3_0) {
@@ -165,7 +165,7 @@ impl One<'_> {
         }
     }
 
-    /// As a bridge: what its addresses, routes and gateways need.
+    /// Checks a bridge's addresses, routes and gateways.
     fn layer3(&self, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.ipam.is_empty() {
@@ -188,7 +188,7 @@ impl One<'_> {
         if self.ipam != "host-local" {
             return problems;
         }
-        // What the addresses of an earlier plugin reach is not known here.
+        // The networks that the addresses of an earlier plugin reach are not known here.
         let everything = ["0.0.0.0", "::"].map(|zero| zero.parse().ok().map(Cidr::default_route));
         let before: Vec<Cidr> = everything.into_iter().flatten().filter(|_| earlier.addresses).collect();
         problems.extend(self.routes(&before));
@@ -203,7 +203,8 @@ impl One<'_> {
         problems
     }
 
-    /// Routes and gateways that no address of the ranges reaches, as bridge judges host-local's answers.
+    /// Reports routes and gateways that no address of the ranges reaches, as bridge judges
+    /// host-local's answers.
     fn routes(&self, before: &[Cidr]) -> Vec<Problem> {
         const NO_RANGES: &str = "no ranges in the configuration";
         let refused = |value: &Value| -> Vec<Option<String>> {
@@ -221,7 +222,7 @@ impl One<'_> {
                 Err(error) => vec![Some(error.to_string())],
             }
         };
-        // What either plugin refuses by itself has been found already.
+        // Defects that either plugin refuses by itself have been reported already.
         let by_itself = |conf: NetConf| {
             plugin_bridge::examine(&conf)?;
             plugin_host_local::possible_results(&conf).map(|results| results.is_empty())
@@ -239,7 +240,7 @@ impl One<'_> {
         wrong.into_iter().map(problem).collect()
     }
 
-    /// As tuning behind bridge, whose interface is a veth.
+    /// Checks tuning behind bridge, whose interface is a veth.
     fn tuned(&self, earlier: &Earlier) -> Option<Problem> {
         let mtu = self.plugin["mtu"].as_i64().filter(|mtu| *mtu != 0 && !VETH_MTU.contains(mtu))?;
         let is_tuned = self.kind == "tuning" && earlier.bridge.is_some() && i32::try_from(mtu).is_ok_and(|mtu| mtu > 0);
@@ -248,7 +249,7 @@ impl One<'_> {
             .then(|| self.error("mtu", format!("the interface of bridge takes an MTU of {least} to {most}, not {mtu}")))
     }
 
-    /// The ranges that host-local would reserve an address of.
+    /// Returns the ranges from which host-local would reserve an address.
     fn pool(&self) -> Option<Pool> {
         if self.kind != "host-local" && self.ipam != "host-local" {
             return None;
@@ -257,7 +258,7 @@ impl One<'_> {
         Pool::read(&conf, &Notes::silent()).ok()
     }
 
-    /// Adds what it leaves to the next one.
+    /// Adds the plugin's own effects for the next one.
     fn leave(self, earlier: &mut Earlier) {
         if let Some(pool) = self.pool() {
             earlier.reserved.push((self.at.to_owned(), pool));

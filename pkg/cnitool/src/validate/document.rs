@@ -1,5 +1,5 @@
-//! A file's text as the document that the plugins make of it: keys in their usual spelling, and of duplicates the one
-//! that counts.
+//! Reads a file's text as the plugins read it: keys in their usual spelling, and the last of
+//! duplicate keys.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::Problem;
 
-/// The keys that are looked for here by name. Structures match them in any case.
+/// The keys that are looked up here by name. Structures match them in any case.
 const USUAL: [&str; 14] = [
     "cniVersion",
     "cniVersions",
@@ -27,7 +27,7 @@ const USUAL: [&str; 14] = [
     "prevResult",
 ];
 
-/// How an object's keys are compared.
+/// The comparison of an object's keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keys {
     /// In any case: a structure.
@@ -44,7 +44,7 @@ const ENDINGS: [&str; 3] = ["conflist", "conf", "json"];
 /// Reads a text. Duplicate keys go to `problems`.
 ///
 /// # Errors
-/// What is wrong with a text that is not JSON, with its place.
+/// The text is not JSON; the problem has the place.
 pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Problem> {
     if let Err(error) = serde_json::from_str::<Value>(text) {
         let place = format!("@{}:{}", error.line(), error.column());
@@ -54,10 +54,10 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
     Ok(Reader { problems }.top(&json))
 }
 
-/// Adds the plugins that lie in the folder named after the network, which a list is read with.
+/// Adds the plugins from the folder named after the network, which belong to the list.
 ///
 /// # Errors
-/// Why a runtime cannot read the file.
+/// A runtime cannot read the file.
 pub(super) fn complete(document: &mut Value, path: &Path) -> Result<(), Problem> {
     if !path.extension().is_some_and(|ending| ENDINGS.iter().any(|one| ending == *one)) {
         return Ok(());
@@ -98,11 +98,11 @@ impl Reader<'_> {
         top
     }
 
-    /// A plugin's object, or the whole document.
+    /// Reads a plugin's object, or the whole document.
     fn plugin(&mut self, json: &Json, path: &str) -> Value {
         let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
         self.object(json, path, Keys::Structure, &mut |reader, key, value, path| match key {
-            // Read by the caller, each as a plugin.
+            // The caller reads each of them as a plugin.
             "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
             "ipam" => {
                 reader.object(value, path, Keys::Structure, &mut |reader, _, value, path| reader.plain(value, path))
@@ -114,7 +114,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Anything else: what its keys mean is not known here.
+    /// Reads any other value; the meaning of its keys is unknown here.
     fn plain(&mut self, json: &Json, path: &str) -> Value {
         match json {
             Json::Null => Value::Null,

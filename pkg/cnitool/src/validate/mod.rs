@@ -1,9 +1,10 @@
 //! validate, and networks, which is validate for every file: all that is wrong with a network, found at once, each as a
 //! path into the JSON with line and column.
 //!
-//! What a plugin makes of its keys is asked of the plugin's own reading ([`rules`]): there is no second table of keys
-//! here that could say something else. Of plugins that are not ours only the list's side is checked. Without an error
-//! an ADD is expected to work: tests/tests/suite/operator/sound.rs compares the two.
+//! What a plugin makes of its keys is asked of the plugin's own reading ([`rules`]): there is no
+//! second table of keys here that could say something else. For plugins of other projects only the
+//! list's side is checked. Without an error an ADD is expected to work:
+//! tests/tests/suite/operator/sound.rs compares the two.
 
 mod blame;
 mod chain;
@@ -46,7 +47,7 @@ pub(crate) struct Networks {
     names: Vec<String>,
 }
 
-/// What a problem means for the network.
+/// The meaning of a problem for the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Severity {
     /// An ADD fails.
@@ -187,7 +188,7 @@ fn list(asked: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Stream
     Ok(exit)
 }
 
-/// `ok`, or how many errors and warnings there are.
+/// Returns `ok`, or the numbers of errors and warnings.
 fn summary(problems: &[Problem]) -> String {
     let counted = |severity: Severity| {
         let count = problems.iter().filter(|problem| problem.severity == severity).count();
@@ -224,7 +225,7 @@ fn report(checked: &[Checked], args: &Validate, shared: &Shared, streams: &mut S
 }
 
 impl Checked {
-    /// `file:line:column: error: path: what`, as compilers and editors have it.
+    /// Writes `file:line:column: error: path: what`, the form that compilers and editors use.
     fn lines(&self, streams: &Streams<'_>) -> Vec<String> {
         let line = |problem: &Problem| {
             let (line, column) = place::find(&self.text, &problem.path);
@@ -267,7 +268,7 @@ fn check(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>)
             let loaded = document::complete(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // A runtime's own reading is the last word: it goes by the file's name, too.
+            // A runtime's own reading decides: it depends on the file's name, too.
             if is_sound(&problems)
                 && let Err(problem) = loaded
             {

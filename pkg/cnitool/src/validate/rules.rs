@@ -9,8 +9,9 @@ use serde_json::{Value, json};
 
 use super::{Problem, blame};
 
-/// How long a network's name may be, in bytes. A runtime's result cache has a file `<network>-<container ID>-<interface>`
-/// for each attachment: 255 bytes, of which 64 are left to the ID and 15 to the interface.
+/// The longest name of a network, in bytes. A runtime's result cache has a file
+/// `<network>-<container ID>-<interface>` for each attachment: 255 bytes, of which 64 are left to
+/// the ID and 15 to the interface.
 const MAX_NAME: usize = 255 - "-".len() - 64 - "-".len() - 15;
 
 /// The keys of a list that a runtime reads.
@@ -67,7 +68,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     problems
 }
 
-/// What is wrong with the network's name, if there is one.
+/// Returns what is wrong with the network's name, if there is one.
 fn name(document: &Value) -> Option<Problem> {
     let name = document["name"].as_str().filter(|name| !name.is_empty())?;
     if let Err(error) = ident::check_network_name(name) {
@@ -152,7 +153,7 @@ pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
             None => request.remove(key),
         };
     }
-    // A wrong name and a wrong version are the list's problems.
+    // A wrong name or version is reported for the list.
     let name = request.get("name").and_then(Value::as_str);
     if name.is_none_or(|name| ident::check_network_name(name).is_err()) {
         request.insert("name".to_owned(), json!("unnamed"));

@@ -57,7 +57,7 @@ pub(super) fn check(
         if let Some(newest) = load(&newest).filter(|list| list.plugins().iter().all(|plugin| speaks(plugin.kind())))
             && let Err(error) = runtime.status(&newest)
         {
-            problems.push(Problem::error("", format!("this host cannot serve it: {error}")));
+            problems.push(Problem::error("", format!("this host cannot handle an ADD: {error}")));
         }
     }
     problems.extend(overlaps(&list, path, shared, call));

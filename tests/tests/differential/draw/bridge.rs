@@ -1,4 +1,4 @@
-//! bridge: all its keys, and what the runtime may ask of it.
+//! Draws bridge: all its keys, and all requests of the runtime.
 
 use cni_testkit::probe;
 use serde_json::{Value, json};
@@ -81,7 +81,7 @@ pub(super) fn mac(draw: &mut Draw) -> Value {
     draw.value(&MACS.map(Value::from), &[json!("zz"), json!("01:00:5e:00:00:01"), json!("00:00:00:00:00:00"), json!(1)])
 }
 
-/// VLANs where the kernel has them; elsewhere one list in fifty, which both must refuse.
+/// Draws VLANs if the kernel has them; else in one list of fifty, which both must refuse.
 fn vlan(draw: &mut Draw, plugin: &mut Value) {
     let chance = if probe::vlan_filtering().is_ok() { 12 } else { 1 };
     draw.key(plugin, chance, "vlan", &[json!(100), json!(1), json!(4094)], &[json!(4095), json!(-1), json!("x")]);

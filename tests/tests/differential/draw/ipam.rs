@@ -1,10 +1,10 @@
-//! host-local: ranges from every place, addresses asked for, routes, a resolver's file.
+//! Draws host-local: ranges from every place, requested addresses, routes, a resolver's file.
 
 use serde_json::{Value, json};
 
 use super::{Draw, object};
 
-/// A network and what fits into it: (subnet, gateway, some address, first, last).
+/// A network with addresses in it: (subnet, gateway, some address, first, last).
 type Network = [&'static str; 5];
 
 const V4: [[Network; 6]; 2] = [
@@ -42,10 +42,11 @@ const V6: [[Network; 3]; 2] = [
 const THIRD: Network = ["10.5.0.0/24", "10.5.0.1", "10.5.0.77", "10.5.0.10", "10.5.0.99"];
 const SIXTH: Network = ["fd00:5::/64", "fd00:5::1", "fd00:5::77", "fd00:5::10", "fd00:5::ff"];
 
-/// Where a resolver's file may be.
+/// The paths of a resolver's file.
 const RESOLV: &str = "/run/resolv.conf";
 
-/// `ipam` of `plugin`, and what the runtime says about addresses. Several networks on one node have ranges of their own.
+/// Draws `ipam` of `plugin` and the runtime's requests for addresses. Several networks on one node
+/// have ranges of their own.
 pub(super) fn sources(draw: &mut Draw, plugin: &mut Value, network: usize) {
     let mut sets = sets(draw, network);
     let networks: Vec<Network> = sets.iter().flatten().copied().collect();
@@ -93,7 +94,7 @@ pub(super) fn sources(draw: &mut Draw, plugin: &mut Value, network: usize) {
     asked(draw, plugin, &networks);
 }
 
-/// Range sets as networks.
+/// Draws range sets as networks.
 fn sets(draw: &mut Draw, network: usize) -> Vec<Vec<Network>> {
     let of = |draw: &mut Draw, six: bool| if six { draw.pick(&V6[network]) } else { draw.pick(&V4[network]) };
     match draw.below(100) {
@@ -124,7 +125,7 @@ fn range(draw: &mut Draw, network: &Network) -> Value {
     range
 }
 
-/// Addresses asked for by the runtime.
+/// Draws addresses that the runtime requests.
 fn asked(draw: &mut Draw, plugin: &mut Value, networks: &[Network]) {
     if networks.is_empty() || !draw.one_in(8) {
         return;
@@ -189,7 +190,7 @@ fn route(draw: &mut Draw, networks: &[Network]) -> Value {
     route
 }
 
-/// The files that the lists name.
+/// Adds the files that the lists name.
 pub(super) fn files(case: &mut Value) {
     if case.to_string().contains(RESOLV) {
         let text = "# of a resolver\nnameserver 192.0.2.53\nnameserver 2001:db8::53\nsearch a.example b.example\ndomain c.example\noptions ndots:5\n";

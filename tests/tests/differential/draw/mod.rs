@@ -1,5 +1,5 @@
-//! Cases drawn at random: nodes, lists over all keys of the plugins, and steps. A case is JSON, so that it can be printed,
-//! cut down and run again.
+//! Draws cases at random: nodes, lists over all keys of the plugins, and steps. A case is JSON, so
+//! that it can be printed, cut down and run again.
 
 mod bridge;
 mod ipam;
@@ -9,10 +9,10 @@ mod others;
 use conformance::measure::Dice;
 use serde_json::{Map, Value, json};
 
-/// The dice with the questions that a draw asks.
+/// The random numbers of a draw.
 pub(crate) struct Draw {
     dice: Dice,
-    /// Whether values that must be refused may be drawn: one case in eight.
+    /// Whether values that must be refused may be drawn: true for one case in eight.
     spoilt: bool,
 }
 
@@ -33,7 +33,8 @@ impl Draw {
         from[self.dice.below(from.len() as u64) as usize].clone()
     }
 
-    /// One of these, or one of the bad ones if this case has such and it is their turn.
+    /// Draws one of the good values or, now and then, one of the bad values if this case may have
+    /// them.
     fn value(&mut self, good: &[Value], bad: &[Value]) -> Value {
         if good.is_empty() || (self.spoilt && !bad.is_empty() && self.one_in(4)) {
             self.pick(bad)
@@ -44,7 +45,7 @@ impl Draw {
 
     /// Puts a key in with this chance.
     fn key(&mut self, into: &mut Value, chance: u64, key: &str, good: &[Value], bad: &[Value]) {
-        // A key that is spelled in another case is the same, and `null` is the default.
+        // A key in another case is the same key, and `null` is the default.
         if self.percent(chance) || (self.spoilt && !bad.is_empty() && self.one_in(12)) {
             let value = if self.one_in(60) { Value::Null } else { self.value(good, bad) };
             let key = if self.one_in(60) { key.to_uppercase() } else { key.to_owned() };
@@ -53,7 +54,7 @@ impl Draw {
     }
 }
 
-/// The case of this number, always the same for the same seed.
+/// Draws the case of this number, always the same for the same seed.
 pub(crate) fn draw(seed: u64, number: u64) -> Value {
     let mut mixed = Dice::new(seed);
     let start = mixed.below(u64::MAX) ^ number.wrapping_mul(0x2545_f491_4f6c_dd1d);
@@ -129,7 +130,7 @@ fn version(draw: &mut Draw) -> Value {
     draw.value(&good, &[json!("2.0.0"), json!("0.5.0"), json!("1.1"), json!("x"), json!(1), Value::Null, json!("")])
 }
 
-/// `CNI_ARGS`.
+/// Draws `CNI_ARGS`.
 fn arguments(draw: &mut Draw) -> Value {
     if !draw.one_in(8) {
         return Value::Null;
@@ -180,7 +181,7 @@ fn steps(draw: &mut Draw, list: &Value, containers: usize) -> Value {
         steps.push(json!({"verb": "CHECK", "container": container, "ifname": ifname, "swap": swap}));
     }
     if newest && draw.one_in(10) {
-        // What is valid is left alone, and what is not goes as with a DEL.
+        // Valid attachments are left alone, and the others are removed as by a DEL.
         let keep = draw.below(attached.len() as u64 + 1);
         steps.push(json!({"verb": "GC", "keep": keep}));
         attached.truncate(keep as usize);
@@ -205,7 +206,7 @@ fn steps(draw: &mut Draw, list: &Value, containers: usize) -> Value {
     Value::from(steps)
 }
 
-/// A container of two networks.
+/// Draws the steps of a container in two networks.
 fn two_networks(draw: &mut Draw) -> Value {
     let mut order = [0, 1];
     if draw.one_in(2) {
@@ -221,7 +222,7 @@ fn two_networks(draw: &mut Draw) -> Value {
     Value::from(steps)
 }
 
-/// An object of the keys that are not `null`.
+/// Makes an object of the keys that are not `null`.
 fn object(fields: &[(&str, Value)]) -> Value {
     let given = fields.iter().filter(|(_, value)| !value.is_null());
     Value::Object(given.map(|(key, value)| ((*key).to_owned(), value.clone())).collect::<Map<_, _>>())

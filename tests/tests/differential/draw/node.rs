@@ -1,4 +1,4 @@
-//! What may be on a node before the first ADD.
+//! Draws the state of a node before the first ADD.
 
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ pub(super) fn node(draw: &mut Draw, case: &mut Value) {
     }
 }
 
-/// A bridge that the node's owner has made.
+/// Draws a bridge that the node's owner has made.
 fn existing(draw: &mut Draw, bridge: &str) -> Vec<String> {
     let mut lines = vec![format!("link add {bridge} type bridge")];
     if draw.one_in(3) {
@@ -65,7 +65,7 @@ fn existing(draw: &mut Draw, bridge: &str) -> Vec<String> {
     lines
 }
 
-/// What an earlier network, or the runtime, has put into the container.
+/// Draws the settings that an earlier network, or the runtime, has made in the container.
 fn inside(draw: &mut Draw) -> Vec<&'static str> {
     let other = [
         "link add other0 type veth peer name other1",

@@ -1,4 +1,4 @@
-//! loopback, tuning and portmap.
+//! Draws loopback, tuning and portmap.
 
 use serde_json::{Value, json};
 
@@ -123,7 +123,7 @@ fn mapping(draw: &mut Draw, number: u64) -> Value {
     let mut mapping = object(&[("hostPort", host), ("containerPort", json!(80 + draw.below(3)))]);
     draw.key(&mut mapping, 0, "hostPort", &[], &[json!(0), json!(-1), json!(70000), json!("80"), json!(8000)]);
     draw.key(&mut mapping, 0, "containerPort", &[], &[json!(0), json!(-1), json!(70000)]);
-    // Go's passes it on to the tool as it is, without one too.
+    // Go's portmap passes the value on to the tool unchanged, even an absent one.
     let protocols = [json!("tcp"), json!("tcp"), json!("udp"), json!("sctp")];
     draw.key(
         &mut mapping,

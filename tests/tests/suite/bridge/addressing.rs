@@ -175,7 +175,8 @@ fn dns_of_the_runtime_replaces_all_other_as_a_whole() {
     let conf = json!({"dns": {"nameservers": ["192.0.2.9"], "options": ["rotate"]}});
     let layer3 = patched(patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipam": {"resolvConf": path}})), conf.clone());
     let layer2 = patched(layer2(), conf);
-    // As the specification's convention has the keys, as `dns` of a configuration has them, as Go's libcni writes them.
+    // The keys of the specification's convention, those of `dns` of a configuration, and those that
+    // Go's libcni writes.
     for (given, expected) in [
         (json!({"servers": ["192.0.2.7"], "searches": ["r"]}), json!({"nameservers": ["192.0.2.7"], "search": ["r"]})),
         (json!({"nameservers": ["192.0.2.8"], "domain": "d"}), json!({"nameservers": ["192.0.2.8"], "domain": "d"})),
@@ -187,7 +188,7 @@ fn dns_of_the_runtime_replaces_all_other_as_a_whole() {
     ] {
         for base in [&layer3, &layer2] {
             let mut config = base.clone();
-            // Not by `patched`, for which null takes a key away.
+            // `patched` is not usable here: null makes it remove a key.
             config["runtimeConfig"] = json!({ "dns": given });
             let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
             assert_eq!(result["dns"], expected, "{given}");

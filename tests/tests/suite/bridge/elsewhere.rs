@@ -1,4 +1,5 @@
-//! A second ADD of one attachment, into another namespace, while the first one's interface lives.
+//! Tests a second ADD of one attachment, into another namespace, while the first ADD's interface
+//! exists.
 
 use std::time::{Duration, Instant};
 
@@ -86,7 +87,8 @@ fn with_macspoofchk_it_succeeds_once_the_namespace_has_gone() {
     container.destroy();
     let other = node.container();
     let second = first.clone().netns(other.netns());
-    // The interface goes after its namespace, and that may be held a moment longer, by a process that a test just started.
+    // The interface is removed after its namespace, which a process that a test just started may
+    // hold a moment longer.
     let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
     let result = loop {
         let outcome = second.add();
@@ -134,7 +136,7 @@ fn chained_it_leaves_the_rules_of_the_first_port() {
     }
 }
 
-/// What an earlier plugin put on the interface, and where it put it, is not this ADD's to take away.
+/// A failed ADD must not remove what an earlier plugin put on the interface, nor its bridge.
 #[test]
 fn chained_a_failed_add_leaves_what_was_there_before() {
     let node = Node::new();

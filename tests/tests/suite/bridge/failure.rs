@@ -106,7 +106,7 @@ fn when_the_version_cannot_express_the_result() {
         let config = |_: &Node| patched(layer2(), json!({"cniVersion": version}));
         let outcome = fails_and_leaves_nothing(config, None);
         let failure = outcome.failure();
-        // Compared for equality by other programs.
+        // Other programs compare these texts for equality.
         let texts = (failure.msg.as_str(), failure.details.as_str());
         assert_eq!(texts, ("cannot convert: no valid IP addresses", ""), "{}", outcome.report());
     }

@@ -228,7 +228,7 @@ fn the_bridge_ignores_router_advertisements() {
     attachment.del_with(&result).success();
 }
 
-/// A bridge that the node's owner has made, with the MAC that follows its uplink.
+/// Makes a bridge like a node's owner: its MAC follows its uplink.
 fn with_uplink(node: &Node) {
     node.expect_left("up0");
     node.ip(&[
@@ -239,18 +239,19 @@ fn with_uplink(node: &Node) {
     assert_eq!(mac(node), "e8:00:00:00:00:01");
 }
 
-/// Containers come and go, with MACs below and above that of the bridge, and the bridge keeps its own.
+/// Checks that the bridge keeps its MAC while containers with lower and higher MACs are added and
+/// deleted.
 #[track_caller]
 fn keeps_its_mac(node: &Node, patch: Value) {
     let config = patched(bridge(node, &["10.1.0.0/24"]), patch);
     let before = mac(node);
     let mut all = attach(node, &config, 5);
-    assert_eq!(mac(node), before, "after they have come");
+    assert_eq!(mac(node), before, "after the ADDs");
     for (_, attachment, result) in all.drain(..) {
         assert_eq!(result["interfaces"][0]["mac"], before, "the result has the bridge's MAC");
         attachment.check(&result).success();
         attachment.del_with(&result).success();
-        assert_eq!(mac(node), before, "after one has gone");
+        assert_eq!(mac(node), before, "after one DEL");
     }
 }
 
@@ -260,7 +261,7 @@ fn a_bridge_with_an_uplink_keeps_its_mac() {
     with_uplink(&node);
     keeps_its_mac(&node, json!({}));
     node.exec(&["ip", "link", "del", "up0"]);
-    assert_eq!(mac(&node), "e8:00:00:00:00:01", "nor does it lose it with the uplink");
+    assert_eq!(mac(&node), "e8:00:00:00:00:01", "after the uplink is gone");
 }
 
 #[test]

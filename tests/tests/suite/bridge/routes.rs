@@ -137,7 +137,8 @@ fn a_route_to_the_containers_own_network_is_no_error() {
     call("DEL", Some(&result)).success();
 }
 
-/// The routes to the container's own IPv4 subnet, in the order in which the kernel asks them: gateway and metric of each.
+/// Returns the routes to the container's own IPv4 subnet, in the order in which the kernel tries
+/// them: gateway and metric of each.
 fn to_own_subnet(container: &Container) -> Vec<(Value, Value)> {
     let routes = container.json(&["ip", "-j", "-4", "route", "show", "table", "main", "10.1.0.0/24"]);
     let gateways = routes.as_array().unwrap().iter().map(|route| (route["gateway"].clone(), route["metric"].clone()));

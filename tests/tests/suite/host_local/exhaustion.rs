@@ -41,8 +41,8 @@ fn fill(node: &Node, prefix: u32) {
     }
 }
 
-/// How many system calls that touch a file system a verb makes, by `strace`, and how many of them list a folder. The
-/// verb fails with `code`, or succeeds.
+/// Counts by `strace` the system calls of a verb that touch a file system, and those of them that
+/// list a folder. The verb fails with `code`, or succeeds.
 fn calls(node: &Node, verb: &str, config: &Value, code: Option<u64>) -> (usize, usize) {
     let container = node.container();
     let trace = node.dir().join("trace");

@@ -1,4 +1,5 @@
-//! A file far longer than any reservation: never handed out, never read whole, and not there for ever.
+//! Tests a file far longer than any reservation: its address is never handed out, it is never read
+//! whole, and it is released.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,7 +12,7 @@ fn config(node: &Node) -> Value {
     patched(host_local(node, &["10.1.0.0/29"]), json!({"cniVersion": "1.1.0"}))
 }
 
-/// A file of 10 GB that begins like this. It takes no room on the disk.
+/// Makes a sparse file of 10 GB with this beginning.
 fn oversized(node: &Node, host: u8, beginning: &str) -> PathBuf {
     let path = node.file(&format!("networks/net1/10.1.0.{host}"), beginning);
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10 << 30).unwrap();
@@ -54,7 +55,8 @@ fn gc_releases_what_no_valid_attachment_owns() {
     assert_eq!(fs::read_dir(node.data_dir().join("net1")).unwrap().count(), 1, "the lock alone");
 }
 
-/// What proves nothing stays, and everybody names it: a blank beginning, a directory.
+/// A blank beginning and a directory name no owner: they stay, and each verb and command reports
+/// them.
 #[test]
 fn what_names_no_owner_stays_and_is_reported() {
     require!(probe::plugin("cnitool"));

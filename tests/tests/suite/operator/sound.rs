@@ -1,4 +1,5 @@
-//! What `validate` calls sound, ADD takes; what it calls an error, ADD refuses. Both are asked, list by list.
+//! Compares `validate` with ADD, list by list: ADD accepts what `validate` calls sound, and refuses
+//! what it calls an error.
 
 use cni_testkit::{Outcome, probe, require};
 use conformance::patched;
@@ -9,7 +10,7 @@ use super::Operator;
 /// The longest name of an interface.
 const IFNAME: &str = "fifteen-letters";
 
-/// What both are expected to say.
+/// The expected answer of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Sound,
@@ -36,23 +37,24 @@ impl Bench {
         Bench { operator, tried: 0 }
     }
 
-    /// host-local with these keys.
+    /// Returns host-local with these keys.
     fn ipam(&self, keys: Value) -> Value {
         patched(json!({"type": "host-local", "dataDir": self.operator.node.data_dir()}), keys)
     }
 
-    /// bridge as a gateway, with host-local over 10.1.0.0/24 and these keys laid over.
+    /// Returns bridge as a gateway, with host-local over 10.1.0.0/24, patched with these keys.
     fn bridge(&self, keys: Value) -> Value {
         let ipam = self.ipam(json!({"subnet": "10.1.0.0/24"}));
         patched(json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam}), keys)
     }
 
-    /// The same with these keys of ipam.
+    /// Returns the same with these keys of ipam.
     fn with_ipam(&self, keys: Value) -> Value {
         self.bridge(json!({"ipam": keys}))
     }
 
-    /// What `validate` and ADD say, with the words of both. A container ID of 64 letters, as runtimes make them.
+    /// Returns the answers of `validate` and ADD, with their texts. The container ID has 64
+    /// characters, like those of runtimes.
     fn ask(&mut self, list: &Value) -> (Verdict, Verdict, String) {
         self.tried += 1;
         let node = &self.operator.node;
@@ -68,7 +70,7 @@ impl Bench {
         };
         let added = verb("add");
         let gone = verb("del");
-        // A chained bridge, a refused name: the DEL of what never was may have nothing to say.
+        // A chained bridge, a refused name: a DEL without an ADD before it may print nothing.
         let left = node.reservations(name);
         assert!(left.is_empty(), "{left:?} is left\n{}\n{}", added.report(), gone.report());
         for bridge in ["br0", "br1"] {
@@ -180,7 +182,7 @@ fn validate_and_add_agree_on_the_length_of_the_networks_name() {
     }
 }
 
-/// Numbers that look like chance and are the same for the same seed (splitmix64).
+/// Pseudo-random numbers, the same for the same seed (splitmix64).
 struct Dice(u64);
 
 impl Dice {
@@ -196,13 +198,13 @@ impl Dice {
         from[self.below(from.len())].clone()
     }
 
-    /// `first` three times of four: of lists with something wrong everywhere nothing can be learnt.
+    /// Draws `first` three times of four: lists with errors everywhere would test nothing.
     fn mostly<T: Clone>(&mut self, first: &T, others: &[T]) -> T {
         if self.below(4) > 0 { first.clone() } else { self.pick(others) }
     }
 }
 
-/// A plugin drawn at random; `position` is where it stands.
+/// Draws a plugin; `position` is its place in the list.
 fn draw(bench: &Bench, dice: &mut Dice, position: usize) -> Value {
     let dir = |name: &str| json!(bench.operator.node.dir().join(name));
     let kinds = ["bridge", "portmap", "tuning", "loopback", "host-local"];
@@ -263,8 +265,8 @@ fn validate_and_add_agree_on_lists_drawn_at_random() {
         let version = dice.mostly(&"1.1.0", &["0.2.0", "0.4.0", "1.0.0"]);
         let list = json!({"cniVersion": version, "name": format!("net{round}"), "plugins": plugins});
         let (found, added, words) = bench.ask(&list);
-        // A warning says that ADD may fail: which interface there is depends on the runtime, an address on its turn.
-        // That two plugins put different gateways onto one bridge is not judged.
+        // These warnings mean that ADD may fail: the interface depends on the runtime, the address
+        // on earlier ADDs. Two plugins with different gateways on one bridge are not judged.
         let may_fail = ["creates the container's interface", "ADD fails where", "already has an IP address different"];
         let depends = may_fail.iter().any(|one| words.contains(one));
         if found == added {

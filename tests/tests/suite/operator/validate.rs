@@ -104,7 +104,7 @@ fn a_sound_network_is_told_so_and_networks_lists_all() {
     assert!(text.contains("of network \"net1\"\n") && text.contains("of network \"net2\"\n"), "{text}");
     std::fs::remove_file(operator.node.dir().join("net.d/20-net2.conflist")).unwrap();
     operator.node.exec(&["ip", "link", "add", "br0", "type", "veth", "peer", "name", "br1"]);
-    operator.failed(&["networks"], &["this host cannot serve it: ", "\"br0\" already exists but is not a bridge"]);
+    operator.failed(&["networks"], &["this host cannot handle an ADD: ", "\"br0\" already exists but is not a bridge"]);
     operator.node.exec(&["ip", "link", "delete", "br0"]);
     operator.done(&["networks"]);
     operator.node.file("net.d/30-twin.conflist", std::fs::read(&file).unwrap());
@@ -142,7 +142,7 @@ fn another_networks_faults_do_not_fail_a_sound_one() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let sound = operator.node.dir().join("net.d/10-net1.conflist");
-    // As Podman's package leaves it on a node with these plugins: no `firewall`, and addresses that overlap.
+    // Podman's package on a node with these plugins: no `firewall`, and overlapping addresses.
     let plugins = json!([conformance::bridge(&operator.node, &["10.1.0.0/16"]), {"type": "firewall"}]);
     let podman = json!({"cniVersion": "0.4.0", "name": "podman", "plugins": plugins});
     operator.node.file("net.d/87-podman-bridge.conflist", podman.to_string());
@@ -206,11 +206,11 @@ fn a_file_is_judged_as_a_runtime_reads_it() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let list = std::fs::read_to_string(operator.node.dir().join("net.d/10-net1.conflist")).unwrap();
-    // Only files of this ending are read as lists.
+    // Only files with this suffix are read as lists.
     let file = operator.node.file("list.conf", &list);
     let words = ["list.conf:1:", "error: plugins: ", "missing 'type'", "only a file whose name ends in .conflist"];
     operator.failed(&["validate", "--file-only", file.to_str().unwrap()], &words);
-    // The plugins of the folder with the network's name come behind those of the list.
+    // The plugins in the folder with the network's name follow those of the list.
     let file = operator.node.file("folder.conflist", r#"{"cniVersion": "1.1.0", "name": "folder"}"#);
     let path = file.to_str().unwrap();
     operator.failed(&["validate", "--file-only", path], &["no plugin configs found"]);

@@ -76,7 +76,7 @@ fn a_del_by_go_takes_the_attachment_and_at_most_those_of_the_same_key() {
                 let (pod, config) = &both[gone];
                 pod.call_by(&go(), "DEL", config, Some(&pod.result)).success();
                 assert_eq!(mentions(&world, [8080, 8081][gone]), 0);
-                // Go's key is network and container, in nftables the container alone.
+                // Go's key is network and container, in nftables only the container.
                 let (pod, config) = &both[1 - gone];
                 if networks[0] != networks[1] && world.backend != Backend::Nftables {
                     pod.check(config).success();
@@ -95,7 +95,7 @@ fn what_go_made_is_checked_and_removed() {
     each(shared(), |world| {
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
         for prev in ["all", "of IPv4 alone", "none"] {
-            // There a rule is known by its address alone, of which this result has one too few.
+            // There only its address identifies a rule, and this result lacks one address.
             if world.backend == Backend::Nftables && prev == "of IPv4 alone" {
                 continue;
             }
@@ -173,7 +173,7 @@ fn what_we_made_go_removes() {
         let pod = world.dual();
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
         pod.add(&config).success();
-        // Release 1.1.1 looks for IPv4's rules in IPv6, also for what it has made itself.
+        // Release 1.1.1 looks for IPv4's rules in IPv6, even for its own.
         if probe::go_nftables().is_ok() {
             pod.call_by(&go(), "CHECK", &config, Some(&pod.result)).success();
         }

@@ -1,4 +1,5 @@
-//! A container that the host has no route to: the ports are mapped, as in Go; only `route_localnet` cannot be set.
+//! Tests a container that the host has no route to: the ports are mapped, as in Go; only
+//! `route_localnet` cannot be set.
 
 use std::path::PathBuf;
 
@@ -8,10 +9,11 @@ use serde_json::{Value, json};
 
 use super::world::{BACKENDS, World, each, map};
 
-/// No route at all, and the kinds of routes that lead nowhere.
+/// No route at all, and the kinds of routes that drop packets.
 const KINDS: [&str; 5] = ["", "blackhole", "unreachable", "prohibit", "throw"];
 
-/// One call for a container at 10.7.0.2 and fd00:7::2, or at the latter alone, on a node with routes of this kind to it.
+/// One call for a container at 10.7.0.2 and fd00:7::2, or at the latter alone, on a node with
+/// routes of this kind to it.
 struct Stranded<'w> {
     attachment: Attachment<'w>,
     prev: Value,

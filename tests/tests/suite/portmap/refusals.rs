@@ -87,7 +87,8 @@ fn a_bad_mapping_is_named_by_its_place() {
     pod.leave();
 }
 
-/// Other programs compare these by equality with what Go's plugin prints, and libcni appends the details to the message.
+/// Other programs compare these by equality with what Go's plugin prints, and libcni appends the
+/// details to the message.
 #[test]
 fn a_refusal_that_go_words_reads_exactly_as_go_s() {
     require!(Backend::Nftables.probe());

@@ -1,5 +1,5 @@
-//! Rules of a container that is gone, to the address that another one was just given: its host ports lead into the new
-//! container until they are removed.
+//! Tests rules of a removed container to the address that another one was just given: until the
+//! rules are removed, its host ports lead into the new container.
 
 use cni_testkit::{Attachment, bin_dir, require};
 use conformance::patched;
@@ -7,14 +7,15 @@ use serde_json::{Value, json};
 
 use super::world::{BACKENDS, Backend, Pod, World, each, map};
 
-/// A network with one address of each family.
+/// Returns a network with one address of each family.
 fn narrow(world: &World, name: &str) -> Value {
     let only = |subnet: &str, address: &str| json!([{"subnet": subnet, "rangeStart": address, "rangeEnd": address}]);
     let ranges = json!([only("10.1.0.0/24", "10.1.0.2"), only("fd00:1::/64", "fd00:1::2")]);
     patched(world.network(name, &[]), json!({"ipam": {"ranges": ranges}}))
 }
 
-/// Makes the rules that Go 1.9.1's nftables backend makes for a container: port 8080 in both families.
+/// Makes the rules that Go 1.9.1's nftables backend makes for a container: port 8080 in both
+/// families.
 fn map_as_go(world: &World, id: &str) {
     let table = |family: &str, address: &str, to: &str, local: &str| {
         format!(
@@ -33,10 +34,10 @@ fn map_as_go(world: &World, id: &str) {
     world.node.exec(&["nft", "-f", file.to_str().unwrap()]);
 }
 
-/// Who made the rules that are left over.
+/// The plugins that made the leftover rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Maker {
-    /// Go with nftables: the rules name the container alone.
+    /// Go with nftables: the rules name only the container.
     GoNft,
     /// These plugins, with this backend.
     Ours(Backend),
@@ -109,7 +110,7 @@ fn add_without_mappings_removes_stale_ports_too() {
         world.ran();
         let added = heir.add(&world.config(json!([])));
         added.success();
-        // To look into iptables-legacy costs a process, which a container without ports must not cost.
+        // Reading iptables-legacy takes a process, which a container without ports must not start.
         let is_legacy =
             [Maker::Ours(Backend::IptablesLegacy), Maker::Elsewhere(Backend::IptablesLegacy)].contains(&maker);
         assert_eq!(everything(&world).contains(&gone), is_legacy, "{maker:?}\n{}", everything(&world));
@@ -121,7 +122,7 @@ fn add_without_mappings_removes_stale_ports_too() {
     }
 }
 
-/// The heir's ADD must leave the rule for port 8080, whatever it is told to do.
+/// Checks that the heir's ADD succeeds and leaves the rule for port 8080.
 #[track_caller]
 fn leaves(heir: &Pod<'_>, config: &Value, words: &[&str]) {
     let added = heir.add(config);
@@ -159,7 +160,7 @@ fn add_leaves_a_port_that_a_table_of_its_own_routes() {
     let heir = world.pod(&narrow(&world, "net1"));
     world.node.ip(&["route add 10.1.0.0/24 dev up0 table 77", "route add fd00:1::/64 dev up0 table 77"]);
     leaves(&heir, &world.config(json!([map(9090, 90, "tcp")])), &[&gone, "was left"]);
-    // A default route is no proof of another container.
+    // A default route does not prove that another container exists.
     world.node.ip(&["route flush table 77"]);
     world.node.exec(&["ip", "-6", "route", "flush", "table", "77"]);
     world.node.ip(&["route add default dev up0 table 77"]);
@@ -218,7 +219,7 @@ fn gc_names_the_rules_without_a_network_that_it_leaves() {
     assert!(everything(&world).contains(&gone));
     let valid = gc.gc(&[(&pod.container.id, "eth0"), (&gone, "eth0")]);
     valid.success();
-    assert!(!valid.stderr.contains(&gone), "a valid container's rules are no news: {}", valid.report());
+    assert!(!valid.stderr.contains(&gone), "a valid container's rules are not reported: {}", valid.report());
     pod.leave();
     world.node.exec(&["nft", "flush", "ruleset"]);
 }

@@ -330,7 +330,7 @@ pub(crate) fn each(backends: &[Backend], test: impl Fn(&World)) {
     }
 }
 
-/// The backends that the Go plugins know too.
+/// Returns the backends that the Go plugins know too.
 pub(crate) fn shared() -> &'static [Backend] {
     if cni_testkit::probe::go_nftables().is_ok() { &BACKENDS } else { &IPTABLES }
 }

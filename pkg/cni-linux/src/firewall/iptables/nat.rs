@@ -1,4 +1,5 @@
-//! Reading the table `nat`: chain by chain over netlink, or all at once where a save program has listed it.
+//! Reads the table `nat`: chain by chain over netlink, or all at once from the list of a save
+//! program.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +10,8 @@ use super::{Chain, Rule, compat, table};
 use crate::error::Result;
 use crate::route::Family;
 
-/// The table `nat` of one family and variant. Of iptables-nft each chain is read when it is first asked for.
+/// The table `nat` of one family and variant. Of iptables-nft each chain is read when it is first
+/// asked for.
 #[derive(Debug)]
 pub struct Nat<'a> {
     pub(super) family: Family,
@@ -47,7 +49,8 @@ impl Nat<'_> {
         Ok(self.chain(name)?.map_or(&[], |chain| chain.rules.as_slice()))
     }
 
-    /// Those of the chain's rules that lead to `target`. In a long chain much cheaper than to look for them in all rules.
+    /// Those of the chain's rules that lead to `target`. In a long chain much cheaper than to look
+    /// for them in all rules.
     pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
         let leads = |rule: &Rule| rule.target() == Some(target);
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
@@ -60,11 +63,12 @@ impl Nat<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| leads(rule)).cloned().collect())
     }
 
-    /// Those of the chain's rules that could be about one of these ports, or lead to `target`; perhaps others too. For
-    /// chains whose rules all are appended.
+    /// Those of the chain's rules that could be about one of these ports, or lead to `target`;
+    /// perhaps others too. For chains whose rules all are appended.
     pub fn naming(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            // Matches of xtables have ports in the machine's order, those of nf_tables as on the wire.
+            // Matches of xtables have ports in the machine's order, those of nf_tables as on the
+            // wire.
             let patterns: Vec<[u8; 2]> =
                 ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
             let found = nft.rules_at_once(table(self.family), name, |rule| {
@@ -78,8 +82,9 @@ impl Nat<'_> {
         Ok(self.rules(name)?.to_vec())
     }
 
-    /// The chains whose names begin so, to which rules of the chain `name` lead, and whose own rules could mention this
-    /// address; perhaps others too. Of iptables-nft no rule is decoded, but each of the chains is asked for.
+    /// Returns the chains with this name prefix to which rules of the chain `name` lead and whose
+    /// own rules could mention this address; perhaps others too. With iptables-nft no rule is
+    /// decoded, but each of the chains is requested.
     pub fn leading_towards(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else {
             let text = address.to_string();
@@ -132,7 +137,7 @@ impl Nat<'_> {
     }
 }
 
-/// Every name in these bytes that begins so; a comment may have one too.
+/// Returns every name in these bytes with this prefix; a comment may contain one too.
 fn named(bytes: &[u8], prefix: &str) -> Vec<String> {
     let begins = |at: &usize| bytes.get(*at..).is_some_and(|rest| rest.starts_with(prefix.as_bytes()));
     let name = |at: usize| bytes.iter().skip(at).take_while(|byte| byte.is_ascii_graphic());

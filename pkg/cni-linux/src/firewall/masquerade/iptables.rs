@@ -204,17 +204,17 @@ pub(super) fn ensure(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Resu
     Ok(edit)
 }
 
-/// What an attachment had in one family before an ADD.
+/// The rules that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Had {
     /// The addresses in its tags, with their networks.
     tagged: Vec<Cidr>,
-    /// The sources of the jumps that no tag speaks for: rules that Go made.
+    /// The sources of the jumps without a tag: rules that Go made.
     untagged: Vec<Cidr>,
 }
 
 impl Had {
-    /// Reads what there is for the attachment, and for the addresses that an ADD is about to give it.
+    /// Reads the rules for the attachment and for the addresses that an ADD is about to give it.
     pub(super) fn read(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Had> {
         let shape = Shape::new(mark);
         let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(Had::default()) };
@@ -228,7 +228,7 @@ impl Had {
         Ok(Had { tagged: own.filter_map(with_network).collect(), untagged: untagged.collect() })
     }
 
-    /// What undoes an [`ensure`] of these addresses.
+    /// Returns the edit that undoes an [`ensure`] of these addresses.
     pub(super) fn put_back(&self, nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
         if !self.tagged.is_empty() {
             return ensure(nat, mark, &self.tagged);
@@ -236,7 +236,7 @@ impl Had {
         if self.untagged.is_empty() {
             return purge(nat, mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>());
         }
-        // Go's rules serve the address again once our tags have gone.
+        // Go's rules cover the address again once our tags are removed.
         let shape = Shape::new(mark);
         let mut edit = Edit::new();
         for rule in

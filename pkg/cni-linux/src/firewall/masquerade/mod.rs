@@ -65,8 +65,9 @@ pub struct Masquerade<'m> {
     kept: RefCell<Kept<'m>>,
 }
 
-/// What an attachment had before an ADD, in each backend and family that the ADD has looked at, so that a failed ADD undoes
-/// its own changes alone ([`Masquerade::put_back`]). Filled in by [`Masquerade::ensure`] before each change.
+/// The rules that an attachment had before an ADD, in each backend and family that the ADD has
+/// read, so that a failed ADD undoes only its own changes ([`Masquerade::put_back`]). Filled in by
+/// [`Masquerade::ensure`] before each change.
 #[derive(Debug, Default)]
 pub struct Former {
     nftables: RefCell<Option<Vec<Listed>>>,
@@ -96,12 +97,12 @@ impl<'m> Masquerade<'m> {
         Masquerade { machine, notes, folders, kept: RefCell::default() }
     }
 
-    /// Puts rules in force for the attachment's addresses, each with its network's prefix; what it had before is
-    /// replaced, and remembered in `former`. Without a `backend`: iptables, or nftables where iptables is not installed or
-    /// does not work.
+    /// Puts rules in force for the attachment's addresses, each with its network's prefix; what it
+    /// had before is replaced, and stored in `former`. Without a `backend`: iptables, or nftables
+    /// where iptables is not installed or does not work.
     ///
     /// # Errors
-    /// Some rules may be in force then; [`put_back`](Masquerade::put_back) takes them away.
+    /// Some rules may be in force then; [`put_back`](Masquerade::put_back) removes them.
     pub fn ensure(&self, mark: &Mark, backend: Option<Backend>, addresses: &[Cidr], former: &Former) -> Result<()> {
         match backend {
             Some(Backend::Iptables) => {
@@ -155,8 +156,9 @@ impl<'m> Masquerade<'m> {
         Ok(())
     }
 
-    /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, however far it came: rules that it made go, rules that it
-    /// replaced come back, rules that stood before and in the other backend stay.
+    /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, complete or not: removes the
+    /// rules that it made, restores those that it replaced, and leaves earlier rules and those in
+    /// the other backend.
     ///
     /// # Errors
     /// All that went wrong.

@@ -104,8 +104,8 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [multicast(Family::V4), multicast(Family::V6), checks]
 }
 
-/// Puts the attachment's rules in force, in one transaction; what it had is replaced in the same one, and remembered in
-/// `former`.
+/// Makes the attachment's rules in one transaction, which replaces its earlier rules; those are
+/// stored in `former`.
 pub(super) fn ensure(mark: &Mark, addresses: &[Cidr], former: &RefCell<Option<Vec<Listed>>>) -> Result<()> {
     let mut nft = Nft::open()?;
     let (key, comment) = (key(&mark.network, &mark.container, &mark.ifname), comment(mark));
@@ -157,7 +157,8 @@ pub(super) fn purge(nft: &mut Nft, mark: &Mark) -> Result<()> {
     remove(nft, &key, |_| true)
 }
 
-/// Undoes an [`ensure`] that found these rules: they come back, and any others of the attachment go.
+/// Undoes an [`ensure`] that found these rules: restores them, and removes all others of the
+/// attachment.
 pub(super) fn put_back(nft: &mut Nft, mark: &Mark, had: &[Listed]) -> Result<()> {
     let key = key(&mark.network, &mark.container, &mark.ifname);
     retry(|| {

@@ -309,7 +309,7 @@ pub fn ether_saddr(mac: [u8; 6]) -> Vec<Expr> {
     equal(payload(Base::LINK, 6, 6), mac.to_vec())
 }
 
-/// The address in an [`ether_saddr`] match, if the rule begins with one.
+/// Returns the address in an [`ether_saddr`] match, if the rule begins with one.
 pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
     let mac = exprs.iter().find_map(|expr| match expr {
         Expr::Cmp { data, .. } => <[u8; 6]>::try_from(&data[..]).ok(),

@@ -63,7 +63,7 @@ pub fn occurs(rule: &[u8], wanted: &[[u8; 2]]) -> bool {
     rule.as_chunks::<2>().0.iter().any(|pair| wanted.contains(pair))
 }
 
-/// Whether the text, or an address as it is on the wire, stands in it at such a place.
+/// Whether the rule contains the text, or an address in network byte order, at such a place.
 pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
     let Some((first, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
     let follows = |place: usize| rule.get(2 * place + 2..).is_some_and(|after| after.starts_with(rest));
@@ -248,8 +248,8 @@ impl Nft {
         self.at_once(&what, |nft| nft.rules_where(table, chain, &wanted))
     }
 
-    /// Reads lists, each once, where nobody changes anything meanwhile; else repeats all of it. The restriction of
-    /// [`rules_at_once`](Nft::rules_at_once) applies.
+    /// Reads lists, each once, if the ruleset does not change meanwhile; else repeats all reads.
+    /// The restriction of [`rules_at_once`](Nft::rules_at_once) applies.
     pub fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
         for _ in 0..DUMPS {
             let generation = self.settle()?;

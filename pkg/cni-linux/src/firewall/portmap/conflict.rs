@@ -1,13 +1,15 @@
-//! Rules of other containers: for a wanted host port, or to the container's own address.
+//! Judges rules of other containers: for a wanted host port, or to the container's own address.
 //!
-//! Only what is proved counts. Alive: a link on the host has the mark of the rule. Dead: a link had it when the rule was
-//! made and none has it now; or the rule's target is the address that this attachment was just given, and the rule names
-//! the same network, or every route of the host to that address leads to this attachment. A rule whose target is the
-//! container's address is stale whatever its port. Of anything else nothing is known: a container of another plugin, of
-//! a Go plugin, a port that other conditions keep apart.
+//! Only proof counts. Alive: a link on the host has the mark of the rule. Dead: a link had it when
+//! the rule was made and none has it now; or the rule's target is the address that this attachment
+//! was just given, and the rule names the same network, or every route of the host to that address
+//! leads to this attachment. A rule whose target is the container's address is stale whatever its
+//! port. Any other owner is unknown: a container of another plugin or of a Go plugin, or a port
+//! that other conditions keep apart.
 //!
-//! The routes are the proof against two networks with overlapping subnets: there the same address is in use twice, and a
-//! rule without a network may lead to the other container, by a route of its own or a table of its own (VRF).
+//! The routes are the proof against two networks with overlapping subnets: there the same address
+//! is in use twice, and a rule without a network may lead to the other container, by a route of its
+//! own or a table of its own (VRF).
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -35,7 +37,7 @@ pub struct Holder {
     pub container: String,
     /// The network, if the rule names one.
     pub network: Option<String>,
-    /// Its mark, if the rule bears one.
+    /// Its mark, if the rule has one.
     pub alias: Option<String>,
     /// Whether a link bore that mark when the rule was made.
     pub witnessed: bool,
@@ -107,14 +109,15 @@ impl Judge {
         Ok(if is_here && self.is_only_way(address, &wanted.links)? { Fate::Dead } else { Fate::Unknown })
     }
 
-    /// The link on the host that bears this mark.
+    /// Returns the link on the host that has this mark.
     pub(super) fn bearer(&mut self, mark: &Mark) -> Result<Option<String>> {
         // An end without an alias may be one that is just being made.
         Ok(self.host()?.find_host_end(mark)?.map(|link| link.name))
     }
 
-    /// Whether packets to this address can leave the host by these interfaces only: in every table with routes to it, apart
-    /// from default routes, the most specific ones are theirs, and there is one.
+    /// Whether packets to this address can leave the host by these interfaces only: in every table
+    /// with non-default routes to it the most specific routes use these interfaces, and there is at
+    /// least one.
     fn is_only_way(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
         let host = self.host()?;
         let mut indices = Vec::new();
@@ -145,13 +148,13 @@ impl Judge {
 }
 
 impl Holder {
-    /// Its mark, where the rule has it unabridged.
+    /// Returns the mark of the rule, if the rule has it unabridged.
     fn mark(&self) -> Option<Mark> {
         let Marked { network, container, ifname } = self.alias.as_deref().and_then(Mark::parse)?;
         Some(Mark::new(network, container?, ifname))
     }
 
-    /// What to report of a rule that is removed.
+    /// Returns the note about a rule that is removed.
     pub(super) fn removal(&self, wanted: &Forwarding) -> String {
         let address = self.claim.container.ip();
         match wanted.is_container(address) {
@@ -160,12 +163,12 @@ impl Holder {
         }
     }
 
-    /// What to report of a rule about a wanted port that stays.
+    /// Returns the note about a rule for a wanted port that stays.
     pub(super) fn rivalry(&self) -> String {
         format!("{self} already, which may go first as long as it is there")
     }
 
-    /// What to report of a rule to the container's address that stays.
+    /// Returns the note about a rule to the container's address that stays.
     pub(super) fn doubt(&self) -> String {
         format!("{self}, of which nothing is known: the rule was left, and may lead to this container")
     }

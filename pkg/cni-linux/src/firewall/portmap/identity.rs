@@ -179,7 +179,8 @@ pub(in crate::firewall) fn alias(rule: &Rule) -> Option<String> {
     rule.tag(TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned())
 }
 
-/// The network that the rule names; `None` for a rule without a tag, and for one with hashes.
+/// Returns the network that the rule names; `None` for a rule without a tag, and for one with
+/// hashes.
 pub(super) fn network(rule: &Rule) -> Option<String> {
     alias(rule).as_deref().and_then(Mark::parse).map(|marked| marked.network)
 }

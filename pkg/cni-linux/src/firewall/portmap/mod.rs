@@ -186,7 +186,7 @@ pub struct Forwarding {
     pub conditions_v6: Vec<String>,
     /// What happens if a port is taken.
     pub policy: Policy,
-    /// The names of the attachment's interfaces on the host.
+    /// Returns the names of the attachment's interfaces on the host.
     pub links: Vec<String>,
 }
 
@@ -204,7 +204,8 @@ impl Forwarding {
         self.every_family().filter(|(_, claims)| !claims.is_empty())
     }
 
-    /// The families in which the container has an address, each with that address and all claims, perhaps none.
+    /// Returns the families in which the container has an address, each with that address and all
+    /// claims, perhaps none.
     pub(crate) fn every_family(&self) -> impl Iterator<Item = (Cidr, Vec<Claim>)> {
         self.containers.iter().map(|container| (*container, self.claims(*container)))
     }

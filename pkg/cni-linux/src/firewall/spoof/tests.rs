@@ -487,9 +487,9 @@ fn an_interface_name_that_cannot_be_is_refused_before_any_change() {
     });
 }
 
-/// Two ADDs of one attachment, into two namespaces, may have got this far at the same time.
+/// Two ADDs of one attachment, into two namespaces, may reach this step at the same time.
 #[test]
-fn the_rules_of_a_living_interface_are_neither_replaced_nor_undone() {
+fn rules_of_a_living_interface_are_not_replaced_or_undone() {
     on_a_host(|| {
         let netlink = Netlink::open().unwrap();
         let peer = Mac([2, 0, 0, 0, 0, 0x0b]);

@@ -396,7 +396,8 @@ fn own(
     Ok(())
 }
 
-/// The rules of [`DNAT`] that could be about a claimed port or lead to the attachment's own chain.
+/// Returns the rules of [`DNAT`] that could be about a claimed port or lead to the attachment's own
+/// chain.
 fn ways(nat: &mut Nat<'_>, wanted: &Forwarding, claims: &[Claim]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
     nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))

@@ -1,4 +1,5 @@
-//! What becomes of the rules of other containers: those about a wanted port, and those to the container's own address.
+//! Decides about the rules of other containers: those about a wanted port, and those to the
+//! container's own address.
 
 use std::net::IpAddr;
 
@@ -12,8 +13,9 @@ use crate::error::Result;
 use crate::firewall::iptables::Rule;
 use crate::mark::Mark;
 
-/// Plans the removal of what dead containers have of the wanted ports and to the container's address; stops at a living
-/// one that has a wanted port. `ways` are the rules of [`DNAT`] about the ports.
+/// Plans the removal of dead containers' rules for the wanted ports and to the container's address;
+/// stops at a living container that has a wanted port. `ways` are the rules of [`DNAT`] about the
+/// ports.
 pub(super) fn displace(
     nat: &mut Nat<'_>,
     wanted: &Forwarding,
@@ -64,7 +66,7 @@ pub(super) fn displace(
         } else if !gone.is_empty() {
             gone.iter().for_each(|rule| plan.edit.delete(&chain, rule));
             let still: Option<Vec<Claim>> = left.iter().map(|group| group.claim).collect();
-            // What is not understood may need any of the ways.
+            // A chain that is not understood may need any of the ways.
             let needless = |jump: &&Rule| still.as_ref().is_some_and(|still| !is_needed(jump, still));
             jumps.iter().filter(needless).for_each(|jump| plan.edit.delete(DNAT, jump));
         }
@@ -78,7 +80,7 @@ struct Theirs<'t> {
     mark: &'t Mark,
     /// The address of this container.
     address: IpAddr,
-    /// The network and container that the way to the chain names.
+    /// The network and container that the jump to the chain names.
     named: Option<(&'t str, &'t str)>,
     /// Whether neither side has conditions.
     plain: bool,
@@ -92,7 +94,8 @@ impl<'t> Theirs<'t> {
         Theirs { chain, mark: &wanted.mark, address, named, plain }
     }
 
-    /// The other container whose mapping this is, if it claims what is wanted or leads to this container's address.
+    /// Returns the other container whose mapping this is, if it claims what is wanted or leads to
+    /// this container's address.
     fn holder(&self, section: &Section, group: &Group, claims: &[Claim]) -> Option<Holder> {
         let claim = group.claim?;
         let concerns = claim.container.ip() == self.address || claims.iter().any(|wanted| wanted.overlaps(&claim));

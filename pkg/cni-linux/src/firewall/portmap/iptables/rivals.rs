@@ -1,4 +1,4 @@
-//! Whether an ADD with another backend, or one without mappings, concerns a rule that is here.
+//! Finds rules here that concern an ADD with another backend or one without mappings.
 
 use super::super::conflict::{Judge, Rivals, Then};
 use super::super::{Forwarding, Policy};
@@ -18,10 +18,11 @@ pub enum Unseen {
 }
 
 impl IptablesPortMap<'_> {
-    /// Judges who has a wanted port, and what leads to the container's addresses, in tables that the ADD itself does not
-    /// look at, in all families. No process but one `iptables-legacy-save` for each family that has a legacy table; if
-    /// something dead is to be displaced, that again, and a restore. What a legacy program that fails does not show is a
-    /// remark to an ADD that only looks. Where nothing is mapped iptables-legacy is not looked at.
+    /// Judges the holders of the wanted ports, and the rules to the container's addresses, in
+    /// tables that the ADD itself does not read, in all families. Runs one `iptables-legacy-save`
+    /// for each family that has a legacy table; to displace a dead container's rules, another one
+    /// and a restore. If a legacy program fails, an ADD that only reads logs that. Where nothing is
+    /// mapped iptables-legacy is not read.
     pub fn rivals(&mut self, wanted: &Forwarding, unseen: Unseen, then: Then) -> Result<Rivals> {
         let (mut rivals, mut judge) = (Rivals::default(), Judge::default());
         if wanted.policy == Policy::Ignore {

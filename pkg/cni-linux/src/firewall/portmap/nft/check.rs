@@ -41,7 +41,7 @@ impl NftPortMap {
             let is_it = |claim: &Claim, there: &Claim, rule: &Vec<Expr>| match &conditions {
                 Some(conditions) if !by_go => *rule == [conditions.clone(), shape::forward(claim)].concat(),
                 Some(_) => there == claim,
-                // The host address may be a condition that the program has written.
+                // The program `nft` may have written the host address as a condition.
                 None => there == claim || Claim { host_ip: None, ..*there } == *claim,
             };
             for claim in &claims {
@@ -58,7 +58,7 @@ impl NftPortMap {
             }
             let has =
                 |snat| shape::masquerades(container.address(), snat).iter().all(|rule| masqueraded.contains(&rule));
-            // Go's plugin takes no notice of `masqAll` here.
+            // Go's plugin ignores `masqAll` here.
             let is_gos = by_go && wanted.snat == Snat::All && has(Snat::Hairpin);
             if !has(wanted.snat) && !is_gos {
                 let msg = format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address());

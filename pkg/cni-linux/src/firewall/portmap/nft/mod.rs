@@ -199,7 +199,8 @@ impl NftPortMap {
         let changes = !batch.is_empty();
         match self.nft.commit(batch) {
             Err(error) if !raced(&error) => {
-                // Nothing has changed, or all has and the answer was lost: the rules show which.
+                // Either nothing has changed, or everything has and the answer was lost: the rules
+                // show which.
                 let Stage::Whole(written) = stage else { return Err(error) };
                 let undone = [self.discard(written), self.put_back(wanted, &former)];
                 first_error([Err(error)].into_iter().chain(undone))?;
@@ -217,8 +218,9 @@ impl NftPortMap {
         self.purge_where(&identity.comment, |rules| identity.own(rules, addresses, shape::container))
     }
 
-    /// Removes every rule that names `network` and none of the valid attachments. Reports the mappings that name no network,
-    /// which Go's plugin made, unless their container is one of the valid ones: whose they are is not known.
+    /// Removes every rule that names `network` and none of the valid attachments. Reports the
+    /// mappings that name no network, which Go's plugin made, unless their container is one of the
+    /// valid ones: their network is unknown.
     pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
         let mut left = BTreeSet::new();
@@ -292,8 +294,8 @@ impl NftPortMap {
         Ok(false)
     }
 
-    /// The shared chains, and of the containers' rules those of this container, those about a claimed port and those about
-    /// this container's address.
+    /// Reads the shared chains, and of the containers' rules those of this container, those about a
+    /// claimed port and those about this container's address.
     fn state(&mut self, container: Cidr, snat: Snat, identity: &Identity, claims: &[Claim]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);

@@ -1,4 +1,5 @@
-//! What becomes of the rules of other containers: those about a wanted port, and those to the container's own address.
+//! Decides about the rules of other containers: those about a wanted port, and those to the
+//! container's own address.
 
 use cni::Cidr;
 
@@ -10,7 +11,7 @@ use crate::error::Result;
 use crate::firewall::nft::{Expr, Listed, Rule, mentions};
 use crate::route::Family;
 
-/// What an ADD compares the rules of others with, in one family.
+/// The properties of an ADD that the rules of others are compared with, in one family.
 pub(super) struct Others<'o> {
     pub(super) identity: &'o Identity,
     pub(super) container: Cidr,
@@ -19,12 +20,12 @@ pub(super) struct Others<'o> {
     pub(super) plain: Option<&'o [Expr]>,
 }
 
-/// What becomes of them.
+/// The decision about them.
 #[derive(Default)]
 pub(super) struct Judged {
-    /// A living one has a wanted port: nothing is to be changed.
+    /// The living container that has a wanted port, if any: then nothing must be changed.
     pub(super) held: Option<Holder>,
-    /// The rules of dead ones: chain and handle.
+    /// The rules of dead containers: chain and handle.
     pub(super) displaced: Vec<(&'static str, u64)>,
     pub(super) remarks: Vec<String>,
 }
@@ -49,7 +50,7 @@ impl Others<'_> {
                 Fate::Unknown => judged.remarks.push(holder.doubt()),
             }
         }
-        // With the mappings of a stale owner goes what masquerades for this address in its name.
+        // The stale owner's masquerading for this address is removed with its mappings.
         let is_of = |one: &Rule, other: &Rule| (&one.comment, &one.tags) == (&other.comment, &other.tags);
         let masquerades = state.listed().filter(|(chain, listed)| {
             *chain == MASQUERADING
@@ -60,7 +61,8 @@ impl Others<'_> {
         Ok(judged)
     }
 
-    /// The other container whose mapping this is, if it claims what is wanted or leads to the container's address.
+    /// Returns the other container whose mapping this is, if it claims what is wanted or leads to
+    /// the container's address.
     fn holder(&self, rule: &Rule) -> Option<Holder> {
         let (claim, prefix) = shape::read(rule)?;
         let concerns = claim.container.ip() == self.container.address()
@@ -86,8 +88,8 @@ impl State {
 }
 
 impl NftPortMap {
-    /// Of the containers' rules those about a claimed port and those about this container's address, of one family. The
-    /// shared chains are not looked at.
+    /// Reads the containers' rules about a claimed port and about this container's address, of one
+    /// family. Does not read the shared chains.
     pub(super) fn suspects(&mut self, container: Cidr, claims: &[Claim]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);

@@ -1,4 +1,4 @@
-//! Whether an ADD with iptables, or one without mappings, concerns a rule that is here.
+//! Finds rules here that concern an ADD with iptables or one without mappings.
 
 use super::super::conflict::{Judge, Rivals, Then};
 use super::super::{Forwarding, Policy, conditions};
@@ -8,8 +8,8 @@ use crate::firewall::nft::Batch;
 use crate::route::Family;
 
 impl NftPortMap {
-    /// Judges who has a wanted port and what leads to the container's addresses, in both families. A kernel without
-    /// nf_tables has nobody.
+    /// Judges the holders of the wanted ports and the rules to the container's addresses, in both
+    /// families. Without nf_tables in the kernel there are none.
     pub fn rivals(&mut self, wanted: &Forwarding, then: Then) -> Result<Rivals> {
         if wanted.policy == Policy::Ignore {
             return Ok(Rivals::default());

@@ -134,7 +134,7 @@ pub(super) fn names_port(rule: &[u8], claims: &[Claim]) -> bool {
     rule.as_chunks::<4>().0.windows(2).any(|words| matches!(words, [a, b] if *a == head && is_claimed(*b)))
 }
 
-/// An address as it stands in rules.
+/// Returns an address as rules contain it.
 pub(super) fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().to_vec(),
