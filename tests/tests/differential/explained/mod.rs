@@ -1,7 +1,7 @@
-//! The differences that are meant, each as narrow as it can be told.
+//! Explains the differences that are intended, each as narrowly as possible.
 //!
 //! An explanation names the paragraph of docs/differences.md, of a plugin's page, or the decision that it follows from. A run
-//! counts how often each was needed; one that a run of thousands never needs is told, and should go.
+//! counts how often each was needed, and reports those that thousands of lists never needed: they should go.
 
 mod left;
 mod node;
