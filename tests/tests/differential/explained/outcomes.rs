@@ -150,4 +150,14 @@ pub(super) const OUTCOMES: &[Explanation] = &[
             special && (outcome(it, "done", "7 bridge \"") || outcome(it, "refused", "done") && it.verb == "DEL")
         },
     },
+    Explanation {
+        name: "a number that is out of range",
+        reason: "differences, host-local: a negative table of a route is refused",
+        covers: |_, it| it.verb == "ADD" && outcome(it, "done", "invalid value: integer `-"),
+    },
+    Explanation {
+        name: "an unknown ipMasqBackend without ipMasq",
+        reason: "differences, bridge: an unknown ipMasqBackend is an error also without ipMasq",
+        covers: |_, it| it.verb == "ADD" && outcome(it, "done", "7 unknown ipmasq backend \""),
+    },
 ];

@@ -83,7 +83,7 @@ pub(super) const RULES: &[Explanation] = &[
         covers: |_, it| {
             let ours = it.ours.as_deref().unwrap_or_default();
             let more = it.expected.as_deref().is_some_and(|theirs| theirs.lines().all(|line| ours.contains(line)));
-            more && it.key.starts_with("ip6tables-legacy/CNI-DN-")
+            more && it.key.starts_with("ip6tables-legacy/CNI-")
         },
     },
 ];
