@@ -66,15 +66,21 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
 }
 
 /// Removes rules that lead from a port of a removed container to this container. A failure does not
-/// fail an ADD that maps nothing.
+/// fail an ADD that maps nothing, and the lock of iptables is taken only if there is something to
+/// remove.
 fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
-    let nft = || match NftPortMap::open() {
-        Ok(mut nft) => nft.rivals(wanted, Then::Displace),
+    let nft = |then| match NftPortMap::open() {
+        Ok(mut nft) => nft.rivals(wanted, then),
         Err(error) if error.is_unsupported() => Ok(Rivals::default()),
         Err(error) => Err(error),
     };
-    let iptables = || iptables(call, OnSigterm::Kill)?.rivals(wanted, Unseen::Both, Then::Displace);
-    for rivals in [nft(), iptables()] {
+    let iptables = |then| iptables(call, OnSigterm::Kill)?.rivals(wanted, Unseen::Both, then);
+    let looks: [&dyn Fn(Then) -> cni_linux::Result<Rivals>; 2] = [&nft, &iptables];
+    for look in looks {
+        let rivals = match look(Then::Nothing) {
+            Ok(rivals) if rivals.dead => look(Then::Displace),
+            rivals => rivals,
+        };
         match rivals {
             Ok(rivals) => rivals.remarks.iter().for_each(|remark| call.notes.note(format_args!("portmap: {remark}"))),
             Err(error) => call

@@ -1,7 +1,7 @@
 //! Tests rules of a removed container to the address that another one was just given: until the
 //! rules are removed, its host ports lead into the new container.
 
-use cni_testkit::{Attachment, bin_dir, require};
+use cni_testkit::{Attachment, Invocation, bin_dir, probe, require};
 use conformance::patched;
 use serde_json::{Value, json};
 
@@ -120,6 +120,25 @@ fn add_without_mappings_removes_stale_ports_too() {
         assert!(!everything(&world).contains(&gone), "{maker:?}\n{}", everything(&world));
         heir.leave();
     }
+}
+
+#[test]
+fn add_without_mappings_waits_for_no_lock() {
+    require!(probe::tool("flock"));
+    require!(Backend::IptablesNft.probe());
+    let world = World::new(Backend::IptablesNft);
+    let pod = world.mapped(json!([map(8080, 80, "tcp")]));
+    let lock = world.node.exec(&["sh", "-ec", "echo /run/cni/iptables-*.lock"]);
+    let lock = std::path::Path::new(lock.trim());
+    let holder = Invocation::new(&world.node, "/usr/bin/flock").arg(lock).arg("-c").arg("read x").start();
+    world.node.enter(|| cni_testkit::locks::wait_until_locked(lock));
+    let other = world.dual();
+    let added = other.add(&world.config(json!([])));
+    holder.finish();
+    added.success();
+    assert!(!added.stderr.contains("lock"), "{}", added.report());
+    other.leave();
+    pod.leave();
 }
 
 /// Checks that the heir's ADD succeeds and leaves the rule for port 8080.
