@@ -5,7 +5,7 @@ use cni_testkit::{Attachment, Invocation, bin_dir, probe, require};
 use conformance::patched;
 use serde_json::{Value, json};
 
-use super::world::{BACKENDS, Backend, Pod, World, each, map};
+use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, each, map};
 
 /// Returns a network with one address of each family.
 fn narrow(world: &World, name: &str) -> Value {
@@ -139,6 +139,39 @@ fn add_without_mappings_waits_for_no_lock() {
     assert!(!added.stderr.contains("lock"), "{}", added.report());
     other.leave();
     pod.leave();
+}
+
+#[test]
+fn add_leaves_what_an_administrator_hooked_in() {
+    each(&IPTABLES, |world| {
+        let first = world.mapped(json!([map(8080, 80, "tcp")]));
+        let multi = format!("/usr/sbin/{}", world.backend.multi());
+        let iptables = |line: &str| {
+            let words: Vec<&str> = line.split(' ').collect();
+            world.node.exec(&[&[&multi, "iptables", "-t", "nat"], &words[..]].concat());
+        };
+        for chain in ["ADMIN-USER", "CNI-DN-USER"] {
+            iptables(&format!("-N {chain}"));
+            iptables(&format!("-I CNI-HOSTPORT-DNAT -p tcp --dport 1001 -j {chain}"));
+        }
+        let second = world.dual();
+        // A rule of theirs to the container's own address.
+        iptables("-N ADMIN-OTHER");
+        iptables("-A ADMIN-OTHER -p tcp -m tcp --dport 1002 -j DNAT --to-destination 10.1.0.3:80");
+        iptables("-A CNI-HOSTPORT-DNAT -p tcp --dport 1002 -j ADMIN-OTHER");
+        assert_eq!(second.address(0).to_string(), "10.1.0.3");
+        second.add(&world.config(json!([map(1001, 80, "tcp"), map(1002, 80, "tcp")]))).success();
+        for words in ["-j ADMIN-USER", "-j CNI-DN-USER", "-j ADMIN-OTHER", "--dport 1002 -j DNAT"] {
+            assert!(world.rules().contains(words), "{words} {:?}\n{}", world.backend, world.rules());
+        }
+        second.leave();
+        first.leave();
+        for (chain, port) in [("ADMIN-USER", 1001), ("CNI-DN-USER", 1001), ("ADMIN-OTHER", 1002)] {
+            iptables(&format!("-D CNI-HOSTPORT-DNAT -p tcp --dport {port} -j {chain}"));
+            iptables(&format!("-F {chain}"));
+            iptables(&format!("-X {chain}"));
+        }
+    });
 }
 
 /// Checks that the heir's ADD succeeds and leaves the rule for port 8080.

@@ -37,7 +37,7 @@ impl Backend {
         }
     }
 
-    fn multi(self) -> &'static str {
+    pub(crate) fn multi(self) -> &'static str {
         if self == Backend::IptablesLegacy { "xtables-legacy-multi" } else { "xtables-nft-multi" }
     }
 

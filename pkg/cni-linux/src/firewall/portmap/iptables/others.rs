@@ -26,9 +26,11 @@ pub(super) fn displace(
     let serves = |jump: &Jump| claims.iter().any(|claim| jump.serves(claim));
     let mut chains: Vec<String> = ways.iter().filter_map(Jump::of).filter(serves).map(|jump| jump.chain).collect();
     chains.extend(nat.leading_towards(DNAT, shape::PREFIX, container.address())?);
+    // An administrator may lead from there to a chain of his own.
+    chains.retain(|chain| chain.starts_with(shape::PREFIX) && *chain != shape::chain(&wanted.mark));
     chains.sort();
     chains.dedup();
-    for chain in chains.into_iter().filter(|chain| *chain != shape::chain(&wanted.mark)) {
+    for chain in chains {
         let jumps = nat.leading_to(DNAT, &chain)?;
         let Some(there) = nat.chain(&chain)?.cloned() else { continue };
         let theirs = Theirs::new(&chain, wanted, container.address(), &jumps);
@@ -60,10 +62,14 @@ pub(super) fn displace(
                 gone.extend(&section.marker);
             }
         }
+        // That a chain is empty says nothing of whose it is.
+        if gone.is_empty() {
+            continue;
+        }
         if left.is_empty() {
             jumps.iter().for_each(|jump| plan.edit.delete(DNAT, jump));
             plan.edit.delete_chain(&chain, &there);
-        } else if !gone.is_empty() {
+        } else {
             gone.iter().for_each(|rule| plan.edit.delete(&chain, rule));
             let still: Option<Vec<Claim>> = left.iter().map(|group| group.claim).collect();
             // A chain that is not understood may need any of the ways.
