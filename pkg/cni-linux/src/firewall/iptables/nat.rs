@@ -84,7 +84,8 @@ impl Nat<'_> {
 
     /// Returns the chains with this name prefix to which rules of the chain `name` lead and whose
     /// own rules could mention this address; perhaps others too. With iptables-nft no rule is
-    /// decoded, but each of the chains is requested.
+    /// decoded, but each of the chains is requested. No
+    /// reading is repeated for long: beside a busy writer this fails.
     pub fn leading_towards(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else {
             let text = address.to_string();
@@ -102,15 +103,15 @@ impl Nat<'_> {
             IpAddr::V6(address) => address.octets().to_vec(),
         };
         let table = table(self.family);
-        let found = nft.at_once("failed to read the chains of containers", |nft| {
+        let found = nft.in_a_hurry(|nft| {
             let targets = RefCell::new(BTreeSet::new());
-            nft.rules_where(table, name, |rule| {
+            nft.rules_at_once(table, name, |rule| {
                 targets.borrow_mut().extend(named(rule, prefix));
                 false
             })?;
             let mut found = Vec::new();
             for target in targets.into_inner() {
-                if !nft.rules_where(table, &target, |rule| nft::mentions(rule, &octets))?.is_empty() {
+                if nft.has_rule(table, &target, |rule| nft::mentions(rule, &octets))? {
                     found.push(target);
                 }
             }

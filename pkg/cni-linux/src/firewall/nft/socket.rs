@@ -30,6 +30,8 @@ const RECEIVE: usize = 64 * 1024;
 /// How often a list is read until two readings agree. Every change of the rules spoils at most two, so this is reached
 /// by an endless stream of changes only.
 const DUMPS: usize = 512;
+/// The same where an answer in time is worth more than an answer.
+const HURRIED: usize = 4;
 
 /// A connection to nf_tables in the network namespace it was opened in.
 pub struct Nft {
@@ -38,6 +40,8 @@ pub struct Nft {
     buffer: Vec<u8>,
     /// Whether a list counts at its first reading: between [`Nft::settle`] and the next commit.
     settled: bool,
+    /// How often a list is read.
+    dumps: usize,
 }
 
 impl fmt::Debug for Nft {
@@ -90,7 +94,7 @@ impl Nft {
             Ok(socket)
         };
         match open() {
-            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE], settled: false }),
+            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE], settled: false, dumps: DUMPS }),
             Err(error) => Err(Error::new("failed to open a netfilter socket", error)),
         }
     }
@@ -250,8 +254,8 @@ impl Nft {
 
     /// Reads lists, each once, if the ruleset does not change meanwhile; else repeats all reads.
     /// The restriction of [`rules_at_once`](Nft::rules_at_once) applies.
-    pub fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
-        for _ in 0..DUMPS {
+    fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
+        for _ in 0..self.dumps {
             let generation = self.settle()?;
             let found = read(self);
             self.settled = false;
@@ -260,7 +264,28 @@ impl Nft {
                 return Ok(found);
             }
         }
-        Err(Error::new(what, Cause::text(format!("the rules were changed under it {DUMPS} times"))))
+        Err(self.disturbed(what))
+    }
+
+    /// Whether the chain has such a rule, by one reading of this chain alone. For a hint that is read again before anything
+    /// is done: a chain that takes the kernel more than one part may hide a rule while it is changed.
+    pub fn has_rule(&mut self, table: Table<'_>, chain: &str, wanted: impl Fn(&[u8]) -> bool) -> Result<bool> {
+        let settled = std::mem::replace(&mut self.settled, true);
+        let found = self.rules_where(table, chain, wanted);
+        self.settled = settled;
+        Ok(!found?.is_empty())
+    }
+
+    /// Reads what is not worth a wait: a list that is changed a few times while it is read is an error.
+    pub fn in_a_hurry<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
+        self.dumps = HURRIED;
+        let found = read(self);
+        self.dumps = DUMPS;
+        found
+    }
+
+    fn disturbed(&self, what: &str) -> Error {
+        Error::new(what, Cause::text(format!("the rules were changed under it {} times", self.dumps)))
     }
 
     /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
@@ -329,7 +354,7 @@ impl Nft {
         decode: impl Fn(&[u8]) -> Option<(u64, T)>,
     ) -> Result<Vec<T>> {
         let mut before = None;
-        for _ in 0..DUMPS {
+        for _ in 0..self.dumps {
             let (mut handles, mut items, mut generation, mut whole) = (Vec::new(), Vec::new(), None, true);
             let undisturbed = self.ask(what, table, request.clone(), NLM_F_DUMP, |message| {
                 let seen = decode::generation(message.payload);
@@ -344,7 +369,7 @@ impl Nft {
             }
             before = Some(handles);
         }
-        Err(Error::new(what, Cause::text(format!("the rules were changed under it {DUMPS} times"))))
+        Err(self.disturbed(what))
     }
 
     /// Sends one request and hands over each object of the answer. Returns whether the list was read undisturbed.

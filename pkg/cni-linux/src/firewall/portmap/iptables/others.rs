@@ -1,6 +1,7 @@
 //! Decides about the rules of other containers: those about a wanted port, and those to the
 //! container's own address.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use cni::Cidr;
@@ -15,7 +16,7 @@ use crate::mark::Mark;
 
 /// Plans the removal of dead containers' rules for the wanted ports and to the container's address;
 /// stops at a living container that has a wanted port. `ways` are the rules of [`DNAT`] about the
-/// ports.
+/// ports. If rules that only lead to the address cannot be read, the plan has a remark.
 pub(super) fn displace(
     nat: &mut Nat<'_>,
     wanted: &Forwarding,
@@ -24,58 +25,84 @@ pub(super) fn displace(
     (judge, plan): (&mut Judge, &mut Plan),
 ) -> Result<()> {
     let serves = |jump: &Jump| claims.iter().any(|claim| jump.serves(claim));
-    let mut chains: Vec<String> = ways.iter().filter_map(Jump::of).filter(serves).map(|jump| jump.chain).collect();
-    chains.extend(nat.leading_towards(DNAT, shape::PREFIX, container.address())?);
     // An administrator may lead from there to a chain of his own.
-    chains.retain(|chain| chain.starts_with(shape::PREFIX) && *chain != shape::chain(&wanted.mark));
-    chains.sort();
-    chains.dedup();
-    for chain in chains {
-        let jumps = nat.leading_to(DNAT, &chain)?;
-        let Some(there) = nat.chain(&chain)?.cloned() else { continue };
-        let theirs = Theirs::new(&chain, wanted, container.address(), &jumps);
-        let (mut gone, mut left): (Vec<&Rule>, Vec<&Group>) = (Vec::new(), Vec::new());
-        let sections = shape::sections(&there.rules);
-        for section in &sections {
-            let stayed = left.len();
-            for group in &section.groups {
-                let holder = theirs.holder(section, group, claims);
-                let is_wanted = |holder: &Holder| claims.iter().any(|claim| claim.overlaps(&holder.claim));
-                let fate = holder.as_ref().map(|holder| judge.fate(wanted, holder)).transpose()?;
-                match (holder, fate) {
-                    (Some(holder), Some(Fate::Alive)) if is_wanted(&holder) => {
-                        plan.held = Some(holder);
-                        return Ok(());
-                    }
-                    (Some(holder), Some(Fate::Dead)) => {
-                        plan.remarks.push(holder.removal(wanted));
-                        gone.extend(&group.rules);
-                        continue;
-                    }
-                    (Some(holder), Some(Fate::Unknown)) if is_wanted(&holder) => plan.remarks.push(holder.rivalry()),
-                    (Some(holder), Some(Fate::Unknown)) => plan.remarks.push(holder.doubt()),
-                    _ => {}
+    let is_theirs = |chain: &String| chain.starts_with(shape::PREFIX) && *chain != shape::chain(&wanted.mark);
+    let about: BTreeSet<String> =
+        ways.iter().filter_map(Jump::of).filter(serves).map(|jump| jump.chain).filter(is_theirs).collect();
+    for chain in &about {
+        displace_of(nat, wanted, (container, claims), chain, (judge, plan))?;
+        if plan.held.is_some() {
+            return Ok(());
+        }
+    }
+    let towards = nat.leading_towards(DNAT, shape::PREFIX, container.address()).and_then(|chains| {
+        for chain in chains.iter().filter(|chain| is_theirs(chain) && !about.contains(*chain)) {
+            displace_of(nat, wanted, (container, claims), chain, (judge, plan))?;
+            if plan.held.is_some() {
+                break;
+            }
+        }
+        Ok(())
+    });
+    if let Err(error) = towards {
+        plan.remarks.push(format!("failed to look for ports of former containers: {error}"));
+    }
+    Ok(())
+}
+
+/// The same for one chain. On failure nothing is planned.
+fn displace_of(
+    nat: &mut Nat<'_>,
+    wanted: &Forwarding,
+    (container, claims): (Cidr, &[Claim]),
+    chain: &str,
+    (judge, plan): (&mut Judge, &mut Plan),
+) -> Result<()> {
+    let jumps = nat.leading_to(DNAT, chain)?;
+    let Some(there) = nat.chain(chain)?.cloned() else { return Ok(()) };
+    let theirs = Theirs::new(chain, wanted, container.address(), &jumps);
+    let (mut gone, mut left): (Vec<&Rule>, Vec<&Group>) = (Vec::new(), Vec::new());
+    let (sections, mut remarks) = (shape::sections(&there.rules), Vec::new());
+    for section in &sections {
+        let stayed = left.len();
+        for group in &section.groups {
+            let holder = theirs.holder(section, group, claims);
+            let is_wanted = |holder: &Holder| claims.iter().any(|claim| claim.overlaps(&holder.claim));
+            let fate = holder.as_ref().map(|holder| judge.fate(wanted, holder)).transpose()?;
+            match (holder, fate) {
+                (Some(holder), Some(Fate::Alive)) if is_wanted(&holder) => {
+                    plan.held = Some(holder);
+                    return Ok(());
                 }
-                left.push(group);
+                (Some(holder), Some(Fate::Dead)) => {
+                    remarks.push(holder.removal(wanted));
+                    gone.extend(&group.rules);
+                    continue;
+                }
+                (Some(holder), Some(Fate::Unknown)) if is_wanted(&holder) => remarks.push(holder.rivalry()),
+                (Some(holder), Some(Fate::Unknown)) => remarks.push(holder.doubt()),
+                _ => {}
             }
-            if left.len() == stayed {
-                gone.extend(&section.marker);
-            }
+            left.push(group);
         }
-        // That a chain is empty says nothing of whose it is.
-        if gone.is_empty() {
-            continue;
+        if left.len() == stayed {
+            gone.extend(&section.marker);
         }
-        if left.is_empty() {
-            jumps.iter().for_each(|jump| plan.edit.delete(DNAT, jump));
-            plan.edit.delete_chain(&chain, &there);
-        } else {
-            gone.iter().for_each(|rule| plan.edit.delete(&chain, rule));
-            let still: Option<Vec<Claim>> = left.iter().map(|group| group.claim).collect();
-            // A chain that is not understood may need any of the ways.
-            let needless = |jump: &&Rule| still.as_ref().is_some_and(|still| !is_needed(jump, still));
-            jumps.iter().filter(needless).for_each(|jump| plan.edit.delete(DNAT, jump));
-        }
+    }
+    plan.remarks.append(&mut remarks);
+    // That a chain is empty says nothing of whose it is.
+    if gone.is_empty() {
+        return Ok(());
+    }
+    if left.is_empty() {
+        jumps.iter().for_each(|jump| plan.edit.delete(DNAT, jump));
+        plan.edit.delete_chain(chain, &there);
+    } else {
+        gone.iter().for_each(|rule| plan.edit.delete(chain, rule));
+        let still: Option<Vec<Claim>> = left.iter().map(|group| group.claim).collect();
+        // What is not understood may need any of the ways.
+        let needless = |jump: &&Rule| still.as_ref().is_some_and(|still| !is_needed(jump, still));
+        jumps.iter().filter(needless).for_each(|jump| plan.edit.delete(DNAT, jump));
     }
     Ok(())
 }
@@ -86,7 +113,7 @@ struct Theirs<'t> {
     mark: &'t Mark,
     /// The address of this container.
     address: IpAddr,
-    /// The network and container that the jump to the chain names.
+    /// The network and container that the way to the chain names.
     named: Option<(&'t str, &'t str)>,
     /// Whether neither side has conditions.
     plain: bool,
@@ -100,8 +127,7 @@ impl<'t> Theirs<'t> {
         Theirs { chain, mark: &wanted.mark, address, named, plain }
     }
 
-    /// Returns the other container whose mapping this is, if it claims what is wanted or leads to
-    /// this container's address.
+    /// The other container whose mapping this is, if it claims what is wanted or leads to this container's address.
     fn holder(&self, section: &Section, group: &Group, claims: &[Claim]) -> Option<Holder> {
         let claim = group.claim?;
         let concerns = claim.container.ip() == self.address || claims.iter().any(|wanted| wanted.overlaps(&claim));

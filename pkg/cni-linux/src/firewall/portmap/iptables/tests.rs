@@ -1,7 +1,9 @@
 //! What is read of a container's chain, and what a call of the plugin cannot bring about. The backend as a whole is
 //! tested through the plugin, with packets, in both variants.
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use cni_testkit::program;
 
@@ -10,6 +12,7 @@ use super::super::{Mapping, Protocol};
 use super::shape::{Section, sections};
 use super::*;
 use crate::firewall::iptables::{Folders, NetnsLock, split};
+use crate::firewall::nft::{self, Batch, Nft};
 use crate::firewall::play::shell;
 use crate::testing::{in_new_netns, machine, skip};
 
@@ -97,6 +100,15 @@ fn a_way_to_a_chain_serves_the_ports_it_names() {
     assert!(of("-p tcp -j D").serves(&claim(80)), "every port");
 }
 
+/// As in a fresh namespace, where there is iptables-nft.
+#[track_caller]
+fn with_nft(body: impl FnOnce() + Send) {
+    in_new_netns(|| match std::process::Command::new("iptables-nft-restore").arg("--version").output() {
+        Ok(_) => body(),
+        Err(error) => skip(&format!("cannot run iptables-nft-restore: {error}")),
+    });
+}
+
 /// As in a fresh namespace, where there is iptables-legacy.
 #[track_caller]
 fn with_legacy(body: impl FnOnce() + Send) {
@@ -163,5 +175,50 @@ fn a_legacy_program_that_fails_is_a_remark_to_an_add_that_only_looks_there() {
         for words in ["iptables-legacy has a table nat", "libip4tc.so.2", "who has ports in it is not known"] {
             assert!(remark.contains(words), "it should say `{words}`: {remark}");
         }
+    });
+}
+
+#[test]
+fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
+    with_nft(|| {
+        let mut text = String::from("*nat\n:CNI-HOSTPORT-DNAT - [0:0]\n");
+        for number in 0..300 {
+            let (chain, id) = (format!("CNI-DN-{number:021}"), format!("gone{number}"));
+            let way = format!(
+                "-m comment --comment \"dnat name: \\\"net\\\" id: \\\"{id}\\\"\" -m multiport --dports {number}"
+            );
+            text += &format!(":{chain} - [0:0]\n-A CNI-HOSTPORT-DNAT -p tcp {way} -j {chain}\n");
+            let to = if number == 150 { "10.9.0.2:80" } else { "10.9.0.3:80" };
+            text += &format!("-A {chain} -p tcp -m tcp --dport {number} -j DNAT --to-destination {to}\n");
+        }
+        shell(&format!("iptables-nft-restore <<'EOF'\n{text}COMMIT\nEOF"));
+        let (machine, wanted) = (machine(), Forwarding { mappings: Vec::new(), ..forwarding() });
+        let look = || {
+            let iptables = Iptables::open(&machine, Notes::silent(), OnSigterm::Kill).unwrap();
+            IptablesPortMap::new(iptables).rivals(&wanted, Unseen::Both, Then::Nothing).unwrap()
+        };
+        assert!(look().dead);
+        let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
+        let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut writer = Nft::open().unwrap();
+                while !stop.load(Ordering::Relaxed) {
+                    let mut batch = Batch::new();
+                    batch.ensure_table(unrelated, None);
+                    batch.delete_table(unrelated);
+                    writer.commit(batch).unwrap();
+                    changes.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            let _ended = cni_testkit::Ended(&stop);
+            let begun = Instant::now();
+            for _ in 0..5 {
+                let found = look();
+                assert!(found.dead || found.remarks[0].contains("changed under it"), "{:?}", found.remarks);
+            }
+            let (took, changes) = (begun.elapsed(), changes.load(Ordering::Relaxed));
+            assert!(took < cni_testkit::patience(Duration::from_secs(5)), "{took:?} beside {changes} changes");
+        });
     });
 }
