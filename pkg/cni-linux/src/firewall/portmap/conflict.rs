@@ -89,6 +89,8 @@ pub(super) enum Fate {
 #[derive(Debug, Default)]
 pub(super) struct Judge {
     host: Option<Netlink>,
+    /// By address, whether it was found that the container's link is the only way to it: all routes are read for that.
+    only_ways: BTreeMap<IpAddr, bool>,
 }
 
 impl Judge {
@@ -106,7 +108,16 @@ impl Judge {
                 None => Fate::Dead,
             });
         }
-        Ok(if is_here && self.is_only_way(address, &wanted.links)? { Fate::Dead } else { Fate::Unknown })
+        if !is_here {
+            return Ok(Fate::Unknown);
+        }
+        let is_only = match self.only_ways.get(&address) {
+            Some(is_only) => *is_only,
+            // Routes that cannot be read prove nothing, and are no reason to fail.
+            None => self.is_only_way(address, &wanted.links).unwrap_or(false),
+        };
+        self.only_ways.insert(address, is_only);
+        Ok(if is_only { Fate::Dead } else { Fate::Unknown })
     }
 
     /// Returns the link on the host that has this mark.
