@@ -332,7 +332,11 @@ impl SpoofCheck {
     /// that behind the link's own grace period, but let the container's last frames pass unjudged.
     pub fn purge(&mut self, mark: &Mark) -> Result<Option<Owner>> {
         let id = Id::new(&mark.container, &mark.ifname);
-        self.purge_id(&id, |rules| id.rival(rules, mark))
+        // The rules of the Go plugins name no network. The caller has deleted the interfaces of this attachment, so an
+        // interface that such rules still guard is another one.
+        let of_go = |owner: &Owner| matches!(owner.network, Network::Unknown);
+        let guarded = |rules: &[Listed]| living(&id, rules, "").ok().flatten().filter(of_go);
+        self.purge_id(&id, |rules| id.rival(rules, mark).or_else(|| guarded(rules)))
     }
 
     /// Undoes an ADD: removes the same rules, unless rules lead interfaces other than `host_veth`

@@ -67,11 +67,26 @@ fn go_removes_what_we_made() {
     });
 }
 
+/// Deletes the interfaces that rules guard.
+fn delete_guarded() {
+    let host = Netlink::open().unwrap();
+    for owner in SpoofCheck::open().unwrap().list().unwrap() {
+        if let Some(link) = host.find_link(&owner.host_veth.unwrap()).unwrap() {
+            host.purge_link(link.index).unwrap();
+        }
+    }
+}
+
 #[test]
 fn we_remove_what_go_made_also_twice() {
     on_a_host(|| {
         let Some(go) = GoBridge::new("c1") else { return };
         go.run("ADD");
+        let made = ruleset();
+        let kept = SpoofCheck::open().unwrap().purge(&mark("c1")).unwrap();
+        assert!(kept.is_some_and(|owner| owner.belongs_to("net").is_none()), "its interface exists");
+        assert_eq!(ruleset(), made);
+        delete_guarded();
         purge("c1");
         assert_eq!(ruleset(), SHARED);
         purge("c1");
@@ -81,6 +96,8 @@ fn we_remove_what_go_made_also_twice() {
             again.run("ADD");
         }
         assert_eq!(ruleset().matches("iifname").count(), 2);
+        delete_guarded();
+        delete_guarded();
         purge("c2");
         assert_eq!(ruleset(), SHARED);
     });
