@@ -14,8 +14,13 @@ pub(super) const NODE: &[Explanation] = &[
     },
     Explanation {
         name: "the gateway's IPv6 address needs no detection",
-        reason: "differences, bridge: usable at once unless enabledad; Go's gets its local routes a second later",
-        covers: |_, it| it.key.starts_with("host/route/local/") && it.key.contains(':') && it.expected.is_none(),
+        reason: "differences, bridge: usable at once unless enabledad; until detection is over, an address has no local routes",
+        covers: |case, it| {
+            let theirs = it.expected.as_deref().unwrap_or_default();
+            let more = it.ours.as_deref().is_some_and(|ours| theirs.lines().all(|line| ours.contains(line)));
+            let detected = plugins(case).any(|plugin| plugin["enabledad"] == true || plugin["ENABLEDAD"] == true);
+            it.key.starts_with("host/route/local/") && it.key.contains(':') && (more || detected)
+        },
     },
     Explanation {
         name: "IPv6 addresses are announced",
@@ -94,7 +99,7 @@ pub(super) const NODE: &[Explanation] = &[
         reason: "differences, bridge: a default route is left out where another network's is there already",
         covers: |case, it| {
             let (theirs, ours) = (it.expected.as_deref().unwrap_or_default(), it.ours.as_deref().unwrap_or_default());
-            let route = it.key.starts_with('c') && it.key.ends_with("/main/default");
+            let route = it.key.starts_with('c') && it.key.contains("/route/") && it.key.ends_with("/default");
             let interfaces = |text: &str| text.matches("dev=").count() + text.matches("\"dev\":").count();
             let fewer = !ours.is_empty() && interfaces(ours) < interfaces(theirs);
             // Without the route of the first network there is none after its DEL.
@@ -134,8 +139,13 @@ pub(super) const NODE: &[Explanation] = &[
         covers: |case, it| {
             let forced = plugins(case).any(|plugin| plugin["forceAddress"] == true);
             let theirs = it.expected.as_deref().unwrap_or_default();
-            let more = it.ours.as_deref().is_some_and(|ours| theirs.lines().all(|line| ours.contains(line)));
-            forced && more && (it.key.starts_with("host/addresses/") || it.key.starts_with("host/route/"))
+            let more = it
+                .ours
+                .as_deref()
+                .is_some_and(|ours| theirs.lines().all(|line| ours.replace(" nodad=true", "").contains(line)));
+            // Without the address Go's host has no route to the container, and its portmap sets no route_localnet.
+            let localnet = it.key.ends_with("/route_localnet") && is(&it.ours, "1");
+            forced && (localnet || more && (it.key.starts_with("host/addresses/") || it.key.starts_with("host/route/")))
         },
     },
     Explanation {
@@ -173,6 +183,21 @@ pub(super) const NODE: &[Explanation] = &[
         covers: |case, it| {
             let asked = plugins(case).any(|plugin| plugin["runtimeConfig"]["dns"].is_object());
             asked && it.key.starts_with("result/dns")
+        },
+    },
+    Explanation {
+        name: "a default route of IPAM's without a gateway is the gateway's",
+        reason: "differences, bridge: isDefaultGateway with a default route from IPAM works",
+        covers: |case, it| {
+            let listed = plugins(case).filter(|plugin| plugin["isDefaultGateway"] == true);
+            let bare = listed.flat_map(|plugin| list(&plugin["ipam"]["routes"])).any(|route| {
+                route["gw"].is_null() && ["0.0.0.0/0", "::/0"].iter().any(|default| route["dst"] == *default)
+            });
+            let fewer = it.ours.as_deref().is_some_and(|ours| {
+                ours.lines().all(|line| it.expected.as_deref().is_some_and(|theirs| theirs.contains(line)))
+            });
+            let route = it.key.starts_with('c') && it.key.ends_with("/main/default") && fewer;
+            bare && it.verb == "ADD" && (route || it.key.starts_with("result/") && it.key.contains("routes/"))
         },
     },
 ];
