@@ -1,9 +1,9 @@
-//! Who has held the addresses of a set longest: what the error of a set that is used up says.
+//! Finds the oldest holders of a set: the attachments that the error of a used-up set names.
 //!
-//! It is found when the folder is read anew, and kept in the table: a node without a free address is asked every second,
-//! and going through 65,000 records each time would take longer than all the rest. What a newcomer gets wrong: nobody
-//! keeps it up to date, for it is only asked for while the index is exact, so right after a rebuild. The rebuild of a verb
-//! that asks for no addresses finds none; the ADD that needs them has the folder read again, once.
+//! A rebuild finds them for the sets that it was for and keeps them in the table: a node without a free address is asked
+//! every second, and going through 65,000 records each time would take longer than all the rest. Nothing updates them,
+//! because they are only asked for while the index is exact, right after a rebuild. For another set the records are gone
+//! through, which still costs far less than reading the folder again.
 
 use std::net::IpAddr;
 
@@ -42,6 +42,11 @@ pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
 }
 
 impl Index {
+    /// Finds the oldest holders of a set that no rebuild was for, by a pass over the table.
+    pub(crate) fn search_oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
+        Ok(oldest_of(&self.records()?, set))
+    }
+
     /// Finds the oldest holders of these sets in `records`, which are all records of this index.
     pub(crate) fn find_oldest(&mut self, asking: &RangeSets, records: &[Record]) -> Result<(), TableError> {
         for set in asking.sets() {

@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use cni::{Code, Error, Result};
 
 use super::folder::Linked;
-use super::{Locked, Owner, Trouble, Trust};
+use super::{Locked, Owner, Trouble};
 use crate::allocator::{self, Occupied, Requested};
 use crate::index::table::TableError;
 use crate::index::{Content, Index, Record};
@@ -157,9 +157,6 @@ impl Locked {
             Some(address) => Ok(Pick { address, held: false }),
             // Something may have been removed without the lock and unseen; reading the folder once will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            // Reading the folder for this set also finds the oldest holders, which the index keeps
-            // for the next ADD.
-            None if self.trust == Trust::Index && self.index()?.oldest(set)?.is_empty() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }
     }
@@ -172,7 +169,11 @@ impl Locked {
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
         // Not those next in turn: who came when another had left has its place in the round robin.
-        let oldest = self.index()?.oldest(set)?;
+        let mut oldest = self.index()?.oldest(set)?;
+        if oldest.is_empty() && total > 0 {
+            // The folder was read for another set, or for none.
+            oldest = self.index()?.search_oldest(set)?;
+        }
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
         if !oldest.is_empty() {
             error = error.with_details(format!(

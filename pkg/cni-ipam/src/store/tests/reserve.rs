@@ -82,6 +82,41 @@ fn exhaustion_is_code_11_with_figures_and_is_found_again_without_reading_the_fol
 }
 
 #[test]
+fn two_full_sets_do_not_have_the_folder_read_for_one_another() {
+    let net = Net::new();
+    let pools = [sets(&["10.0.0.0/29"]), sets(&["10.1.0.0/29"])];
+    for pool in &pools {
+        for id in ["a", "b", "c", "d", "e"] {
+            net.add(id, pool).unwrap();
+        }
+    }
+    net.add("f", &pools[0]).unwrap_err();
+    // A new index would be another file.
+    let before = fs::metadata(net.index()).unwrap().ino();
+    for (number, pool) in [1, 0, 1].map(|number| (number, &pools[number])) {
+        let error = net.add("f", pool).unwrap_err();
+        let oldest = format!("held longest: 10.{number}.0.2 is held by a eth0 since");
+        assert!(error.details().starts_with(&oldest), "{}", error.details());
+        assert_eq!(fs::metadata(net.index()).unwrap().ino(), before, "set {number}");
+    }
+}
+
+#[test]
+fn a_set_of_gateways_alone_does_not_have_the_folder_read_each_time() {
+    let net = Net::new();
+    let gateway = || Some("10.0.0.1".to_owned());
+    let subnet = Some("10.0.0.0/29".to_owned());
+    let conf = RangeConf { subnet, range_start: gateway(), range_end: gateway(), gateway: gateway() };
+    let pool = RangeSets::check(&[], &RangeConf::default(), &[vec![conf]]).unwrap();
+    assert_eq!(pool.sets()[0].capacity(), 0);
+    net.add("f", &pool).unwrap_err();
+    let before = fs::metadata(net.index()).unwrap().ino();
+    let error = net.add("f", &pool).unwrap_err();
+    assert_eq!((error.code(), error.details()), (Code::TRY_AGAIN, ""));
+    assert_eq!(fs::metadata(net.index()).unwrap().ino(), before);
+}
+
+#[test]
 fn exhaustion_names_those_who_have_held_longest_and_not_those_next_in_turn() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/29"]);
