@@ -63,7 +63,7 @@ fn has_plugin(case: &Value, name: &str) -> bool {
 fn bridges(case: &Value) -> impl Iterator<Item = &str> {
     let bridges = plugins(case).filter(|plugin| plugin["type"] == "bridge");
     bridges.map(|plugin| {
-        let name = plugin["bridge"].as_str().or(plugin["BRIDGE"].as_str());
+        let name = said(plugin, "bridge").as_str();
         name.filter(|name| !name.is_empty()).unwrap_or("cni0")
     })
 }
@@ -91,5 +91,11 @@ fn two_interfaces(case: &Value) -> bool {
 
 /// The host's address of a mapping.
 fn host_of(mapping: &Value) -> &str {
-    mapping["hostIP"].as_str().or(mapping["HOSTIP"].as_str()).unwrap_or_default()
+    said(mapping, "hostIP").as_str().unwrap_or_default()
+}
+
+/// The value of a key, which plugins know in any case.
+fn said<'v>(object: &'v Value, key: &str) -> &'v Value {
+    let odd = &object[key.to_uppercase()];
+    if odd.is_null() { &object[key] } else { odd }
 }

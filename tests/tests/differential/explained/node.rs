@@ -1,6 +1,6 @@
 //! Differences of links, addresses, routes, sysctls, files and results.
 
-use super::{Explanation, bridges, has_plugin, is, other_default, outcome, plugins};
+use super::{Explanation, bridges, has_plugin, is, other_default, outcome, plugins, said};
 use crate::side::{at_least, list};
 
 pub(super) const NODE: &[Explanation] = &[
@@ -18,7 +18,7 @@ pub(super) const NODE: &[Explanation] = &[
         covers: |case, it| {
             let theirs = it.expected.as_deref().unwrap_or_default();
             let more = it.ours.as_deref().is_some_and(|ours| theirs.lines().all(|line| ours.contains(line)));
-            let detected = plugins(case).any(|plugin| plugin["enabledad"] == true || plugin["ENABLEDAD"] == true);
+            let detected = plugins(case).any(|plugin| said(plugin, "enabledad") == true);
             it.key.starts_with("host/route/local/") && it.key.contains(':') && (more || detected)
         },
     },
@@ -137,7 +137,7 @@ pub(super) const NODE: &[Explanation] = &[
         name: "forceAddress spares the gateways of its own list",
         reason: "docs/plugins/bridge.md, forceAddress: never a gateway of this configuration",
         covers: |case, it| {
-            let forced = plugins(case).any(|plugin| plugin["forceAddress"] == true);
+            let forced = plugins(case).any(|plugin| said(plugin, "forceAddress") == true);
             let theirs = it.expected.as_deref().unwrap_or_default();
             let more = it
                 .ours
@@ -173,7 +173,7 @@ pub(super) const NODE: &[Explanation] = &[
         name: "the kernel sees a missing carrier a second later",
         reason: "no difference: the port of an interface that stays down is disabled by then",
         covers: |case, it| {
-            let down = plugins(case).any(|plugin| plugin["disableContainerInterface"] == true);
+            let down = plugins(case).any(|plugin| said(plugin, "disableContainerInterface") == true);
             down && it.key.starts_with("host/link/veth(") && it.key.ends_with("/info_slave_data/state")
         },
     },
@@ -189,7 +189,7 @@ pub(super) const NODE: &[Explanation] = &[
         name: "a default route of IPAM's without a gateway is the gateway's",
         reason: "differences, bridge: isDefaultGateway with a default route from IPAM works",
         covers: |case, it| {
-            let listed = plugins(case).filter(|plugin| plugin["isDefaultGateway"] == true);
+            let listed = plugins(case).filter(|plugin| said(plugin, "isDefaultGateway") == true);
             let bare = listed.flat_map(|plugin| list(&plugin["ipam"]["routes"])).any(|route| {
                 route["gw"].is_null() && ["0.0.0.0/0", "::/0"].iter().any(|default| route["dst"] == *default)
             });

@@ -1,6 +1,6 @@
 //! Steps that one side does and the other refuses.
 
-use super::{Explanation, bridges, mappings, outcome, plugins, two_interfaces};
+use super::{Explanation, bridges, mappings, outcome, plugins, said, two_interfaces};
 
 pub(super) const OUTCOMES: &[Explanation] = &[
     Explanation {
@@ -96,7 +96,7 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         name: "Go's CHECK counts the rules without masqAll",
         reason: "differences, portmap: masqAll works in nftables too",
         covers: |case, it| {
-            let asked = plugins(case).any(|plugin| plugin["masqAll"] == true || plugin["MASQALL"] == true);
+            let asked = plugins(case).any(|plugin| said(plugin, "masqAll") == true);
             asked && it.verb == "CHECK" && outcome(it, "missing hostport rules in \"masquerading\" chain", "done")
         },
     },
@@ -104,7 +104,8 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         name: "an absent protocol is tcp",
         reason: "differences, portmap: an absent protocol is tcp",
         covers: |case, it| {
-            let absent = mappings(case).any(|mapping| mapping["protocol"].as_str().unwrap_or_default().is_empty());
+            let absent =
+                mappings(case).any(|mapping| said(mapping, "protocol").as_str().unwrap_or_default().is_empty());
             absent && it.verb == "ADD" && outcome(it, "refused by portmap", "done")
         },
     },
@@ -126,7 +127,7 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         name: "CHECK sees a spoof rule of another MAC",
         reason: "docs/plugins/bridge.md, macspoofchk: CHECK names the MAC that the rule pins",
         covers: |case, it| {
-            let asked = plugins(case).any(|plugin| plugin["macspoofchk"] == true);
+            let asked = plugins(case).any(|plugin| said(plugin, "macspoofchk") == true);
             asked && it.verb == "CHECK" && outcome(it, "done", "spoof rule pins MAC")
         },
     },
@@ -172,5 +173,10 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         name: "a gateway of the other family",
         reason: "decision 14, docs/plugins/bridge.md: code 7 before any work; Go leaves the gateway of such a range out",
         covers: |_, it| it.verb == "ADD" && outcome(it, "done", "the gateway is of the other address family"),
+    },
+    Explanation {
+        name: "conditions in nft's words choose nftables",
+        reason: "differences, portmap: without backend, conditions in nft's words choose nftables",
+        covers: |_, it| it.verb == "ADD" && outcome(it, "contains nftables-specific options", "done"),
     },
 ];

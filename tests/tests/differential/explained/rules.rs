@@ -1,6 +1,6 @@
 //! Differences of firewall rules.
 
-use super::{Explanation, host_of, is, mappings, plugins, two_interfaces};
+use super::{Explanation, host_of, is, mappings, plugins, said, two_interfaces};
 
 pub(super) const RULES: &[Explanation] = &[
     Explanation {
@@ -59,7 +59,7 @@ pub(super) const RULES: &[Explanation] = &[
         name: "masqAll in nftables",
         reason: "differences, portmap: masqAll works in nftables too",
         covers: |case, it| {
-            let asked = plugins(case).any(|plugin| plugin["masqAll"] == true || plugin["MASQALL"] == true);
+            let asked = plugins(case).any(|plugin| said(plugin, "masqAll") == true);
             asked && it.key.ends_with(" cni_hostport/masquerading")
         },
     },
