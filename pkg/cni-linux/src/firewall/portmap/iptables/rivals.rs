@@ -56,7 +56,9 @@ impl IptablesPortMap<'_> {
                     Err(error) => return Err(error),
                 }
                 let mut judged = |nat: &mut Nat<'_>| {
-                    let (ways, mut plan) = (ways(nat, wanted, &claims)?, Plan::default());
+                    // Without a port there is nothing to read by its number.
+                    let ways = if claims.is_empty() { Vec::new() } else { ways(nat, wanted, &claims)? };
+                    let mut plan = Plan::default();
                     displace(nat, wanted, (container, &claims), &ways, (&mut judge, &mut plan))?;
                     Ok(plan)
                 };

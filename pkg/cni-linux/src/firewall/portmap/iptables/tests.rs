@@ -218,7 +218,8 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
                 assert!(found.dead || found.remarks[0].contains("changed under it"), "{:?}", found.remarks);
             }
             let (took, changes) = (begun.elapsed(), changes.load(Ordering::Relaxed));
-            assert!(took < cni_testkit::patience(Duration::from_secs(5)), "{took:?} beside {changes} changes");
+            // Five times 512 readings of all chains take several times as long.
+            assert!(took < cni_testkit::patience(Duration::from_secs(30)), "{took:?} beside {changes} changes");
         });
     });
 }
