@@ -113,7 +113,7 @@ impl Judge {
         }
         let is_only = match self.only_ways.get(&address) {
             Some(is_only) => *is_only,
-            // Routes that cannot be read prove nothing, and are no reason to fail.
+            // Routes that cannot be read prove nothing, and do not fail the ADD.
             None => self.is_only_way(address, &wanted.links).unwrap_or(false),
         };
         self.only_ways.insert(address, is_only);
