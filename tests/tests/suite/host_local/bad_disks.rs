@@ -177,8 +177,10 @@ fn what_cannot_be_removed_is_named_and_the_rest_goes() {
         attachment.del().success();
         cni_testkit::skip!("no immutable files in {}", node.dir().display());
     }
-    let failure = run(&node, "DEL", &container, &attachment.config, "").fails_naming(5, &["net1/10.1.0.2"]);
+    let outcome = run(&node, "DEL", &container, &attachment.config, "");
+    // Before anything can fail: the node's folder could not be removed.
     node.exec(&["chattr", "-i", stubborn]);
+    let failure = outcome.fails_naming(5, &["net1/10.1.0.2"]);
     assert!(!failure.msg.contains("fd00:1::2"), "{failure:?}");
     assert_eq!(node.reservations("net1").len(), 1);
     attachment.del().success();
