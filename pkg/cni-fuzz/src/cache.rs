@@ -10,9 +10,9 @@ use std::path::Path;
 
 use cni::ident;
 use cni::json::Json;
-use cni::libcni::Cache;
-use cni::libcni::cache::{Entry, Key};
 use cni::version::Version;
+use libcni::Cache;
+use libcni::cache::{Entry, Key};
 
 use crate::input::Input;
 

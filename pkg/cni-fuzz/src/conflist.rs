@@ -5,7 +5,7 @@
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
-use cni::libcni::{Members, NetworkList, PluginConf, fuzzing};
+use libcni::{Members, NetworkList, PluginConf, fuzzing};
 
 /// Injected or taken out.
 const NOT_THE_PLUGINS: [&str; 7] = [

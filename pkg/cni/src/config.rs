@@ -179,7 +179,7 @@ pub(crate) fn version_text(json: &Json) -> Result<String> {
 }
 
 /// Code 1 with Go's text and details.
-pub(crate) fn incompatible(msg: &str, config: &str) -> Error {
+pub fn incompatible(msg: &str, config: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     Error::new(Code::INCOMPATIBLE_VERSION, msg)
         .with_details(format!("config is \"{config}\", plugin supports [{}]", supported.join(" ")))

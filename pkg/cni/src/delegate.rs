@@ -235,7 +235,7 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
 
 /// How a plugin failed: what is known of what it has done.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub enum Failure {
     /// It said so itself: whatever it had done, it has undone.
     Answered(Error),
     /// It never ran.
@@ -253,7 +253,10 @@ impl From<Failure> for Error {
 }
 
 /// Turns the end of a plugin into its stdout or an error.
-pub(crate) fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
+///
+/// # Errors
+/// What the plugin said, with its code; code 11 if it ran out of time; 5 or 999 if it gave no answer.
+pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());
     let Output { status, stdout, stderr } = output.map_err(|error| match &error {

@@ -13,7 +13,6 @@
 //! - [`steps`]: what a call tells the log of itself.
 //! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in by `main`.
 //! - [`release`]: which release of this project a program is; [`time`]: times formatted for people.
-//! - [`libcni`]: the runtime's side: network lists, request derivation, the result cache.
 //!
 //! This crate never touches the kernel's network state, holds no unsafe code and needs no privilege. What does is
 //! `cni-linux`, which depends on this crate and never the reverse.
@@ -26,7 +25,6 @@ pub mod error;
 pub mod file;
 pub mod ident;
 pub mod json;
-pub mod libcni;
 pub mod machine;
 pub mod release;
 pub mod result;

@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What [`skel`](crate::skel), [`delegate`](crate::delegate) and [`libcni`](crate::libcni) ask of the machine.
+/// What [`skel`](crate::skel), [`delegate`](crate::delegate) and `libcni` ask of the machine.
 pub trait Machine {
     /// Whether `path` is the network namespace this process runs in. An error if it cannot be opened or is none.
     fn is_own_netns(&self, path: &Path) -> io::Result<bool>;

@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
-use cni::libcni::cache::DEFAULT_DIR;
-use cni::libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 use cni::rollback::Notes;
 use cni::skel::MachineRef;
 use cni::{Code, Error};
+use libcni::cache::DEFAULT_DIR;
+use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 
 use crate::report::Format;
 use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, validate};

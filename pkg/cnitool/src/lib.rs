@@ -1,7 +1,7 @@
 //! cnitool: the operator's side of CNI.
 //!
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
-//!   [`cni::libcni`].
+//!   [`libcni`].
 //! - `inspect`: attachments as they are, beside what their results said, and what is left over.
 //! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every file.
 //! - `doctor`: what on the node keeps networks from working, and what mends it.

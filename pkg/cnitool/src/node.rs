@@ -7,9 +7,9 @@
 use std::collections::BTreeMap;
 
 use cni::Error;
-use cni::libcni::cache::Entry;
-use cni::libcni::{ConfFile, ConfFolder, NetworkList};
 use cni::skel::MachineRef;
+use libcni::cache::Entry;
+use libcni::{ConfFile, ConfFolder, NetworkList};
 
 use crate::target::Presence;
 

@@ -7,9 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cni::libcni::cache::Entry;
 use cni::machine::{Child, Exit, OnSigterm};
 use cni_linux::{Link, sysctl};
+use libcni::cache::Entry;
 use serde_json::Value;
 
 use super::{Ground, Seen};

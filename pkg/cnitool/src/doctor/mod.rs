@@ -10,10 +10,10 @@ mod traffic;
 
 use cni::Error;
 use cni::json::Json;
-use cni::libcni::cache::Entry;
-use cni::libcni::{NetworkList, Runtime};
 use cni::rollback::Notes;
 use cni_linux::Mark;
+use libcni::cache::Entry;
+use libcni::{NetworkList, Runtime};
 use serde_json::json;
 
 use crate::cli::{Failure, Shared, Variables, failed};
@@ -184,7 +184,7 @@ impl Ground<'_, '_> {
             || self.picture.networks.iter().filter(has_containers).any(|list| is_on(list.raw()))
     }
 
-    fn conf_files(&self) -> Result<Vec<cni::libcni::ConfFile>, Error> {
+    fn conf_files(&self) -> Result<Vec<libcni::ConfFile>, Error> {
         Ok(node::by_precedence(self.shared.conf_folder(&Variables(&self.call.environment)).files()?))
     }
 }

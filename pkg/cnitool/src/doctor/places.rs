@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use cni::Error;
 use cni::delegate::find_plugin;
-use cni::libcni::cache::DEFAULT_DIR;
+use libcni::cache::DEFAULT_DIR;
 
 use super::{Ground, Seen};
 use crate::inspect::orphans::quoted;

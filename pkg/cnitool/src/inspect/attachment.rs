@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use cni::json::Json;
-use cni::libcni::cache::Entry;
 use cni::result::{AddResult, Interface};
 use cni::version::Version;
 use cni_linux::route::Family;
 use cni_linux::{Addr, Link, Mark, Netlink, Netns, OperState, PortState};
+use libcni::cache::Entry;
 
 use super::Fact;
 use super::picture::{Picture, mark_of};

@@ -6,8 +6,8 @@
 use std::path::Path;
 
 use cni::Error;
-use cni::libcni::cache::Entry;
 use cni_linux::Mark;
+use libcni::cache::Entry;
 use serde_json::{Value, json};
 
 use super::picture::{Picture, mark_of};

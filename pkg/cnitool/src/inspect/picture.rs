@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use cni::Error;
 use cni::config::NetConf;
 use cni::json::Json;
-use cni::libcni::NetworkList;
-use cni::libcni::cache::Entry;
 use cni::result::AddResult;
 use cni::rollback::Notes;
 use cni::version::Version;
 use cni_ipam::Reservation;
 use cni_linux::firewall::survey::{Held, survey};
 use cni_linux::{Link, LinkKind, Mark, Netlink};
+use libcni::NetworkList;
+use libcni::cache::Entry;
 use plugin_tuning::{Saved, saved};
 
 use crate::Call;

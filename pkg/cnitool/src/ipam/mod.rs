@@ -15,12 +15,12 @@ use std::time::{Duration, SystemTime};
 
 use clap::{Args, Subcommand};
 use cni::config::NetConf;
-use cni::libcni::NetworkList;
-use cni::libcni::cache::Entry;
 use cni::rollback::Notes;
 use cni::{Error, ident};
 use cni_ipam::store::{DEFAULT_DATA_DIR, Usage, networks};
 use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
+use libcni::NetworkList;
+use libcni::cache::Entry;
 use plugin_host_local::Pool;
 
 use crate::cli::{Failure, Shared, Variables, failed};

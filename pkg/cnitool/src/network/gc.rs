@@ -6,9 +6,9 @@
 
 use cni::Error;
 use cni::config::ValidAttachments;
-use cni::libcni::NetworkList;
-use cni::libcni::cache::{Entry, Key};
 use cni::version::Version;
+use libcni::NetworkList;
+use libcni::cache::{Entry, Key};
 use serde_json::{Value, json};
 
 use super::Network;

@@ -8,9 +8,9 @@ mod gc;
 mod options;
 mod versions;
 
-use cni::libcni::cache::{Entry, Key};
-use cni::libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
 use cni::{Code, Error};
+use libcni::cache::{Entry, Key};
+use libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
 use crate::cli::{Failure, Variables, failed};

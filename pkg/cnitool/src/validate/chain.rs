@@ -3,10 +3,10 @@
 
 use cni::Cidr;
 use cni::config::NetConf;
-use cni::libcni::NetworkList;
 use cni::rollback::Notes;
 use cni::version::Version;
 use cni_ipam::{Range, RangeSet, RangeSets};
+use libcni::NetworkList;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use cni::json::Json;
-use cni::libcni::{ConfFile, NetworkList};
+use libcni::{ConfFile, NetworkList};
 use serde_json::{Map, Value};
 
 use super::Problem;

@@ -16,8 +16,8 @@ mod surroundings;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use cni::libcni::ConfFile;
 use cni::{Code, Error};
+use libcni::ConfFile;
 use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, Variables, failed};

@@ -4,7 +4,7 @@ use cni::config::NetConf;
 use cni::delegate::check_plugin_name;
 use cni::ident;
 use cni::json::{Json, UnknownKey};
-use cni::libcni::NetworkList;
+use libcni::NetworkList;
 use serde_json::{Value, json};
 
 use super::{Problem, blame};

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use cni::config::NetConf;
 use cni::delegate::{check_plugin_name, find_plugin};
-use cni::libcni::NetworkList;
 use cni::rollback::Notes;
 use cni_ipam::Range;
 use cni_linux::firewall::portmap::Mapping;
+use libcni::NetworkList;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 

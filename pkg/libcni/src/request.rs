@@ -9,8 +9,8 @@ use serde_json::value::RawValue;
 
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
-use crate::Result;
-use crate::config::ValidAttachments;
+use cni::Result;
+use cni::config::ValidAttachments;
 
 /// What a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]

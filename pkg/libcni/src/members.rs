@@ -12,8 +12,8 @@ use serde::ser::SerializeMap as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::value::{RawValue, to_raw_value};
 
-use crate::json::Json;
-use crate::{Code, Error, Result};
+use cni::json::Json;
+use cni::{Code, Error, Result};
 
 /// The members of an object in their order, duplicates included, each value verbatim.
 #[derive(Clone, Debug, Default)]

@@ -28,8 +28,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::rollback::Notes;
-use crate::skel::MachineRef;
+use cni::rollback::Notes;
+use cni::skel::MachineRef;
 
 pub use cache::Cache;
 pub use folder::{ConfFile, ConfFolder};

@@ -11,11 +11,11 @@ use super::members::Members;
 use super::plugin::{Variables, blame};
 use super::request::{Extras, derive};
 use super::{Attachment, Runtime};
-use crate::config::ValidAttachments;
-use crate::delegate::find_plugin;
-use crate::skel::Verb;
-use crate::version::Version;
-use crate::{Code, Error, Result, config, ident};
+use cni::config::ValidAttachments;
+use cni::delegate::find_plugin;
+use cni::skel::Verb;
+use cni::version::Version;
+use cni::{Code, Error, Result, config, ident};
 
 /// What a DEL does when a plugin fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

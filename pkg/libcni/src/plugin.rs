@@ -4,10 +4,10 @@ use std::ffi::OsString;
 
 use super::list::PluginConf;
 use super::{Attachment, Runtime};
-use crate::delegate::{find_plugin, interpret};
-use crate::machine::{Child, OnSigterm, Output};
-use crate::skel::Verb;
-use crate::{Error, Result};
+use cni::delegate::{find_plugin, interpret};
+use cni::machine::{Child, OnSigterm, Output};
+use cni::skel::Verb;
+use cni::{Error, Result};
 
 /// The variables of a call.
 #[derive(Debug, Default)]

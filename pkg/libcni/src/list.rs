@@ -12,9 +12,9 @@ use serde_json::value::RawValue;
 
 use super::members::{Members, elements};
 use super::request::{Extras, derive};
-use crate::json::Json;
-use crate::version::{Version, parse_triple};
-use crate::{Code, Error, Result, config};
+use cni::json::Json;
+use cni::version::{Version, parse_triple};
+use cni::{Code, Error, Result, config};
 
 /// A network configuration list.
 #[derive(Clone, Debug)]

@@ -11,9 +11,9 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use super::list::{NetworkList, PluginConf};
-use crate::json::Json;
-use crate::rollback::Notes;
-use crate::{Code, Error, Result, file, ident};
+use cni::json::Json;
+use cni::rollback::Notes;
+use cni::{Code, Error, Result, file, ident};
 
 /// A folder of network configurations.
 #[derive(Clone, Debug)]

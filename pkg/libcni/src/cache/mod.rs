@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 use serde_json::value::{RawValue, to_raw_value};
 
 use super::Attachment;
-use crate::json::Json;
-use crate::result::AddResult;
-use crate::version::Version;
-use crate::{Code, Error, Result, ident};
+use cni::json::Json;
+use cni::result::AddResult;
+use cni::version::Version;
+use cni::{Code, Error, Result, ident};
 
 mod wire;
 

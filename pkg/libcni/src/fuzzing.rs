@@ -5,8 +5,8 @@ use serde_json::value::RawValue;
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::request::{Extras, derive};
-use crate::Result;
-use crate::config::ValidAttachments;
+use cni::Result;
+use cni::config::ValidAttachments;
 
 /// The request for one plugin.
 ///

@@ -4,10 +4,10 @@ use serde::Deserialize;
 
 use super::Runtime;
 use super::plugin::Variables;
-use crate::json::Json;
-use crate::skel::Verb;
-use crate::version::Version;
-use crate::{Code, Error, Result};
+use cni::json::Json;
+use cni::skel::Verb;
+use cni::version::Version;
+use cni::{Code, Error, Result};
 
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]

@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::Entry;
-use crate::json::Json;
-use crate::libcni::Attachment;
-use crate::libcni::members::{Members, compact};
-use crate::{Code, Error, Result};
+use crate::Attachment;
+use crate::members::{Members, compact};
+use cni::json::Json;
+use cni::{Code, Error, Result};
 
 const KIND: &str = "cniCacheV1";
 

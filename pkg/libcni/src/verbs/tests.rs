@@ -11,10 +11,10 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use super::*;
-use crate::libcni::{Cache, DEFAULT_TIMEOUT};
-use crate::machine::{Child, Exit, Machine, Output, RunError};
-use crate::rollback::Notes;
-use crate::skel::MachineRef;
+use crate::{Cache, DEFAULT_TIMEOUT};
+use cni::machine::{Child, Exit, Machine, Output, RunError};
+use cni::rollback::Notes;
+use cni::skel::MachineRef;
 
 /// What a plugin was asked.
 #[derive(Clone, Debug)]
