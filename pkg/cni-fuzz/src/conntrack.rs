@@ -2,8 +2,8 @@
 //! other: its tuple, byte for byte, and its identity.
 
 use cni_linux::conntrack::entry;
-use cni_linux::firewall::nft::decode::{Message, answer, attributes, messages};
 use cni_linux::fuzzing::conntrack_key;
+use cni_linux::netlink::wire::{Message, answer, attributes, messages};
 
 const NEW: u16 = 0x100;
 const NFGENMSG: usize = 4;

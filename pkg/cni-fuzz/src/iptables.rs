@@ -4,10 +4,10 @@
 //!
 //! The input: lines `command chain word word...`, the words apart by 0x01; those of `?` and `!` are conditions.
 
+use cni_firewall::fuzzing;
+use cni_firewall::iptables::{Chain, Edit, check_conditions};
+use cni_firewall::portmap::conditions::compile;
 use cni_linux::Family;
-use cni_linux::firewall::iptables::{Chain, Edit, check_conditions};
-use cni_linux::firewall::portmap::conditions::compile;
-use cni_linux::fuzzing;
 use plugin_portmap::fuzzing::{accepts_for_nft, orders_of_nft};
 
 /// The target.

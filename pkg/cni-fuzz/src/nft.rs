@@ -3,12 +3,13 @@
 //!
 //! The input: if the first byte is odd a rule is made of the rest, else the rest is what the kernel said.
 
+use cni_firewall::fuzzing;
+use cni_firewall::iptables::{Edit, split};
+use cni_firewall::nft::decode;
+use cni_firewall::nft::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
+use cni_firewall::nft::{Rule, userdata};
 use cni_linux::Family;
-use cni_linux::firewall::iptables::{Edit, split};
-use cni_linux::firewall::nft::decode;
-use cni_linux::firewall::nft::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
-use cni_linux::firewall::nft::{Rule, userdata};
-use cni_linux::fuzzing;
+use cni_linux::netlink::wire;
 
 use crate::input::Input;
 
@@ -25,8 +26,8 @@ fn read(bytes: &[u8]) {
         let is_ours = |tags: &[(u8, Vec<u8>)]| tags.iter().all(|(kind, _)| *kind >= 0x80);
         assert!(!is_ours(&tags) || fuzzing::read_userdata(&written) == (comment, tags));
     }
-    for message in decode::messages(bytes) {
-        let _ = decode::answer(&message);
+    for message in wire::messages(bytes) {
+        let _ = wire::answer(&message);
         payload(message.payload);
     }
 }
@@ -80,7 +81,7 @@ fn write_and_read(input: &mut Input<'_>) {
             return;
         }
     };
-    let message = decode::messages(&bytes).next().expect("one message");
+    let message = wire::messages(&bytes).next().expect("one message");
     assert_eq!(message.payload.len() + 16, bytes.len());
     // The kernel adds the handle.
     let mut payload = message.payload.to_vec();

@@ -3,10 +3,11 @@
 //! that very one; of the second, by each of its two readers, nobody is said to hold a lock whom the text does not name as
 //! a holder of that inode, and one who is named in full always is.
 
+use cni_firewall::fuzzing::lock_holder;
+use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, entry};
-use cni_linux::firewall::nft::decode::Message;
-use cni_linux::firewall::portmap::Protocol;
-use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
+use cni_linux::fuzzing::{conntrack_key, conntrack_text};
+use cni_linux::netlink::wire::Message;
 
 const NEW: u16 = 0x100;
 const NESTED: u16 = 1 << 15;

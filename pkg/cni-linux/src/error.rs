@@ -33,19 +33,36 @@ pub enum Taken {
 
 /// Why it failed.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Cause {
+pub enum Cause {
     /// The kernel refused; `ack` is its own explanation, if it gave one.
     #[error("{source}{}", Suffix(.ack))]
-    Kernel { source: io::Error, ack: Option<Box<str>> },
+    Kernel {
+        /// The errno.
+        source: io::Error,
+        /// The kernel's own explanation.
+        ack: Option<Box<str>>,
+    },
     /// No interface of that name or index. Go's text, which callers in the field compare with.
     #[error("Link not found")]
     LinkNotFound,
     /// One name of a veth pair is in use.
     #[error("{source}{}", Suffix(.ack))]
-    Taken { what: Taken, source: io::Error, ack: Option<Box<str>> },
+    Taken {
+        /// Which of them.
+        what: Taken,
+        /// The errno.
+        source: io::Error,
+        /// The kernel's own explanation.
+        ack: Option<Box<str>>,
+    },
     /// The path is no network namespace, or does not exist. Go's text.
     #[error("{text}")]
-    NoNetns { text: String, source: Option<io::Error> },
+    NoNetns {
+        /// The whole message.
+        text: String,
+        /// The errno, where the path could not be opened.
+        source: Option<io::Error>,
+    },
     /// An event did not come in time.
     #[error("it did not happen within {} s", .0.as_secs_f32())]
     Deadline(Duration),
@@ -84,7 +101,8 @@ impl From<Errno> for Cause {
 }
 
 impl Cause {
-    pub(crate) fn text(text: impl Into<String>) -> Cause {
+    /// What has no errno.
+    pub fn text(text: impl Into<String>) -> Cause {
         Cause::Text(text.into())
     }
 
@@ -102,7 +120,8 @@ impl Cause {
 }
 
 impl Error {
-    pub(crate) fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
+    /// What was being done, to what, and why it failed.
+    pub fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
         Error { doing: doing.to_string(), cause: cause.into() }
     }
 

@@ -9,7 +9,7 @@
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
 //! - [`logging`]: where the log goes, if anybody asked for one.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
-//! - `firewall`: iptables and nf_tables. [`conntrack`]: forgetting connections that a mapping has made wrong.
+//! - [`conntrack`]: forgetting connections that a mapping has made wrong.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
 //! Everything is synchronous; rtnetlink and its runtime are an inner matter, and none of their types leave this crate.
@@ -22,7 +22,6 @@ pub mod bridge;
 mod child;
 pub mod conntrack;
 pub mod error;
-pub mod firewall;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -34,7 +33,7 @@ pub mod mark;
 pub mod neigh;
 pub mod netlink;
 pub mod netns;
-mod patience;
+pub mod patience;
 pub mod process;
 pub mod route;
 mod stream;

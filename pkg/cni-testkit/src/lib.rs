@@ -45,6 +45,7 @@ pub mod trace;
 pub use attachment::Attachment;
 pub use cost::assert_cost_below;
 pub use invocation::{Invocation, Started};
+pub use namespace::{in_new_netns, output};
 pub use node::{Container, Node, Ran};
 pub use outcome::{Failure, Outcome};
 pub use patience::{crowd, patience, rounds};

@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::panic::resume_unwind;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Once;
 use std::thread;
 
@@ -31,6 +32,29 @@ pub(crate) fn network() -> File {
         unshare(CloneFlags::CLONE_NEWNET).expect("to make a network namespace: run as root or by scripts/test");
         open("net")
     })
+}
+
+/// Runs `body` on a fresh thread in a fresh namespace. Without the privilege it says so and skips, unless
+/// `CNI_TEST_REQUIRE=all` forbids that.
+#[track_caller]
+pub fn in_new_netns(body: impl FnOnce() + Send) {
+    thread::scope(|scope| {
+        // The test's name, for the line that tells of a skip.
+        let builder = thread::Builder::new().name(thread::current().name().unwrap_or("?").to_owned());
+        let test = builder.spawn_scoped(scope, || match unshare(CloneFlags::CLONE_NEWNET) {
+            Ok(()) => body(),
+            Err(errno) => crate::skipped(&format!("cannot make a network namespace: {errno}")),
+        });
+        test.unwrap().join().unwrap_or_else(|panic| resume_unwind(panic));
+    });
+}
+
+/// What another program sees in the calling thread's namespace: its output. Arguments are separated by one space.
+pub fn output(command: &str) -> String {
+    let mut words = command.split(' ');
+    let output = Command::new(words.next().unwrap()).args(words).output().unwrap();
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
 }
 
 /// A new network namespace and, with it, a mount namespace in which the folders that CNI writes to by default are

@@ -10,7 +10,7 @@ use cni::delegate::Delegate;
 use cni::result::{AddResult, Interface, IpConfig};
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::firewall::spoof::SpoofCheck;
+use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mac, Netlink, Netns, PortState, Watch, sysctl};
 
 use crate::chained::PortMark;

@@ -7,7 +7,7 @@ use cni::config::ValidAttachments;
 use cni::delegate::Delegate;
 use cni::skel::Call;
 use cni::{Error, Result};
-use cni_linux::firewall::spoof::SpoofCheck;
+use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mark, Netlink};
 
 use crate::chained::{PortMark, give_back};

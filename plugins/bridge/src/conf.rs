@@ -7,7 +7,7 @@ use cni::config::{self, NetConf, RuntimeDns};
 use cni::result::Dns;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result, ident};
-use cni_linux::firewall::Backend;
+use cni_firewall::Backend;
 use cni_linux::mac::Mac;
 use serde::Deserialize;
 

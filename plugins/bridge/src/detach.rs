@@ -15,7 +15,7 @@ use cni::json::Json;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result};
-use cni_linux::firewall::spoof::SpoofCheck;
+use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Mac, Mark, Netlink, Netns};
 
 use crate::chained::{PortMark, give_back, purge_addresses, take_off};

@@ -29,7 +29,7 @@ use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig};
 use cni::skel::{Added, Call, Plugin};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::firewall::spoof::SpoofCheck;
+use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Mark, Netlink};
 
 pub use conf::DEFAULT_BRIDGE;

@@ -9,9 +9,9 @@ use std::rc::Rc;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
+use cni_firewall::masquerade::Former;
+use cni_firewall::{Backend, Masquerade};
 use cni_linux::Mark;
-use cni_linux::firewall::masquerade::Former;
-use cni_linux::firewall::{Backend, Masquerade};
 
 use crate::conf::{Conf, Masquerading};
 

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
-use cni_linux::firewall::spoof::SpoofCheck;
+use cni_firewall::spoof::SpoofCheck;
 use cni_linux::veth::HOST_NAME_ATTEMPTS;
 use cni_linux::{Link, Mac, Mark, Netlink, Netns, PortFlags, Taken, Target, VethSpec, VlanFlags};
 

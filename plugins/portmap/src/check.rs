@@ -7,9 +7,9 @@ use cni::machine::OnSigterm;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_linux::firewall::portmap::Forwarding;
-use cni_linux::firewall::portmap::iptables::IptablesPortMap;
-use cni_linux::firewall::portmap::nft::NftPortMap;
+use cni_firewall::portmap::Forwarding;
+use cni_firewall::portmap::iptables::IptablesPortMap;
+use cni_firewall::portmap::nft::NftPortMap;
 use cni_linux::sysctl;
 
 use crate::conf::{Backend, Conf};

@@ -10,11 +10,11 @@ use cni::config::ValidAttachments;
 use cni::machine::OnSigterm;
 use cni::skel::Call;
 use cni::{Error, Result};
+use cni_firewall::portmap::iptables::IptablesPortMap;
+use cni_firewall::portmap::nft::NftPortMap;
+use cni_firewall::portmap::{Claim, Removal};
 use cni_linux::Mark;
 use cni_linux::conntrack::{Conntrack, Forget};
-use cni_linux::firewall::portmap::iptables::IptablesPortMap;
-use cni_linux::firewall::portmap::nft::NftPortMap;
-use cni_linux::firewall::portmap::{Claim, Removal};
 
 use crate::conf::Conf;
 use crate::{forward, mark};

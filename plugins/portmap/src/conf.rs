@@ -9,9 +9,9 @@ use std::net::IpAddr;
 use cni::config::NetConf;
 use cni::json::Json;
 use cni::{Code, Error, Result};
-use cni_linux::firewall::iptables::check_conditions;
-use cni_linux::firewall::portmap::conditions::Dialect;
-use cni_linux::firewall::portmap::{Claim, Mapping, Policy, Protocol, SetMark, Snat};
+use cni_firewall::iptables::check_conditions;
+use cni_firewall::portmap::conditions::Dialect;
+use cni_firewall::portmap::{Claim, Mapping, Policy, Protocol, SetMark, Snat};
 use serde::Deserialize;
 
 /// The bit of the masquerade mark if none is given.

@@ -9,12 +9,12 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
+use cni_firewall::iptables::Iptables;
+use cni_firewall::nft_usable;
+use cni_firewall::portmap::iptables::{IptablesPortMap, Unseen};
+use cni_firewall::portmap::nft::NftPortMap;
+use cni_firewall::portmap::{Ensured, Forwarding, Holder, Rivals, Snat, Then};
 use cni_linux::conntrack::{Conntrack, Forget};
-use cni_linux::firewall::iptables::Iptables;
-use cni_linux::firewall::nft_usable;
-use cni_linux::firewall::portmap::iptables::{IptablesPortMap, Unseen};
-use cni_linux::firewall::portmap::nft::NftPortMap;
-use cni_linux::firewall::portmap::{Ensured, Forwarding, Holder, Rivals, Snat, Then};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
@@ -271,8 +271,8 @@ fn absent(error: Error, backend: Backend) -> Error {
         .with_code(Code::UNSUPPORTED_FIELD)
 }
 
-fn refusal(error: cni_linux::firewall::portmap::nft::Refusal, backend: Backend) -> Error {
-    use cni_linux::firewall::portmap::nft::Refusal;
+fn refusal(error: cni_firewall::portmap::nft::Refusal, backend: Backend) -> Error {
+    use cni_firewall::portmap::nft::Refusal;
     match error {
         Refusal::Kernel(error) => unserved(error, backend),
         Refusal::Condition { token, why } => {

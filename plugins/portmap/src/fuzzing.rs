@@ -2,7 +2,7 @@
 
 use cni::Result;
 use cni::skel::Call;
-use cni_linux::firewall::portmap::Mapping;
+use cni_firewall::portmap::Mapping;
 
 use crate::conf::{Backend, Conf, ORDERS, check_nft};
 
@@ -15,8 +15,7 @@ pub fn read(call: &Call<'_>) -> Result<()> {
     assert!(conf.mappings.iter().all(|mapping| mapping.host_port != 0 && mapping.container_port != 0));
     assert_eq!(Conf::sound_mappings(&call.conf), conf.mappings, "DEL must know what ADD has mapped");
     assert!(
-        conf.backend != Some(Backend::Nftables)
-            || !matches!(conf.set_mark, cni_linux::firewall::portmap::SetMark::Chain(_))
+        conf.backend != Some(Backend::Nftables) || !matches!(conf.set_mark, cni_firewall::portmap::SetMark::Chain(_))
     );
     Ok(())
 }

@@ -3,7 +3,7 @@
 //!
 //! Rooms: `conf` reads the configuration; `forward` turns it and the earlier result into what is wanted of the kernel
 //! and does ADD; `check`, `clean` (DEL and GC) are the other verbs. The rules themselves are
-//! [`cni_linux::firewall::portmap`]'s.
+//! [`cni_firewall::portmap`]'s.
 //!
 //! Easy to get wrong: DEL gets no `runtimeConfig` from many runtimes. What has to go is found by its key, in both
 //! backends, whatever the configuration says by then.
@@ -20,9 +20,9 @@ use cni::config::ValidAttachments;
 use cni::machine::OnSigterm;
 use cni::skel::{Added, Call, Plugin};
 use cni::{Code, Error, Result};
-use cni_linux::firewall::iptables::Iptables;
-use cni_linux::firewall::nft_usable;
-use cni_linux::firewall::portmap::{Mapping, Policy};
+use cni_firewall::iptables::Iptables;
+use cni_firewall::nft_usable;
+use cni_firewall::portmap::{Mapping, Policy};
 use cni_linux::{Mark, route};
 
 use conf::{Backend, Conf};

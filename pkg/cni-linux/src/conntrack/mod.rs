@@ -19,10 +19,12 @@ use nix::sys::socket::{MsgFlags, recv};
 
 use crate::Netlink;
 use crate::error::{Cause, Error, Result};
-use crate::firewall::nft::decode::{self, Message, NLMSG_DONE, NLMSG_ERROR, attributes};
-use crate::firewall::portmap::{Claim, Protocol};
+use crate::netlink::wire::{self, Message, NLMSG_DONE, NLMSG_ERROR, attributes};
 
+mod claim;
 mod text;
+
+pub use claim::{Claim, Protocol};
 
 /// A dump's parts are at most 32 KiB.
 const RECEIVE: usize = 64 * 1024;
@@ -198,10 +200,10 @@ impl Conntrack {
         let (sequence, mut undisturbed) = (self.sequence, true);
         // The kernel answers inside `send`, and queues each next part of a dump inside `recv`.
         while let Some(datagram) = self.receive(what)? {
-            for message in decode::messages(datagram).filter(|message| message.sequence == sequence) {
+            for message in wire::messages(datagram).filter(|message| message.sequence == sequence) {
                 undisturbed &= message.flags & NLM_F_DUMP_INTR == 0;
                 match message.kind {
-                    NLMSG_DONE | NLMSG_ERROR => match decode::answer(&message) {
+                    NLMSG_DONE | NLMSG_ERROR => match wire::answer(&message) {
                         None | Some((None, _)) => return Ok(undisturbed),
                         // What the kernel says where it has no ctnetlink.
                         Some((Some(Errno::EINVAL), _)) if kind == IPCTNL_MSG_CT_GET => {

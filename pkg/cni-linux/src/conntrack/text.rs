@@ -8,8 +8,7 @@
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
 
-use super::{CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, NLA_F_NESTED, Wanted, attribute};
-use crate::firewall::portmap::Protocol;
+use super::{CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, NLA_F_NESTED, Protocol, Wanted, attribute};
 
 /// So many buckets have to be there for each entry.
 const BUCKETS: u64 = 512;

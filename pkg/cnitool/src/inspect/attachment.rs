@@ -232,9 +232,9 @@ fn rules(picture: &Picture, mark: &Mark, entry: &Entry, facts: &mut Vec<Fact>) {
     for held in picture.rules.iter().filter(|held| held.owner.is(mark)) {
         found.push(held.purpose.to_string());
         let what = match held.purpose {
-            cni_linux::firewall::survey::Purpose::Masquerade => "masquerade",
-            cni_linux::firewall::survey::Purpose::PortMap => "host port",
-            cni_linux::firewall::survey::Purpose::SpoofCheck => "macspoofchk",
+            cni_firewall::survey::Purpose::Masquerade => "masquerade",
+            cni_firewall::survey::Purpose::PortMap => "host port",
+            cni_firewall::survey::Purpose::SpoofCheck => "macspoofchk",
         };
         facts.push(Fact::fine(what, format!("{}  [{}]", held.text, held.place)));
     }

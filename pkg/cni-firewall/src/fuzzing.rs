@@ -1,0 +1,61 @@
+//! For pkg/cni-fuzz alone: writers and readers of the firewall's bytes and texts.
+
+use cni_linux::{Result, route};
+
+use crate::iptables::{self, Chain, Edit, Rule};
+use crate::nft::{self, Batch, Family, Listed, Table};
+
+/// A rule as its own netlink message, header included.
+///
+/// # Errors
+/// What cannot be written down.
+pub fn rule_message(table: &str, chain: &str, rule: &nft::Rule) -> Result<Vec<u8>> {
+    let mut batch = Batch::new();
+    batch.append_rule(Table { family: Family::Inet, name: table }, chain, rule);
+    let mut bytes = Vec::new();
+    for mut change in batch.into_changes()? {
+        change.message.finalize();
+        let begin = bytes.len();
+        bytes.resize(begin + change.message.buffer_len(), 0);
+        change.message.serialize(&mut bytes[begin..]);
+    }
+    Ok(bytes)
+}
+
+/// The bytes of userdata; `None` if they are too many.
+pub fn userdata(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
+    nft::userdata::encode(comment, tags)
+}
+
+/// A comment and all other entries of userdata.
+pub fn read_userdata(bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
+    nft::userdata::decode(bytes)
+}
+
+/// A rule of nf_tables in the words of iptables.
+pub fn words_of(family: route::Family, listed: Listed) -> Rule {
+    iptables::rule_of_nft(family, listed)
+}
+
+/// A rule of these words.
+pub fn rule(words: Vec<String>) -> Rule {
+    Rule { words, handle: None, whole: true, raw: None }
+}
+
+/// What an edit gives to `iptables-restore`.
+///
+/// # Errors
+/// What cannot be written down.
+pub fn restore_text(edit: &Edit) -> Result<String> {
+    edit.everything()
+}
+
+/// The chains in what `iptables-save` wrote.
+pub fn saved_chains(text: &str) -> Vec<(String, Chain)> {
+    iptables::parse(text).into_iter().filter_map(|(name, chain)| Some((name, chain?))).collect()
+}
+
+/// The process that holds an flock of this file, in a text like `/proc/locks`.
+pub fn lock_holder(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
+    iptables::lock_holder_in(locks, device, inode)
+}

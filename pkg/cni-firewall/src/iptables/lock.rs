@@ -1,0 +1,468 @@
+//! One writer of iptables per network namespace, among our processes.
+//!
+//! What is read and then written with iptables is not one transaction, so whoever does that holds this lock: an `flock` of
+//! a file that root alone can open, named after the namespace (`/run/cni/iptables-<device>-<inode>.lock`). The namespace
+//! itself (`/proc/thread-self/ns/net`) could be locked too, but every process in it can open that file, whoever it belongs
+//! to, and hold it for ever. It is the last resort where the file cannot be had, and [`NetnsLock::remark`] says so then.
+//!
+//! The lock keeps out our own processes alone, and of those only the ones that see the same folder: Go's plugins know
+//! nothing of it, and iptables-legacy has a lock of its own for the length of one process.
+//!
+//! The empty file stays. There is one for each namespace in which iptables was ever changed, mostly one; /run forgets them
+//! at the next boot; and the kernel uses the numbers of dead namespaces again, with the file that is there. Removing
+//! it after use would make everyone in the queue come back and lose his turn.
+//!
+//! A newcomer's mistakes: taking it twice in one thread (the second waits for the first), and taking a lock that was
+//! granted for the lock that counts: somebody may have removed the folder meanwhile, so the path is looked at again.
+
+use std::fs::{DirBuilder, File, Metadata, OpenOptions, TryLockError};
+use std::io::{self, Read as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cni::machine::{Machine, OnSigterm};
+use nix::fcntl::{OFlag, openat};
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::stat::{Mode, major, minor};
+use nix::unistd::geteuid;
+
+use cni_linux::error::{Cause, Error, Result};
+use cni_linux::machine::wait_ready;
+use cni_linux::watch::term_descriptor;
+
+/// The namespace of the calling thread, as a file.
+const NETNS: &str = "/proc/thread-self/ns/net";
+/// How often the folder is made anew because it was gone when the file was to be made.
+const TRIES: usize = 8;
+
+/// The lock. Dropping it lets the next one in.
+#[derive(Debug)]
+pub struct NetnsLock {
+    _file: File,
+    remark: Option<String>,
+}
+
+impl NetnsLock {
+    /// Waits for its turn in the kernel's queue, for `limit` at most. The file is made in `folder`, which is made too.
+    ///
+    /// # Errors
+    /// [`Error::is_deadline`], or, where SIGTERM is to end the wait, [`Error::is_terminated`]: a rollback must not be cut
+    /// short by what caused it. Both name the holder, where it can be seen.
+    pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
+        let deadline = machine.now() + limit;
+        let broken = |error: io::Error| Error::new("failed to lock the network namespace for iptables", error);
+        let netns = File::open(NETNS).map_err(broken)?;
+        let id = netns.metadata().map_err(broken)?;
+        let name = format!("iptables-{}-{}.lock", id.dev(), id.ino());
+        let path = folder.join(&name);
+        loop {
+            let (file, place, remark) = match open(folder, &name) {
+                Ok(file) => (file, path.display().to_string(), None),
+                Err(cause) => {
+                    let remark = format!(
+                        "the lock for iptables is that of the network namespace, which any process in it can hold up, \
+                         because {} cannot be used: {cause}",
+                        path.display()
+                    );
+                    (netns.try_clone().map_err(broken)?, format!("the network namespace ({remark})"), Some(remark))
+                }
+            };
+            let locked = file.metadata().map_err(broken)?;
+            let file = wait(file, machine, on_sigterm, Wait { deadline, limit }).map_err(|cause| {
+                let by = match cause {
+                    Cause::Deadline(_) | Cause::Terminated => holder(&locked),
+                    _ => String::new(),
+                };
+                Error::new(format_args!("failed to lock {place} for a change of iptables{by}"), cause)
+            })?;
+            let is_locked = |there: Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
+            if remark.is_some() || path.symlink_metadata().is_ok_and(is_locked) {
+                return Ok(NetnsLock { _file: file, remark });
+            }
+            if machine.now() >= deadline {
+                let doing =
+                    format!("failed to lock {place} for a change of iptables, which is removed again and again");
+                return Err(Error::new(doing, Cause::Deadline(limit)));
+            }
+        }
+    }
+
+    /// What the operator should know of how it was had.
+    pub fn remark(&self) -> Option<&str> {
+        self.remark.as_deref()
+    }
+}
+
+/// Opens the file, or makes it. No link is followed, and nothing is accepted that others could open or replace.
+fn open(folder: &Path, name: &str) -> Result<File, Cause> {
+    let mut tries = 1;
+    loop {
+        DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
+        let flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
+        let opened = OpenOptions::new().read(true).custom_flags(flags).open(folder).and_then(|folder| {
+            let private = OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+            // In case that somebody has put a FIFO there.
+            let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | private;
+            trusted(&folder.metadata()?, "its folder", 0o022)?;
+            Ok(File::from(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
+        });
+        match opened {
+            // Removed between two of the calls.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && tries < TRIES => tries += 1,
+            Err(error) => return Err(error.into()),
+            Ok(file) => {
+                let metadata = file.metadata()?;
+                if !metadata.is_file() {
+                    return Err(Cause::text("it is no plain file"));
+                }
+                trusted(&metadata, "it", 0o077)?;
+                return Ok(file);
+            }
+        }
+    }
+}
+
+/// Whether it is root's, or at least our own, with nothing allowed of `forbidden` to others.
+fn trusted(metadata: &Metadata, what: &str, forbidden: u32) -> io::Result<()> {
+    if metadata.uid() != 0 && metadata.uid() != geteuid().as_raw() {
+        return Err(io::Error::other(format!("{what} belongs to user {}", metadata.uid())));
+    }
+    match metadata.mode() & forbidden {
+        0 => Ok(()),
+        _ => Err(io::Error::other(format!("{what} is open to others, with mode {:o}", metadata.mode() & 0o7777))),
+    }
+}
+
+/// How long to wait, and until when that is.
+#[derive(Clone, Copy)]
+struct Wait {
+    deadline: Instant,
+    limit: Duration,
+}
+
+/// A free lock is had at once. For a held one a second thread calls the blocking `flock`, so that it keeps its turn; this
+/// one waits for it, the deadline, SIGTERM.
+fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, until: Wait) -> Result<File, Cause> {
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => break,
+            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(TryLockError::Error(error)) => return Err(error.into()),
+        }
+    }
+    let sigterm = term_descriptor()?;
+    let (woken, waker) = io::pipe()?;
+    let (sender, receiver) = mpsc::channel();
+    let body = move || {
+        let result = loop {
+            match file.lock() {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => break result.map(|()| file),
+            }
+        };
+        // If nobody waits any more, the file comes back in the error and is closed, which unlocks it.
+        drop(sender.send(result));
+        drop(waker);
+    };
+    thread::Builder::new().name("flock".into()).spawn(body)?;
+    loop {
+        if let Ok(result) = receiver.try_recv() {
+            return Ok(result?);
+        }
+        // Asked where it does not matter too: the asking empties the descriptor.
+        if machine.terminated() && on_sigterm == OnSigterm::Kill {
+            return Err(Cause::Terminated);
+        }
+        let left = until.deadline.saturating_duration_since(machine.now());
+        if left.is_zero() {
+            return Err(Cause::Deadline(until.limit));
+        }
+        let mut fds = vec![PollFd::new(woken.as_fd(), PollFlags::POLLIN)];
+        if on_sigterm == OnSigterm::Kill {
+            fds.push(PollFd::new(sigterm.as_fd(), PollFlags::POLLIN));
+        }
+        wait_ready(&mut fds, Some(left))?;
+    }
+}
+
+/// Who holds the lock of this file, in words to be put behind it.
+fn holder(file: &Metadata) -> String {
+    let device = (major(file.dev()), minor(file.dev()));
+    // Locks come and go while the list is read, and lines are lost by that: a second look.
+    let look = || holder_in(&locks().unwrap_or_default(), device, file.ino());
+    let Some(pid) = look().or_else(look) else { return ", held by a process that is not visible from here".into() };
+    match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
+        Ok(name) => format!(", held by process {pid} ({})", name.trim()),
+        Err(_) => format!(", held by process {pid}"),
+    }
+}
+
+/// `/proc/locks`, in pieces as large as possible: between two of them the list may change.
+fn locks() -> io::Result<String> {
+    let (mut text, mut piece) = (Vec::new(), vec![0; 1 << 16]);
+    let mut file = File::open("/proc/locks")?;
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(String::from_utf8_lossy(&text).into_owned()),
+            length => text.extend_from_slice(&piece[..length]),
+        }
+    }
+}
+
+/// The process that holds an flock of this inode. A line with an arrow is somebody who waits. Some file systems have
+/// another device there than in `stat`, so the inode alone counts where nothing fits better.
+pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
+    let mut second_best = None;
+    for line in locks.lines() {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        let [_, "FLOCK", _, _, pid, file, ..] = words[..] else { continue };
+        let [major, minor, number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
+        // Process 0: it is in a PID namespace that cannot be seen from here.
+        let Some(pid) = pid.parse().ok().filter(|pid| *pid != 0 && number.parse() == Ok(inode)) else { continue };
+        let hex = |digits| u64::from_str_radix(digits, 16);
+        if (hex(major), hex(minor)) == (Ok(device.0), Ok(device.1)) {
+            return Some(pid);
+        }
+        second_best = second_best.or(Some(pid));
+    }
+    second_best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, machine, new_netns, skip};
+    use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use tempfile::TempDir;
+
+    const SHORT: Duration = Duration::from_millis(30);
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// As in a fresh namespace, with a folder for the file that is not there yet.
+    #[track_caller]
+    fn with_folder(body: impl FnOnce(&Path) + Send) {
+        in_new_netns(|| body(&tempfile::tempdir().unwrap().path().join("cni")));
+    }
+
+    fn acquire(folder: &Path, limit: Duration) -> Result<NetnsLock> {
+        NetnsLock::acquire(&machine(), OnSigterm::Kill, folder, limit)
+    }
+
+    /// The path of the file in this namespace.
+    fn path(folder: &Path) -> PathBuf {
+        let (device, inode) = cni_linux::Netns::current().unwrap().id();
+        folder.join(format!("iptables-{device}-{inode}.lock"))
+    }
+
+    fn mode(path: &Path) -> u32 {
+        path.symlink_metadata().unwrap().mode() & 0o7777
+    }
+
+    #[test]
+    fn a_held_lock_ends_in_a_deadline_that_names_the_holder_and_a_free_one_is_had_at_once() {
+        with_folder(|folder| {
+            let held = acquire(folder, LONG).unwrap();
+            let refused = || {
+                let error = acquire(folder, SHORT).unwrap_err();
+                assert!(error.is_deadline(), "{error}");
+                let text = error.to_string();
+                assert!(text.starts_with(&format!("failed to lock {} for", path(folder).display())), "{text}");
+                text
+            };
+            cni_testkit::locks::assert_named(&format!(", held by process {} (", std::process::id()), refused);
+            drop(held);
+            // Not SHORT: a child that another test has just forked has the locked file too, until its exec.
+            assert_eq!(acquire(folder, LONG).unwrap().remark(), None);
+        });
+    }
+
+    #[test]
+    fn whoever_locks_the_namespace_itself_holds_up_nobody() {
+        with_folder(|folder| {
+            let theirs = File::open(NETNS).unwrap();
+            theirs.lock().unwrap();
+            acquire(folder, SHORT).unwrap();
+        });
+    }
+
+    #[test]
+    fn the_file_is_root_s_alone_and_empty() {
+        with_folder(|folder| {
+            let _held = acquire(folder, LONG).unwrap();
+            let file = path(folder);
+            assert_eq!((mode(&file), file.metadata().unwrap().len()), (0o600, 0));
+            assert_eq!(mode(folder) & 0o022, 0);
+            assert_eq!(folder.read_dir().unwrap().count(), 1);
+        });
+    }
+
+    #[test]
+    fn another_namespace_has_another_lock() {
+        with_folder(|folder| {
+            let _held = acquire(folder, LONG).unwrap();
+            let other = new_netns().run(|| acquire(folder, SHORT)).unwrap().unwrap();
+            assert_eq!(other.remark(), None);
+        });
+    }
+
+    /// No event tells that somebody has come to the kernel's queue.
+    #[track_caller]
+    fn until_somebody_waits(folder: &Path) {
+        let inode = format!(":{} ", path(folder).metadata().unwrap().ino());
+        let deadline = Instant::now() + LONG;
+        while !locks().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
+            assert!(Instant::now() < deadline, "nobody ever waited");
+            thread::yield_now();
+        }
+    }
+
+    /// In this state of the folder the namespace itself is locked, and the reason told.
+    #[track_caller]
+    fn is_avoided(folder: &Path, why: &str) {
+        let held = acquire(folder, LONG).unwrap();
+        let remark = held.remark().unwrap_or_else(|| panic!("no remark: {why}")).to_owned();
+        assert!(remark.contains(&path(folder).display().to_string()) && remark.contains(why), "{remark}");
+        let error = acquire(folder, SHORT).unwrap_err();
+        assert!(error.is_deadline() && error.to_string().contains("the network namespace"), "{error}");
+        assert!(error.to_string().contains(&remark), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_others_could_open_or_replace_is_not_used() {
+        with_folder(|folder| {
+            let file = path(folder);
+            let spoilt = |spoil: &dyn Fn(), why: &str| {
+                let _ = std::fs::remove_dir_all(folder);
+                std::fs::create_dir(folder).unwrap();
+                spoil();
+                is_avoided(folder, why);
+            };
+            let target = tempfile::NamedTempFile::new().unwrap();
+            spoilt(&|| symlink(target.path(), &file).unwrap(), "os error 40");
+            spoilt(&|| symlink(folder.join("nowhere"), &file).unwrap(), "os error 40");
+            assert!(!folder.join("nowhere").exists());
+            spoilt(&|| std::fs::create_dir(&file).unwrap(), "os error 21");
+            spoilt(&|| nix::unistd::mkfifo(&file, Mode::S_IRUSR).unwrap(), "it is no plain file");
+            let set = |path: &Path, mode| {
+                std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+            };
+            for others in [0o604, 0o640] {
+                let made = || {
+                    std::fs::write(&file, "").unwrap();
+                    set(&file, others);
+                };
+                spoilt(&made, &format!("it is open to others, with mode {others:o}"));
+            }
+            for others in [0o1777, 0o775] {
+                spoilt(&|| set(folder, others), &format!("its folder is open to others, with mode {others:o}"));
+            }
+            set(folder, 0o700);
+            assert_eq!(acquire(folder, SHORT).unwrap().remark(), None);
+        });
+    }
+
+    #[test]
+    fn a_file_or_folder_of_another_user_is_not_used() {
+        with_folder(|folder| {
+            drop(acquire(folder, LONG).unwrap());
+            if let Err(error) = chown(path(folder), Some(65534), None) {
+                return skip(&format!("cannot give files away: {error}"));
+            }
+            is_avoided(folder, "it belongs to user 65534");
+            chown(path(folder), Some(0), None).unwrap();
+            chown(folder, Some(65534), None).unwrap();
+            is_avoided(folder, "its folder belongs to user 65534");
+        });
+    }
+
+    #[test]
+    fn without_a_place_for_the_file_the_namespace_is_locked_and_that_is_told() {
+        in_new_netns(|| is_avoided(Path::new("/proc/cni"), "os error 2"));
+        let base = TempDir::new().unwrap();
+        let link = base.path().join("link");
+        symlink(base.path(), &link).unwrap();
+        in_new_netns(|| is_avoided(&link, "os error 20"));
+    }
+
+    #[test]
+    fn a_folder_removed_while_waiting_is_locked_anew() {
+        with_folder(|folder| {
+            let held = acquire(folder, LONG).unwrap();
+            thread::scope(|scope| {
+                let waiter = scope.spawn(|| acquire(folder, LONG).unwrap());
+                until_somebody_waits(folder);
+                std::fs::remove_dir_all(folder).unwrap();
+                let other = acquire(folder, SHORT).unwrap();
+                drop(held);
+                drop(other);
+                let _waited = waiter.join().unwrap();
+                assert!(acquire(folder, SHORT).unwrap_err().is_deadline(), "the lock of the file that is there now");
+            });
+        });
+    }
+
+    #[test]
+    fn the_holder_is_found_among_waiters_and_other_locks() {
+        let locks = "1: POSIX  ADVISORY  WRITE 10 00:19:77 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 0 00:1a:77 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 11 00:1b:77 0 EOF\n\
+                     3: -> FLOCK  ADVISORY  WRITE 12 00:1a:77 0 EOF\n\
+                     4: FLOCK  ADVISORY  WRITE 13 00:1a:77 0 EOF\n\
+                     5: FLOCK  ADVISORY  WRITE 14 00:1a:78 0 EOF\n";
+        assert_eq!(holder_in(locks, (0, 26), 77), Some(13));
+        assert_eq!(holder_in(locks, (0, 33), 77), Some(11), "only the inode agrees");
+        assert_eq!(holder_in(locks, (0, 26), 79), None);
+        assert_eq!(holder_in("nonsense\n1: FLOCK\n", (0, 0), 0), None);
+    }
+
+    #[test]
+    fn of_many_one_is_inside_at_any_time_and_all_get_in() {
+        with_folder(|folder| {
+            let (inside, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            thread::scope(|scope| {
+                for _ in 0..20 {
+                    scope.spawn(|| {
+                        let lock = acquire(folder, LONG).unwrap();
+                        assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                        assert_eq!(lock.remark(), None);
+                        thread::yield_now();
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                        done.fetch_add(1, Ordering::SeqCst);
+                    });
+                }
+            });
+            assert_eq!(done.into_inner(), 20);
+        });
+    }
+
+    #[test]
+    fn sigterm_ends_the_wait_but_not_that_of_a_rollback() {
+        with_folder(|folder| {
+            let _held = acquire(folder, LONG).unwrap();
+            thread::scope(|scope| {
+                let (told, waiting) = mpsc::channel();
+                let wait = scope.spawn(move || {
+                    let machine = machine();
+                    told.send(nix::sys::pthread::pthread_self()).unwrap();
+                    let first = NetnsLock::acquire(&machine, OnSigterm::Kill, folder, LONG).unwrap_err();
+                    (first, NetnsLock::acquire(&machine, OnSigterm::Finish, folder, SHORT).unwrap_err())
+                });
+                let waiter = waiting.recv().unwrap();
+                until_somebody_waits(folder);
+                nix::sys::pthread::pthread_kill(waiter, nix::sys::signal::Signal::SIGTERM).unwrap();
+                let signalled = Instant::now();
+                let (first, second) = wait.join().unwrap();
+                assert!(signalled.elapsed() < LONG / 2, "at once, not at the deadline");
+                assert!(first.is_terminated(), "{first}");
+                assert!(second.is_deadline(), "{second}");
+            });
+        });
+    }
+}

@@ -1,0 +1,378 @@
+//! The table `nat` of iptables: reading it without a process, changing it with one.
+//!
+//! There are two iptables. What **iptables-nft** makes lies in the nf_tables tables `ip nat` and `ip6 nat`: it is read
+//! over netlink, and removed over netlink too, in one transaction by handles, so that neither needs a program. What
+//! **iptables-legacy** makes only its own programs can see; they run only where `/proc/net/ip{,6}_tables_names` says
+//! that there is a table `nat`, for looking would make one. Additions always go through one
+//! `iptables-restore --noflush`. So a [`change`](Iptables::change) costs, per family and attempt:
+//!
+//! | | iptables-nft | iptables-legacy |
+//! | --- | --- | --- |
+//! | nothing to do, no table | 0 | 0 |
+//! | nothing to do | 0 | 1 save |
+//! | something added | 1 restore | 1 restore, and 1 save where there is a table |
+//! | something removed | 0 | 1 save, 1 restore |
+//!
+//! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`] meanwhile, and plans anew when
+//! a program that does not know the lock came in between.
+//!
+//! A newcomer's mistakes: an edit based on anything but the [`Nat`] that the plan was given (a retry would repeat it
+//! blindly), and calling `change` within a plan (the lock is held).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use cni::machine::{Machine, OnSigterm};
+use cni::rollback::Notes;
+
+use super::nft::{self, Batch, Nft, Table};
+use cni_linux::error::{Cause, Error, Result};
+use cni_linux::route::Family;
+
+mod compat;
+mod edit;
+mod lock;
+mod nat;
+mod rule;
+mod tool;
+
+#[cfg(feature = "fuzzing")]
+pub(crate) use compat::rule as rule_of_nft;
+pub(crate) use compat::words;
+pub use edit::{Edit, check_conditions};
+pub use lock::NetnsLock;
+#[cfg(feature = "fuzzing")]
+pub(crate) use lock::holder_in as lock_holder_in;
+pub use nat::Nat;
+pub use rule::{Rule, quote, split};
+pub use tool::Folders;
+
+use nat::find_chain;
+use tool::{Job, Runner, Tool};
+
+/// How long a change waits for others' changes in this namespace.
+pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
+/// How often a change is planned anew because its ground has moved.
+const ATTEMPTS: usize = 8;
+/// Both families, in the order in which everything is done.
+pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
+
+/// Which iptables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Variant {
+    /// On nf_tables.
+    Nft,
+    /// The older one. Displays, like the other, as it is called in the names of programs.
+    Legacy,
+}
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Variant::Nft => "nft",
+            Variant::Legacy => "legacy",
+        })
+    }
+}
+
+/// A chain as it was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chain {
+    /// Its rules, in order.
+    pub rules: Vec<Rule>,
+    pub(crate) handle: Option<u64>,
+}
+
+/// iptables in the network namespace of the thread that uses it.
+pub struct Iptables<'m> {
+    runner: Runner<'m>,
+    folders: Folders,
+    /// `None`: a kernel without nf_tables.
+    nft: Option<Nft>,
+    /// For what there is to say of the lock; taken when it has been said.
+    notes: Option<Notes>,
+}
+
+impl fmt::Debug for Iptables<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Iptables").field("folders", &self.folders).field("nft", &self.nft).finish_non_exhaustive()
+    }
+}
+
+impl<'m> Iptables<'m> {
+    /// Opens a connection in the calling thread's namespace; programs are looked for in PATH, then in the system's
+    /// folders. SIGTERM ends the wait for the lock in an ADD or a CHECK ([`OnSigterm::Kill`]), not in what cleans up
+    /// ([`OnSigterm::Finish`]); a program that runs is always finished. Remarks for the operator go to `notes`.
+    pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
+        Iptables::open_with(machine, notes, on_sigterm, Folders::new(std::env::var_os("PATH")))
+    }
+
+    /// The same with other folders.
+    pub fn open_with(
+        machine: &'m dyn Machine,
+        notes: Notes,
+        on_sigterm: OnSigterm,
+        folders: Folders,
+    ) -> Result<Iptables<'m>> {
+        let nft = match Nft::open() {
+            Ok(nft) => Some(nft),
+            Err(error) if error.is_unsupported() => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Iptables { runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
+    }
+
+    /// From now on SIGTERM does not end the wait for the lock either: what follows takes back what an interrupted call did.
+    pub fn finish_on_sigterm(&mut self) {
+        self.runner.on_sigterm = OnSigterm::Finish;
+    }
+
+    /// The variant that the machine's owner has chosen, in which new rules are made; `None` if there is no
+    /// `iptables-restore`. No process, unless a script stands where the program should be.
+    pub fn chosen(&self, family: Family) -> Result<Option<Variant>> {
+        Ok(tool::chosen(&self.folders, self.runner, family)?.map(|tool| tool.variant))
+    }
+
+    /// Whether the chosen program can work here: runs it (one process) on a text that changes nothing.
+    pub fn probe(&self, family: Family) -> Result<()> {
+        match tool::chosen(&self.folders, self.runner, family)? {
+            Some(tool) => tool::restore(self.runner, &tool, "*nat\nCOMMIT\n"),
+            None => Err(missing(family, None)),
+        }
+    }
+
+    /// Where one of these chains may be: iptables-nft if it has one of them, iptables-legacy if it has a table at all. No
+    /// process.
+    pub fn holders(&mut self, family: Family, chains: &[&str]) -> Result<Vec<Variant>> {
+        let mut holders = Vec::new();
+        for chain in chains {
+            if holders.is_empty() && self.find_chain(family, chain)?.is_some() {
+                holders.push(Variant::Nft);
+            }
+        }
+        // Where that cannot be told its reading tells it, or why not.
+        if legacy_has_nat(family).unwrap_or(true) {
+            holders.push(Variant::Legacy);
+        }
+        Ok(holders)
+    }
+
+    /// Whether changes of what this variant has are possible: over netlink always, else if its programs are there.
+    pub fn can_remove(&self, family: Family, variant: Variant) -> Result<bool> {
+        let find = |job| tool::find(&self.folders, self.runner, family, variant, job);
+        Ok(variant == Variant::Nft || (find(Job::Save)?.is_some() && find(Job::Restore)?.is_some()))
+    }
+
+    /// The table as it is, without a lock. One process for iptables-legacy where there is a table, else none.
+    pub fn read(&mut self, family: Family, variant: Variant) -> Result<Nat<'_>> {
+        let (mut nft, mut read) = (None, BTreeMap::new());
+        match variant {
+            Variant::Nft => nft = self.nft.as_mut(),
+            Variant::Legacy if legacy_has_nat(family)? => {
+                let tool = self.tool(family, variant, Job::Save)?;
+                read = parse(&tool::save(self.runner, &tool)?);
+            }
+            Variant::Legacy => {}
+        }
+        Ok(Nat { family, nft, read })
+    }
+
+    /// Makes the changes that `plan` finds necessary, under the namespace's lock. `plan` is asked again when the table was
+    /// changed under it by somebody who does not know the lock, so it must be a function of what it is given; an empty
+    /// edit ends it well.
+    ///
+    /// # Errors
+    /// What `plan` failed with, the lock's, the program's with what it wrote to stderr. With iptables-legacy nothing has
+    /// been changed then; with iptables-nft additions may have been made when the removal of something else fails.
+    pub fn change(
+        &mut self,
+        family: Family,
+        variant: Variant,
+        mut plan: impl FnMut(&mut Nat<'_>) -> Result<Edit>,
+    ) -> Result<()> {
+        self.change_all(&[(family, variant)], |nat| plan(nat).map(Some)).map(drop).map_err(|(_, error)| error)
+    }
+
+    /// The same for several families under one lock: all are read and planned before any is changed, and `plan` ends it
+    /// all by `None`. When one has to be planned anew, so are those that are not done yet.
+    ///
+    /// Returns how many families, from the first, may have been changed, also on failure.
+    ///
+    /// # Errors
+    /// As [`change`](Iptables::change).
+    pub fn change_all(
+        &mut self,
+        families: &[(Family, Variant)],
+        plan: impl FnMut(&mut Nat<'_>) -> Result<Option<Edit>>,
+    ) -> Result<usize, (usize, Error)> {
+        let mut changed = 0;
+        match self.attempt_all(families, plan, &mut changed) {
+            Ok(()) => Ok(changed),
+            Err(error) => Err((changed, error)),
+        }
+    }
+
+    fn attempt_all(
+        &mut self,
+        families: &[(Family, Variant)],
+        mut plan: impl FnMut(&mut Nat<'_>) -> Result<Option<Edit>>,
+        changed: &mut usize,
+    ) -> Result<()> {
+        let Runner { machine, on_sigterm } = self.runner;
+        let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.locks(), LOCK_LIMIT)?;
+        if let Some(remark) = lock.remark()
+            && let Some(notes) = self.notes.take()
+        {
+            notes.note(remark);
+        }
+        let (mut left, mut failed) = (families, None::<(String, Error)>);
+        *changed = 0;
+        for _ in 0..ATTEMPTS {
+            let mut edits = Vec::new();
+            for (family, variant) in left {
+                let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
+                let text = edit.everything()?;
+                edits.push((*family, *variant, edit, text));
+            }
+            for (family, variant, edit, text) in edits {
+                if let Some((before, error)) = failed.take() {
+                    // The same again would fail the same way.
+                    if before == text && !is_momentary(&error) {
+                        return Err(error);
+                    }
+                }
+                let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, &text) };
+                // A legacy program that fails has changed nothing; with the other something may be added, not removed.
+                if !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft) {
+                    *changed = families.len() - left.len() + 1;
+                }
+                match applied {
+                    Ok(()) => left = left.get(1..).unwrap_or_default(),
+                    Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
+                    Err(error) => {
+                        failed = Some((text, error));
+                        break;
+                    }
+                }
+            }
+            if left.is_empty() {
+                return Ok(());
+            }
+        }
+        let cause = || Error::new("failed to change iptables", Cause::text("no attempt came to its end"));
+        Err(failed.map_or_else(cause, |(_, error)| error))
+    }
+
+    fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, everything: &str) -> Result<()> {
+        if variant == Variant::Legacy {
+            let tool = self.tool(family, variant, Job::Restore)?;
+            return tool::restore(self.runner, &tool, everything);
+        }
+        if edit.adds() {
+            let tool = self.tool(family, variant, Job::Restore)?;
+            tool::restore(self.runner, &tool, &(edit.additions()? + "COMMIT\n"))?;
+        }
+        let table = table(family);
+        let mut batch = Batch::new();
+        for (chain, rule) in &edit.put_back {
+            if let Some(raw) = &rule.raw {
+                let protocol = rule.value("-p").and_then(compat::protocol_number);
+                batch.put_back(table, chain, raw, protocol);
+            }
+        }
+        for (chain, rule) in &edit.deleted {
+            if let Some(handle) = rule.handle {
+                batch.delete_rule(table, chain, handle);
+            }
+        }
+        for (name, handle) in &edit.deleted_chains {
+            if let Some(handle) = handle {
+                batch.delete_chain(table, name, *handle);
+            }
+        }
+        match &mut self.nft {
+            Some(nft) => nft.commit(batch),
+            None => Ok(()),
+        }
+    }
+
+    fn tool(&self, family: Family, variant: Variant, job: Job) -> Result<Tool> {
+        // The owner's choice where it is of this variant, so that a wrapper somebody has put there is not gone past.
+        if job == Job::Restore
+            && let Some(tool) = tool::chosen(&self.folders, self.runner, family)?
+            && tool.variant == variant
+        {
+            return Ok(tool);
+        }
+        let found = tool::find(&self.folders, self.runner, family, variant, job)?;
+        found.ok_or_else(|| missing(family, Some(variant)))
+    }
+
+    fn find_chain(&mut self, family: Family, name: &str) -> Result<Option<nft::Chain>> {
+        match &mut self.nft {
+            Some(nft) => find_chain(nft, family, name),
+            None => Ok(None),
+        }
+    }
+}
+
+fn table(family: Family) -> Table<'static> {
+    let family = match family {
+        Family::V4 => nft::Family::Ip,
+        Family::V6 => nft::Family::Ip6,
+    };
+    Table { family, name: "nat" }
+}
+
+/// Whether the kernel has made a legacy table `nat` for this namespace. That of the thread, not of the process.
+fn legacy_has_nat(family: Family) -> Result<bool> {
+    use std::io::ErrorKind::{NotFound, PermissionDenied};
+    let path = match family {
+        Family::V4 => "/proc/thread-self/net/ip_tables_names",
+        Family::V6 => "/proc/thread-self/net/ip6_tables_names",
+    };
+    match std::fs::read_to_string(path) {
+        Ok(names) => Ok(names.lines().any(|name| name == "nat")),
+        // Without legacy tables in the kernel there is no such file. And who may not read it may not change them either.
+        Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
+        Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),
+    }
+}
+
+/// Reads what a save program wrote of one table.
+pub(crate) fn parse(saved: &str) -> BTreeMap<String, Option<Chain>> {
+    let mut chains: BTreeMap<String, Option<Chain>> = BTreeMap::new();
+    let empty = || Some(Chain::default());
+    for line in saved.lines() {
+        if let Some(chain) = line.strip_prefix(':') {
+            chains.entry(chain.split(' ').next().unwrap_or_default().to_owned()).or_insert_with(empty);
+        } else if let Some(rule) = line.strip_prefix("-A ") {
+            let mut words = split(rule);
+            if words.is_empty() {
+                continue;
+            }
+            if let Some(chain) = chains.entry(words.remove(0)).or_insert_with(empty) {
+                chain.rules.push(Rule { words, handle: None, whole: true, raw: None });
+            }
+        }
+    }
+    chains
+}
+
+/// Whether the kernel had changed the table between a legacy program's reading and its writing.
+fn is_momentary(error: &Error) -> bool {
+    error.to_string().contains("Resource temporarily unavailable")
+}
+
+fn missing(family: Family, variant: Option<Variant>) -> Error {
+    let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
+    let name = variant.map_or_else(|| name.to_owned(), |variant| format!("{name}-{variant}"));
+    Error::new(
+        format!("failed to find the programs of {name}"),
+        Cause::text("they are neither in PATH nor in /usr/sbin"),
+    )
+}
+
+#[cfg(test)]
+mod tests;

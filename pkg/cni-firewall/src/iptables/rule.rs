@@ -1,0 +1,151 @@
+//! A rule as the words that `iptables -S` prints after `-A CHAIN`, and how such words are quoted.
+//!
+//! Both ways of reading end here, so whoever looks for a rule need not know where it came from. Of a rule read over
+//! netlink only what plugins write is put into words; then [`Rule::is_whole`] is false, but target and comment are
+//! always there. A newcomer's mistake: taking `-s` for the source without looking for the `!` before it.
+
+use crate::nft::Raw;
+
+/// A rule in the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rule {
+    pub(crate) words: Vec<String>,
+    /// Its number, where it was read over netlink.
+    pub(crate) handle: Option<u64>,
+    pub(crate) whole: bool,
+    /// Its bytes, where it was read over netlink.
+    pub(crate) raw: Option<Raw>,
+}
+
+impl Rule {
+    /// What `-S` prints: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`, one word each, unquoted.
+    pub fn words(&self) -> &[String] {
+        &self.words
+    }
+
+    /// Whether the words say all that the rule does.
+    pub fn is_whole(&self) -> bool {
+        self.whole
+    }
+
+    /// What follows this option, unless it is negated.
+    pub fn value(&self, option: &str) -> Option<&str> {
+        let at = self.words.iter().position(|word| word == option)?;
+        let negated = at.checked_sub(1).and_then(|before| self.words.get(before)).is_some_and(|word| word == "!");
+        if negated { None } else { self.words.get(at + 1).map(String::as_str) }
+    }
+
+    /// Where matching packets go: a chain or a target.
+    pub fn target(&self) -> Option<&str> {
+        self.value("-j").or_else(|| self.value("-g"))
+    }
+
+    /// The comment.
+    pub fn comment(&self) -> Option<&str> {
+        self.value("--comment")
+    }
+
+    /// Whether it does what these words say, and nothing else.
+    pub fn is<W: AsRef<str>>(&self, words: &[W]) -> bool {
+        self.whole && self.words.iter().map(String::as_str).eq(words.iter().map(AsRef::as_ref))
+    }
+}
+
+/// The words of one line that `iptables-save` or `-S` wrote.
+pub fn split(line: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    let mut word: Option<String> = None;
+    let (mut quoted, mut chars) = (false, line.chars());
+    while let Some(char) = chars.next() {
+        match char {
+            '"' => {
+                quoted = !quoted;
+                word.get_or_insert_default();
+            }
+            '\\' if quoted => word.get_or_insert_default().extend(chars.next()),
+            ' ' | '\t' if !quoted => words.extend(word.take()),
+            char => word.get_or_insert_default().push(char),
+        }
+    }
+    words.extend(word);
+    words
+}
+
+/// One word so that `iptables-restore` reads it as that word. `None` if it cannot be: control characters, or a length
+/// that its buffer of 10,240 bytes might not take.
+pub fn quote(word: &str) -> Option<String> {
+    const WORD_MAX: usize = 1024;
+    if word.len() > WORD_MAX || word.chars().any(char::is_control) {
+        return None;
+    }
+    let plain = |char: char| char.is_ascii_alphanumeric() || "-_./:,=+@%!".contains(char);
+    if !word.is_empty() && word.chars().all(plain) {
+        return Some(word.to_owned());
+    }
+    let mut text = String::with_capacity(word.len() + 2);
+    text.push('"');
+    for char in word.chars() {
+        if matches!(char, '"' | '\\') {
+            text.push('\\');
+        }
+        text.push(char);
+    }
+    text.push('"');
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn rule(line: &str) -> Rule {
+        Rule { words: split(line), handle: None, whole: true, raw: None }
+    }
+
+    #[test]
+    fn a_line_of_iptables_is_read_as_its_words() {
+        let words = split(r#"-s 10.88.0.2/32 -m comment --comment "name: \"my\\net\" id: \"ctr1\"" -j CNI-1"#);
+        assert_eq!(
+            words,
+            ["-s", "10.88.0.2/32", "-m", "comment", "--comment", r#"name: "my\net" id: "ctr1""#, "-j", "CNI-1"]
+        );
+        assert_eq!(split(r#"--comment "" -j X"#), ["--comment", "", "-j", "X"]);
+    }
+
+    #[test]
+    fn a_negated_option_has_no_value() {
+        let rule = rule(r#"! -d 224.0.0.0/4 -s 10.0.0.0/8 -m comment --comment c -g CNI-X"#);
+        assert_eq!((rule.value("-d"), rule.value("-s")), (None, Some("10.0.0.0/8")));
+        assert_eq!((rule.comment(), rule.target()), (Some("c"), Some("CNI-X")));
+        assert!(!rule.is(&["-s", "10.0.0.0/8"]));
+    }
+
+    #[test]
+    fn what_was_not_read_to_its_end_is_no_rule_of_these_words() {
+        let rule = rule("-s 10.0.0.0/8 -j CNI-X");
+        assert!(rule.is(rule.words()) && !Rule { whole: false, ..rule.clone() }.is(rule.words()));
+    }
+
+    #[test]
+    fn what_would_end_a_line_is_refused() {
+        for word in ["a\nCOMMIT", "a\0", "a\rb", "\u{1b}", "\u{85}", &"x".repeat(2000)] {
+            assert_eq!(quote(word), None, "{word:?}");
+        }
+        assert_eq!(quote("").as_deref(), Some("\"\""));
+        assert_eq!(quote("10.0.0.0/8").as_deref(), Some("10.0.0.0/8"));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_words_survive_quoting(words in proptest::collection::vec("\\PC{0,20}", 0..6)) {
+            let quoted: Option<Vec<String>> = words.iter().map(|word| quote(word)).collect();
+            if let Some(quoted) = quoted {
+                prop_assert!(!quoted.iter().any(|word| word.contains('\n')));
+                prop_assert_eq!(split(&quoted.join(" ")), words);
+            }
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! The node's packet filter: what plugins put there, how they find it again, how it goes.
+//!
+//! [`nft`] is the common ground of everything that speaks nf_tables, [`spoof`] the first feature on it; they run
+//! without a process and without `nft` on the host. [`iptables`] is the common ground of what speaks to the older tool. All
+//! of it acts in the network namespace of the thread that opens it.
+//!
+//! Names, comments and matches are those of the Go plugins, byte for byte, so that either side can take away what the
+//! other made. What their keys lack stands in tags beside the comments ([`nft::userdata`]), where they do not look. A
+//! newcomer's mistake: tidying a shared table or chain away with the last rule in it. They stay, as with Go: another
+//! plugin may be about to fill them.
+
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod iptables;
+pub mod masquerade;
+pub mod nft;
+pub mod portmap;
+pub mod spoof;
+pub mod survey;
+
+pub use masquerade::{Backend, Masquerade};
+pub use spoof::SpoofCheck;
+
+use cni_linux::error::Result;
+use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
+
+/// How often a change whose ground has moved is worked out anew. Only operations on the same attachment disturb each
+/// other, so this is never reached but by a fault.
+const ATTEMPTS: usize = 32;
+/// How often one that holds only for the ruleset it has read ([`Batch::only_at`]) is. Of n changes that race each loses at
+/// most n - 1 times, at once and for free.
+const OVERTAKEN: usize = 1024;
+
+/// Whether masquerading and port mappings can be had from nf_tables: it is there, it may be changed, it has NAT.
+///
+/// Asks the kernel to check a table with a NAT chain and to forget it: nothing is left, nobody is notified, no process
+/// runs. Some 10 ms: the kernel waits for an RCU grace period before it forgets. `Ok(false)` means that this kernel cannot; any other obstacle, a missing privilege above all, is an error.
+pub fn nft_usable() -> Result<bool> {
+    let table = Table { family: Family::Inet, name: "cni_probe" };
+    let mut batch = Batch::new();
+    batch.ensure_table(table, None);
+    let nat = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
+    batch.ensure_base_chain(table, "probe", nat, None);
+    match Nft::open().and_then(|mut nft| nft.rehearse(batch)) {
+        Ok(()) => Ok(true),
+        Err(error) if error.is_unsupported() => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Repeats `once` while it fails because somebody else changed what it had read; the last error after that.
+fn retry<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
+    let (mut attempt, mut overtaken) = (1, 1);
+    loop {
+        match once() {
+            Err(error) if error.errno() == Some(libc::ERESTART) && overtaken < OVERTAKEN => overtaken += 1,
+            Err(error) if nft::raced(&error) && attempt < ATTEMPTS => attempt += 1,
+            done => return done,
+        }
+    }
+}
+
+/// The first failure, with the others behind it.
+fn first_error(results: impl IntoIterator<Item = Result<()>>) -> Result<()> {
+    let mut errors = results.into_iter().filter_map(Result::err);
+    let Some(first) = errors.next() else { return Ok(()) };
+    Err(errors.fold(first, |first, other| first.context(format_args!("{other}; and"))))
+}
+
+#[cfg(test)]
+mod play;
+#[cfg(test)]
+mod testing;

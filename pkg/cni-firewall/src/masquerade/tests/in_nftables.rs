@@ -1,0 +1,159 @@
+//! The shape in nf_tables, written by hand in `nft`'s language and compared in the kernel's terms.
+
+use std::thread;
+
+use super::*;
+use crate::play::{nft, on_a_host, ruleset};
+
+const KEY: &str = "net, if: eth0, id: c1";
+
+fn ensure(mark: &Mark, addresses: &[&str]) {
+    nftables::ensure(mark, &cidrs(addresses), &RefCell::default()).unwrap();
+}
+
+fn purge(mark: &Mark) {
+    nftables::purge(&mut Nft::open().unwrap(), mark).unwrap();
+}
+
+fn rules() -> Vec<String> {
+    let listed = shell("nft list chain inet cni_plugins_masquerade masq_checks");
+    listed.lines().filter(|line| line.contains("masquerade comment")).map(|line| line.trim().to_owned()).collect()
+}
+
+/// The shape as the Go plugins of later releases write it.
+fn by_hand(comment: &str) {
+    nft(&format!(
+        r#"table inet cni_plugins_masquerade {{
+            comment "Masquerading for plugins from github.com/containernetworking/plugins"
+            chain masq_checks {{
+                comment "Masquerade traffic from certain IPs to any (non-multicast) IP outside their subnet"
+                ip saddr 10.88.0.2 ip daddr != 10.88.0.0/24 masquerade comment "{comment}"
+                ip saddr 10.90.0.2 ip daddr != 10.90.0.0/20 masquerade comment "{comment}"
+                ip6 saddr fd00:88::2 ip6 daddr != fd00:88::/64 masquerade comment "{comment}"
+            }}
+            chain postrouting {{
+                type nat hook postrouting priority 100;
+                ip daddr == 224.0.0.0/4 return
+                ip6 daddr == ff00::/8 return
+                goto masq_checks
+            }}
+        }}"#
+    ));
+}
+
+const ADDRESSES: [&str; 3] = [NET4, "10.90.0.2/20", NET6];
+
+#[test]
+fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
+    on_a_host(|| {
+        ensure(&mark("c1", "eth0"), &ADDRESSES);
+        let ours = (ruleset(), shell("nft --debug=netlink list ruleset"), shell("nft -j list ruleset"));
+        nft("flush ruleset");
+        let comment = ours.0.split("comment \"").find(|part| part.contains(KEY)).unwrap();
+        by_hand(comment.split('"').next().unwrap());
+        let theirs = (ruleset(), shell("nft --debug=netlink list ruleset"), shell("nft -j list ruleset"));
+        // Each rule's heading ends in its number, and that of the one before it.
+        let unnumbered = |text: &str| {
+            let heading = |line: &str| line.split(' ').take(3).collect::<Vec<_>>().join(" ");
+            let line = |line: &str| if line.starts_with("inet ") { heading(line) } else { line.to_owned() };
+            text.lines().map(line).collect::<Vec<_>>()
+        };
+        assert_eq!(ours.0, theirs.0);
+        assert_eq!(unnumbered(&ours.1), unnumbered(&theirs.1));
+        assert_eq!(ours.2.matches("\"masquerade\": null").count(), 3, "{}", ours.2);
+        assert_eq!(nftables::check(&mark("c1", "eth0"), &cidrs(&ADDRESSES)).unwrap(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn ensuring_again_replaces_and_never_doubles_and_leaves_others_alone() {
+    on_a_host(|| {
+        ensure(&mark("c1", "eth0"), &[NET4, NET6]);
+        ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
+        let before = rules();
+        assert_eq!(before.len(), 3);
+        ensure(&mark("c1", "eth0"), &[NET4, NET6]);
+        let sorted = |mut rules: Vec<String>| {
+            rules.sort();
+            rules
+        };
+        assert_eq!(sorted(rules()), sorted(before));
+        ensure(&mark("c1", "eth0"), &["10.88.0.9/24"]);
+        assert_eq!(rules().iter().filter(|rule| rule.contains("if: eth0")).count(), 1);
+        purge(&mark("c1", "eth0"));
+        assert_eq!((rules().len(), rules()[0].contains("if: eth1")), (1, true));
+        purge(&mark("c1", "eth0"));
+        purge(&mark("c1", "eth1"));
+        assert_eq!(rules(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_damaged_base_chain_is_mended_and_a_whole_one_left_alone() {
+    on_a_host(|| {
+        ensure(&mark("c1", "eth0"), &[NET4]);
+        let shell_chain = || shell("nft -a list chain inet cni_plugins_masquerade postrouting");
+        let before = shell_chain();
+        ensure(&mark("c2", "eth0"), &["10.88.0.3/24"]);
+        assert_eq!(shell_chain(), before, "handles included");
+        nft("flush chain inet cni_plugins_masquerade postrouting");
+        let missing = nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap();
+        assert!(missing[0].contains("does not lead to masq_checks"), "{missing:?}");
+        ensure(&mark("c2", "eth0"), &["10.88.0.3/24"]);
+        assert_eq!(nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap(), Vec::<String>::new());
+        assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&["10.88.0.9/24"])).unwrap().is_empty());
+        assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&["10.88.0.2/16"])).unwrap().is_empty());
+    });
+}
+
+#[test]
+fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
+    on_a_host(|| {
+        for (container, ifname) in [("c1", "eth0"), ("c1", "eth1"), ("c2", "eth0")] {
+            ensure(&mark(container, ifname), &[NET4, NET6]);
+        }
+        ensure(&Mark::new("net2", "c2", "eth0"), &[NET4]);
+        nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"somebody's\"");
+        // The key, but not where a key is.
+        let key = rules().iter().find_map(|rule| Some(rule.split("comment \"").nth(1)?[..33].to_owned())).unwrap();
+        nft(&format!(
+            "add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.8 masquerade comment \"not {key}\""
+        ));
+        nftables::gc(&mut Nft::open().unwrap(), "net", &[("c1", "eth1")]).unwrap();
+        let left = rules();
+        assert_eq!(left.len(), 5, "{left:#?}");
+        assert!(!left.iter().any(|rule| rule.contains(", net: net, if: eth0")));
+        nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
+        assert_eq!(rules().len(), 3);
+    });
+}
+
+#[test]
+fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
+    on_a_host(|| {
+        thread::scope(|scope| {
+            for number in 0..50 {
+                scope.spawn(move || ensure(&mark(&format!("c{number}"), "eth0"), &[NET4, NET6]));
+            }
+        });
+        assert_eq!(rules().len(), 100);
+        assert_eq!(ruleset().matches("goto masq_checks").count(), 1);
+        thread::scope(|scope| {
+            for number in 0..50 {
+                scope.spawn(move || purge(&mark(&format!("c{number}"), "eth0")));
+            }
+        });
+        assert_eq!(rules(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn where_there_is_nothing_nothing_is_made() {
+    on_a_host(|| {
+        purge(&mark("c1", "eth0"));
+        nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
+        nftables::probe().unwrap();
+        assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap().is_empty());
+        assert_eq!(ruleset(), "");
+    });
+}

@@ -1,0 +1,281 @@
+//! Masquerading against the real kernel, in throw-away namespaces, beside Go's bridge plugin: the rig.
+
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use cni_testkit::program;
+
+use super::*;
+use crate::iptables::Variant;
+use crate::play::shell;
+use crate::testing::{in_new_netns, machine, new_netns, skip};
+use cni_linux::netns::Netns;
+
+mod in_iptables;
+mod in_nftables;
+
+const NET4: &str = "10.88.0.2/24";
+const NET6: &str = "fd00:88::2/64";
+
+fn cidrs(texts: &[&str]) -> Vec<Cidr> {
+    texts.iter().map(|text| text.parse().unwrap()).collect()
+}
+
+fn mark(container: &str, ifname: &str) -> Mark {
+    Mark::new("net", container, ifname)
+}
+
+/// A host whose owner has chosen one variant of iptables.
+struct Rig {
+    variant: Option<Variant>,
+    folder: tempfile::TempDir,
+}
+
+/// Runs the body once per variant, each time on a new host.
+#[track_caller]
+fn with_each(body: impl Fn(&Rig) + Sync) {
+    for variant in [Variant::Nft, Variant::Legacy] {
+        in_new_netns(|| {
+            let programs = format!("/usr/sbin/iptables-{variant}-restore");
+            if std::path::Path::new(&programs).exists() {
+                body(&Rig::new(variant));
+            } else {
+                skip(&format!("no {programs} on this machine"));
+            }
+        });
+    }
+}
+
+impl Rig {
+    /// Programs of this variant alone, under their plain names too; each start is written down.
+    fn new(variant: Variant) -> Rig {
+        let rig = Rig::bare();
+        // The name is that of the link; the plugin tells the variant by the file behind it.
+        let text = format!(
+            "#!/bin/sh\nname=${{0##*/}}\necho $name >>{}\nexec /usr/sbin/${{name%%-*}}-{variant}${{name#ip*tables}} \"$@\"\n",
+            rig.log().display(),
+        );
+        let first = rig.folder.path().join("script");
+        program::script(&first, &text);
+        for family in ["iptables", "ip6tables"] {
+            for suffix in ["", "-restore", "-save"] {
+                let script = rig.folder.path().join(format!("{family}-{variant}-script{suffix}"));
+                std::fs::hard_link(&first, &script).unwrap();
+                symlink(&script, rig.folder.path().join(format!("{family}{suffix}"))).unwrap();
+            }
+        }
+        Rig { variant: Some(variant), ..rig }
+    }
+
+    /// No programs at all.
+    fn bare() -> Rig {
+        Rig { variant: None, folder: tempfile::tempdir().unwrap() }
+    }
+
+    /// Its programs, and its own place for the lock: nothing is left in /run.
+    fn folders(&self) -> Folders {
+        Folders::only([self.folder.path().to_owned()]).with_locks(self.folder.path().join("locks"))
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.path().join("log")
+    }
+
+    /// Which programs `work` has started.
+    fn programs_of(&self, work: impl FnOnce()) -> Vec<String> {
+        let _ = std::fs::remove_file(self.log());
+        work();
+        let log = std::fs::read_to_string(self.log()).unwrap_or_default();
+        log.lines().map(str::to_owned).collect()
+    }
+
+    fn masquerade<T>(&self, work: impl FnOnce(&Masquerade<'_>) -> T) -> T {
+        work(&Masquerade::with_folders(&machine(), Notes::silent(), self.folders()))
+    }
+
+    #[track_caller]
+    fn ensure(&self, mark: &Mark, addresses: &[&str]) {
+        self.masquerade(|masquerade| masquerade.ensure(mark, None, &cidrs(addresses), &Former::default()).unwrap());
+    }
+
+    #[track_caller]
+    fn purge(&self, mark: &Mark, addresses: &[&str]) {
+        let addresses: Vec<IpAddr> = addresses.iter().map(|address| address.parse().unwrap()).collect();
+        self.masquerade(|masquerade| masquerade.purge(mark, &addresses).unwrap());
+    }
+
+    #[track_caller]
+    fn missing(&self, mark: &Mark, addresses: &[&str]) -> Vec<String> {
+        self.masquerade(|masquerade| masquerade.check(mark, &cidrs(addresses)).unwrap())
+    }
+
+    #[track_caller]
+    fn gc(&self, valid: &[(&str, &str)]) {
+        self.masquerade(|masquerade| masquerade.gc("net", valid).unwrap());
+    }
+
+    /// All rules and private chains of both families, as the variant's own program writes them.
+    fn saved(&self) -> Vec<String> {
+        let variant = self.variant.unwrap();
+        let text = shell(&format!(
+            "/usr/sbin/iptables-{variant}-save -t nat 2>/dev/null; /usr/sbin/ip6tables-{variant}-save -t nat 2>/dev/null"
+        ));
+        text.lines().filter(|line| line.starts_with("-A") || line.starts_with(":CNI")).map(str::to_owned).collect()
+    }
+
+    /// Without our own lines, which Go does not have.
+    fn saved_as_go(&self) -> Vec<String> {
+        self.saved().into_iter().filter(|line| line.contains(" -j ") || line.starts_with(':')).collect()
+    }
+
+    fn iptables(&self, arguments: &str) {
+        shell(&format!("{}/iptables {arguments}", self.folder.path().display()));
+    }
+}
+
+/// Go's bridge plugin with `ipMasq` and fixed addresses, on this host's iptables.
+struct Go {
+    container: Netns,
+    id: String,
+    ifname: String,
+    addresses: Vec<String>,
+}
+
+impl Go {
+    /// `None`, said, where it is not installed.
+    fn new(id: &str, ifname: &str, addresses: &[&str]) -> Option<Go> {
+        if let Err(reason) = cni_testkit::probe::go_plugins() {
+            skip(&reason);
+            return None;
+        }
+        let addresses = addresses.iter().map(|address| (*address).to_owned()).collect();
+        Some(Go { container: new_netns(), id: id.to_owned(), ifname: ifname.to_owned(), addresses })
+    }
+
+    #[track_caller]
+    fn add(&self, rig: &Rig) {
+        assert!(self.run(rig, "ADD"), "ADD");
+    }
+
+    /// Whether it succeeded. Go's DEL knows the addresses from its `prevResult` alone when the interface is gone.
+    fn run(&self, rig: &Rig, verb: &str) -> bool {
+        use std::io::Write as _;
+        let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());
+        let list = |before: &str, after: &str| {
+            self.addresses.iter().map(|address| format!("{before}\"{address}\"{after}")).collect::<Vec<_>>().join(",")
+        };
+        let config = format!(
+            r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge","bridge":"br0","ipMasq":true,
+                "ipam":{{"type":"static","addresses":[{}]}}}}"#,
+            list("{\"address\":", "}")
+        );
+        let mut child = Command::new(cni_testkit::go_bin_dir().join("bridge"))
+            .env("PATH", format!("{}:/usr/sbin:/usr/bin:/sbin:/bin", rig.folder.path().display()))
+            .env("CNI_COMMAND", verb)
+            .env("CNI_CONTAINERID", &self.id)
+            .env("CNI_NETNS", netns)
+            .env("CNI_IFNAME", &self.ifname)
+            .env("CNI_PATH", cni_testkit::go_bin_dir())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(config.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        if !output.status.success() && verb == "ADD" {
+            panic!("{}", String::from_utf8_lossy(&output.stdout));
+        }
+        output.status.success()
+    }
+
+    /// An interface of the addresses that Go's DEL will find and take for its own.
+    fn pretend(&self) {
+        let Go { ifname, addresses, .. } = self;
+        let commands = |ifname: &str| {
+            let addresses: Vec<String> =
+                addresses.iter().map(|address| format!("ip address add {address} dev {ifname} nodad")).collect();
+            format!(
+                "ip link add {ifname} type veth peer name outside; ip link set {ifname} up; {}",
+                addresses.join("; ")
+            )
+        };
+        let script = commands(ifname);
+        // A child of a thread that has entered: the door's own thread may not start one.
+        let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());
+        shell(&format!("nsenter --net={netns} sh -ec '{script}'"));
+    }
+}
+
+#[test]
+fn a_host_without_iptables_is_served_by_nftables() {
+    in_new_netns(|| {
+        let rig = Rig::bare();
+        rig.masquerade(|masquerade| masquerade.probe(None).unwrap());
+        let error = rig.masquerade(|masquerade| masquerade.probe(Some(Backend::Iptables)).unwrap_err());
+        assert!(error.to_string().contains("iptables-restore"), "{error}");
+        rig.ensure(&mark("c1", "eth0"), &[NET4, NET6]);
+        assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 2);
+        assert_eq!(rig.missing(&mark("c1", "eth0"), &[NET4, NET6]), Vec::<String>::new());
+        rig.purge(&mark("c1", "eth0"), &[]);
+        assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 0);
+    });
+}
+
+#[test]
+fn an_iptables_that_does_not_work_is_passed_over_unless_it_was_asked_for() {
+    in_new_netns(|| {
+        let rig = Rig::bare();
+        let script = rig.folder.path().join("iptables-nft-script");
+        program::script(&script, "#!/bin/sh\necho 'no such table' >&2; exit 3\n");
+        symlink(&script, rig.folder.path().join("iptables-restore")).unwrap();
+        rig.ensure(&mark("c1", "eth0"), &[NET4]);
+        assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 1);
+        let explicit = |masquerade: &Masquerade<'_>| {
+            masquerade
+                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &Former::default())
+                .unwrap_err()
+        };
+        let error = rig.masquerade(explicit).to_string();
+        assert!(error.contains("iptables-restore --noflush") && error.contains("no such table"), "{error}");
+        let error = rig.masquerade(|masquerade| {
+            masquerade
+                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &Former::default())
+                .unwrap_err()
+        });
+        assert!(error.to_string().contains("failed to find the programs of ip6tables"), "{error}");
+    });
+}
+
+#[test]
+fn what_was_made_under_another_backend_is_checked_and_removed_all_the_same() {
+    with_each(|rig| {
+        for backend in [Backend::Iptables, Backend::Nftables] {
+            rig.masquerade(|masquerade| {
+                masquerade.ensure(&mark("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &Former::default()).unwrap()
+            });
+            assert_eq!(rig.missing(&mark("c1", "eth0"), &[NET4]), Vec::<String>::new(), "{backend}");
+            rig.purge(&mark("c1", "eth0"), &[]);
+            assert!(!rig.missing(&mark("c1", "eth0"), &[NET4]).is_empty(), "{backend}");
+            assert_eq!(rig.saved(), Vec::<String>::new());
+            assert!(!shell("nft list ruleset").contains("id: c1"));
+        }
+    });
+}
+
+#[test]
+fn a_missing_program_of_the_legacy_variant_fails_no_removal() {
+    in_new_netns(|| {
+        let rig = Rig::new(Variant::Legacy);
+        rig.ensure(&mark("c1", "eth0"), &[NET4]);
+        let (told, bare) = (std::rc::Rc::new(std::cell::RefCell::new(String::new())), Rig::bare());
+        let sink = std::rc::Rc::clone(&told);
+        let notes = Notes::new(move |line| sink.borrow_mut().push_str(line));
+        Masquerade::with_folders(&machine(), notes, bare.folders()).purge(&mark("c1", "eth0"), &[]).unwrap();
+        assert!(told.borrow().contains("iptables-legacy"), "{}", told.borrow());
+        rig.purge(&mark("c1", "eth0"), &[]);
+        assert_eq!(rig.saved(), Vec::<String>::new());
+    });
+}

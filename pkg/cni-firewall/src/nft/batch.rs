@@ -1,0 +1,291 @@
+//! One transaction: changes are collected here, each with the words that name it when the kernel refuses it.
+//!
+//! Nothing touches the kernel before [`Nft::commit`](super::Nft::commit). `ensure` is idempotent in the kernel itself, so
+//! two processes that make the same table at once both succeed; `create` fails on what exists, which is how one of two
+//! racing processes learns that it lost.
+//!
+//! What an existing table or chain has is never changed: flags, policy and comment are sent for new ones only, by
+//! leaving them out where leaving them out is the kernel's default.
+
+use netlink_packet_core::DefaultNla;
+use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage};
+use netlink_packet_netfilter::nftables as wire;
+use netlink_packet_netfilter::nftables::{ChainAttribute, NfTablesMessage, RuleAttribute, TableAttribute};
+use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage};
+
+use super::userdata;
+use super::{Family, Generation, Raw, Rule, Table};
+use cni_linux::error::{Cause, Error, Result};
+
+/// Where a base chain is hooked in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BaseChain {
+    /// Its type.
+    pub kind: Kind,
+    /// The hook.
+    pub hook: Hook,
+    /// Lower runs earlier.
+    pub priority: i32,
+}
+
+/// A base chain's type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Sees every packet.
+    Filter,
+    /// Sees the first packet of each connection, and may translate.
+    Nat,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Filter => "filter",
+            Kind::Nat => "nat",
+        }
+    }
+
+    pub(crate) fn by_name(wanted: &str) -> Option<Kind> {
+        [Kind::Filter, Kind::Nat].into_iter().find(|kind| kind.name() == wanted)
+    }
+}
+
+/// A hook of the families ip, ip6, inet and bridge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hook {
+    /// Packets that came in.
+    Prerouting,
+    /// Packets that start here.
+    Output,
+    /// Packets about to leave.
+    Postrouting,
+}
+
+impl Hook {
+    fn wire(self) -> wire::InetHookNumber {
+        match self {
+            Hook::Prerouting => wire::InetHookNumber::PreRouting,
+            Hook::Output => wire::InetHookNumber::LocalOut,
+            Hook::Postrouting => wire::InetHookNumber::PostRouting,
+        }
+    }
+
+    pub(crate) fn by_number(wanted: u32) -> Option<Hook> {
+        [Hook::Prerouting, Hook::Output, Hook::Postrouting].into_iter().find(|hook| u32::from(hook.wire()) == wanted)
+    }
+}
+
+/// What an errno says about a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meaning {
+    /// What it says.
+    Plain,
+    /// ENOENT: this kernel has no such type of chain for the family (the table is in the same batch). EOPNOTSUPP: the
+    /// chain exists and is hooked in elsewhere.
+    BaseChain,
+}
+
+/// A change in words, in bytes.
+#[derive(Debug)]
+pub(crate) struct Change {
+    pub(crate) what: String,
+    pub(crate) meaning: Meaning,
+    pub(crate) message: NetlinkMessage<NetfilterMessage>,
+}
+
+/// Changes that are made together or not at all.
+#[derive(Debug, Default)]
+pub struct Batch {
+    changes: Vec<Change>,
+    generation: Option<Generation>,
+    /// The first change that cannot even be written down.
+    fault: Option<Error>,
+}
+
+impl Batch {
+    /// No changes.
+    pub fn new() -> Batch {
+        Batch::default()
+    }
+
+    /// Makes the whole depend on nobody having changed any rule of the namespace since `generation` was read: ERESTART
+    /// otherwise, at once and for free. For decisions that rest on more than the objects they touch.
+    pub fn only_at(&mut self, generation: Generation) {
+        self.generation = Some(generation);
+    }
+
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        self.generation
+    }
+
+    /// Makes the table unless it exists. The comment is for new ones.
+    pub fn ensure_table(&mut self, table: Table<'_>, comment: Option<&str>) {
+        let what = format!("failed to add nft table {table}");
+        let mut attributes = vec![TableAttribute::Name(table.name.into())];
+        attributes.extend(self.userdata(&what, comment, &[]).map(TableAttribute::UserData));
+        let message = NfTablesMessage::NewTable(wire::TableMessage { attributes });
+        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
+    }
+
+    /// Makes the base chain, with policy accept, unless it exists. EEXIST: it exists with another hook, type or
+    /// priority.
+    pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain, comment: Option<&str>) {
+        let what = format!("failed to add nft base chain {table} {name}");
+        let mut attributes = vec![
+            ChainAttribute::Table(table.name.into()),
+            ChainAttribute::Name(name.into()),
+            ChainAttribute::Hook(vec![
+                wire::Hook::Number(base.hook.wire().into()),
+                wire::Hook::Priority(base.priority.cast_unsigned()),
+            ]),
+            ChainAttribute::Type(base.kind.name().into()),
+        ];
+        attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
+        let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
+        self.push(what, Meaning::BaseChain, table.family, NLM_F_CREATE, message);
+    }
+
+    /// Makes the chain unless it exists. The comment is for new ones.
+    pub fn ensure_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
+        self.new_chain(table, name, comment, NLM_F_CREATE);
+    }
+
+    /// Makes the chain. EEXIST if it exists.
+    pub fn create_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
+        self.new_chain(table, name, comment, NLM_F_CREATE | NLM_F_EXCL);
+    }
+
+    fn new_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>, flags: u16) {
+        let what = format!("failed to add nft chain {table} {name}");
+        let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
+        attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
+        let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
+        self.push(what, Meaning::Plain, table.family, flags, message);
+    }
+
+    /// Removes every rule of the chain. ENOENT if there is no such chain.
+    pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
+        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
+        let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
+        self.push(format!("failed to flush nft chain {table} {name}"), Meaning::Plain, table.family, 0, message);
+    }
+
+    /// Puts the rule at the chain's end. ENOENT if the chain, or one it jumps to, is missing.
+    pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
+        self.new_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
+    }
+
+    /// Puts the rule at the chain's start; else as [`append_rule`](Batch::append_rule).
+    pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
+        self.new_rule(table, chain, rule, NLM_F_CREATE);
+    }
+
+    fn new_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
+        let comment = rule.comment.as_deref();
+        let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
+        let mut attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Expressions(rule.exprs.iter().map(super::Expr::wire).collect()),
+        ];
+        attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
+        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
+        self.push(what, Meaning::Plain, table.family, flags, message);
+    }
+
+    /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol` (`IPPROTO_*`) is the one that
+    /// the rule asks for, where matches of xtables are in it: they want to be told, and the kernel does not list it. ENOENT
+    /// if the chain, one it jumps to, or a set it uses is missing: sets without a name go with their rule.
+    pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
+        const NFTA_RULE_EXPRESSIONS: u16 = 4;
+        const NFTA_RULE_COMPAT_PROTO: u16 = 1;
+        const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
+        const NLA_F_NESTED: u16 = 1 << 15;
+        let exprs = DefaultNla::new(NFTA_RULE_EXPRESSIONS | NLA_F_NESTED, raw.exprs.clone());
+        let mut attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Other(exprs),
+        ];
+        if let Some(protocol) = protocol {
+            let number = |kind, value: u32| DefaultNla::new(kind, value.to_be_bytes().to_vec());
+            attributes.push(RuleAttribute::Compat(vec![
+                number(NFTA_RULE_COMPAT_PROTO, protocol.into()),
+                number(NFTA_RULE_COMPAT_FLAGS, 0),
+            ]));
+        }
+        if !raw.userdata.is_empty() {
+            attributes.push(RuleAttribute::UserData(raw.userdata.clone()));
+        }
+        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
+        let what = format!("failed to put back a rule of nft chain {table} {chain}");
+        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
+    }
+
+    /// Removes one rule. ENOENT if it is gone.
+    pub fn delete_rule(&mut self, table: Table<'_>, chain: &str, handle: u64) {
+        let attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Handle(handle),
+        ];
+        let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
+        let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
+        self.push(what, Meaning::Plain, table.family, 0, message);
+    }
+
+    /// Removes the chain with its rules. ENOENT if this very one is gone, even if there is a new one of its name;
+    /// EBUSY if rules outside it still jump to it.
+    pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
+        let attributes = vec![
+            ChainAttribute::Table(table.name.into()),
+            // Kernels before 4.16 go by the name, newer ones by the handle.
+            ChainAttribute::Name(name.into()),
+            ChainAttribute::Handle(handle),
+        ];
+        let message = NfTablesMessage::DeleteChain(wire::ChainMessage { attributes });
+        self.push(format!("failed to delete nft chain {table} {name}"), Meaning::Plain, table.family, 0, message);
+    }
+
+    /// Removes the table with everything in it. ENOENT if there is none.
+    pub fn delete_table(&mut self, table: Table<'_>) {
+        let attributes = vec![TableAttribute::Name(table.name.into())];
+        let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
+        self.push(format!("failed to delete nft table {table}"), Meaning::Plain, table.family, 0, message);
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty() && self.fault.is_none()
+    }
+
+    pub(crate) fn into_changes(self) -> Result<Vec<Change>> {
+        match self.fault {
+            Some(fault) => Err(fault),
+            None => Ok(self.changes),
+        }
+    }
+
+    fn userdata(&mut self, what: &str, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
+        if comment.is_none() && tags.is_empty() {
+            return None;
+        }
+        let bytes = userdata::encode(comment, tags);
+        if bytes.is_none() && self.fault.is_none() {
+            self.fault = Some(Error::new(what, Cause::text("comment and tags exceed what the kernel stores")));
+        }
+        bytes
+    }
+
+    fn push(&mut self, what: String, meaning: Meaning, family: Family, flags: u16, message: NfTablesMessage) {
+        let mut message = NetlinkMessage::from(NetfilterMessage::new(family.header(), message));
+        message.header.flags = NLM_F_REQUEST | flags;
+        self.changes.push(Change { what, meaning, message });
+    }
+}
+
+impl Family {
+    pub(crate) fn header(self) -> NetfilterHeader {
+        NetfilterHeader::new(self.wire(), 0, 0)
+    }
+}

@@ -1,0 +1,275 @@
+//! Bytes from the kernel into our types, without trust: no input makes it panic, what it does not know it skips.
+//!
+//! The packet crate is used for writing only. Its reader panics on a truncated nested attribute (0.4.0), and it knows
+//! more than is needed here: a rule's handle, comment, tags and the few expressions of [`Expr`].
+
+use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
+use super::userdata;
+use super::{BaseChain, Chain, Hook, Kind, Listed, Raw, Rule};
+use cni_linux::netlink::wire::{attribute, attributes, number, text, u64_be};
+
+/// `struct nfgenmsg`: family, version, resource id.
+const NFGENMSG: usize = 4;
+
+/// The low half of the ruleset's generation that a dumped object belongs to.
+pub fn generation(payload: &[u8]) -> Option<u16> {
+    Some(u16::from_be_bytes(payload.get(2..NFGENMSG)?.try_into().ok()?))
+}
+
+/// The whole of the generation, as the answer to the question for it has it.
+pub fn whole_generation(payload: &[u8]) -> Option<u32> {
+    const NFTA_GEN_ID: u16 = 1;
+    number(payload.get(NFGENMSG..)?, NFTA_GEN_ID)
+}
+
+/// A dumped chain and the table it is in.
+pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
+    const NFTA_CHAIN_TABLE: u16 = 1;
+    const NFTA_CHAIN_HANDLE: u16 = 2;
+    const NFTA_CHAIN_NAME: u16 = 3;
+    const NFTA_CHAIN_HOOK: u16 = 4;
+    const NFTA_CHAIN_TYPE: u16 = 7;
+    const NFTA_CHAIN_USERDATA: u16 = 12;
+    let bytes = payload.get(NFGENMSG..)?;
+    let table = text(attribute(bytes, NFTA_CHAIN_TABLE)?);
+    let name = text(attribute(bytes, NFTA_CHAIN_NAME)?);
+    let handle = u64_be(attribute(bytes, NFTA_CHAIN_HANDLE)?)?;
+    let (comment, _) = userdata::decode(attribute(bytes, NFTA_CHAIN_USERDATA).unwrap_or_default());
+    let base = attribute(bytes, NFTA_CHAIN_HOOK).and_then(|hook| base(hook, attribute(bytes, NFTA_CHAIN_TYPE)?));
+    Some((table, Chain { name, handle, base, comment }))
+}
+
+fn base(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
+    const NFTA_HOOK_HOOKNUM: u16 = 1;
+    const NFTA_HOOK_PRIORITY: u16 = 2;
+    Some(BaseChain {
+        kind: Kind::by_name(&text(kind))?,
+        hook: Hook::by_number(number(hook, NFTA_HOOK_HOOKNUM)?)?,
+        priority: number(hook, NFTA_HOOK_PRIORITY)?.cast_signed(),
+    })
+}
+
+const NFTA_RULE_TABLE: u16 = 1;
+const NFTA_RULE_CHAIN: u16 = 2;
+const NFTA_RULE_HANDLE: u16 = 3;
+
+/// The table and the chain that a dumped rule is in, and its handle.
+pub fn place(payload: &[u8]) -> Option<(&[u8], &[u8], u64)> {
+    let bytes = payload.get(NFGENMSG..)?;
+    let name = |wanted| attribute(bytes, wanted)?.split(|byte| *byte == 0).next();
+    Some((name(NFTA_RULE_TABLE)?, name(NFTA_RULE_CHAIN)?, u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?))
+}
+
+/// The comment of a dumped rule; empty if it has none.
+pub fn comment(payload: &[u8]) -> &[u8] {
+    const NFTA_RULE_USERDATA: u16 = 7;
+    let userdata = payload.get(NFGENMSG..).and_then(|bytes| attribute(bytes, NFTA_RULE_USERDATA));
+    userdata::comment(userdata.unwrap_or_default())
+}
+
+/// A dumped rule, with the table and the chain it is in.
+pub fn rule(payload: &[u8]) -> Option<(String, String, Listed)> {
+    const NFTA_RULE_EXPRESSIONS: u16 = 4;
+    const NFTA_RULE_USERDATA: u16 = 7;
+    let bytes = payload.get(NFGENMSG..)?;
+    let table = text(attribute(bytes, NFTA_RULE_TABLE)?);
+    let chain = text(attribute(bytes, NFTA_RULE_CHAIN)?);
+    let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
+    let raw = Raw {
+        exprs: attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default().to_vec(),
+        userdata: attribute(bytes, NFTA_RULE_USERDATA).unwrap_or_default().to_vec(),
+    };
+    let exprs = attributes(&raw.exprs).map(|(_, element)| expr(element)).collect();
+    let (comment, tags) = userdata::decode(&raw.userdata);
+    Some((table, chain, Listed { handle, rule: Rule { exprs, comment, tags }, raw }))
+}
+
+/// One element of a rule's expression list.
+fn expr(element: &[u8]) -> Expr {
+    const NFTA_EXPR_NAME: u16 = 1;
+    const NFTA_EXPR_DATA: u16 = 2;
+    let name = text(attribute(element, NFTA_EXPR_NAME).unwrap_or_default());
+    let data = attribute(element, NFTA_EXPR_DATA).unwrap_or_default();
+    let known = match name.as_str() {
+        "meta" => meta(data),
+        "payload" => payload(data),
+        "bitwise" => bitwise(data),
+        "cmp" => cmp(data),
+        "immediate" => immediate(data),
+        "fib" => fib(data),
+        "nat" => nat(data),
+        "match" => xt(data).map(|(name, revision, info)| Expr::XtMatch { name, revision, info }),
+        "target" => xt(data).map(|(name, revision, info)| Expr::XtTarget { name, revision, info }),
+        // Port ranges and flags make it something else than a plain masquerade.
+        "masq" if attributes(data).next().is_none() => Some(Expr::Masquerade),
+        _ => None,
+    };
+    known.unwrap_or(Expr::Other(name))
+}
+
+fn value(data: &[u8]) -> Option<Vec<u8>> {
+    const NFTA_DATA_VALUE: u16 = 1;
+    attribute(data, NFTA_DATA_VALUE).map(<[u8]>::to_vec)
+}
+
+fn meta(data: &[u8]) -> Option<Expr> {
+    // 1: destination, 2: key. With a source register instead, `meta` writes.
+    Some(Expr::Meta { to: Reg(number(data, 1)?), key: MetaKey(number(data, 2)?) })
+}
+
+fn payload(data: &[u8]) -> Option<Expr> {
+    let (to, base) = (Reg(number(data, 1)?), Base(number(data, 2)?));
+    Some(Expr::Payload { to, base, offset: number(data, 3)?, len: number(data, 4)? })
+}
+
+fn bitwise(data: &[u8]) -> Option<Expr> {
+    // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation (absent on old kernels; 0 is mask and xor).
+    let (from, to) = (number(data, 1)?, number(data, 2)?);
+    let (mask, xor) = (value(attribute(data, 4)?)?, value(attribute(data, 5)?)?);
+    (from == to && number(data, 6).unwrap_or(0) == 0).then_some(Expr::Bitwise { reg: Reg(to), mask, xor })
+}
+
+fn cmp(data: &[u8]) -> Option<Expr> {
+    Some(Expr::Cmp { reg: Reg(number(data, 1)?), op: CmpOp(number(data, 2)?), data: value(attribute(data, 3)?)? })
+}
+
+fn immediate(data: &[u8]) -> Option<Expr> {
+    const NFTA_DATA_VERDICT: u16 = 2;
+    const NFTA_VERDICT_CODE: u16 = 1;
+    const NFTA_VERDICT_CHAIN: u16 = 2;
+    let (to, constant) = (number(data, 1)?, attribute(data, 2)?);
+    match attribute(constant, NFTA_DATA_VERDICT) {
+        Some(verdict) => {
+            let chain = attribute(verdict, NFTA_VERDICT_CHAIN).map(text);
+            Some(Expr::Verdict(Verdict::from_wire(number(verdict, NFTA_VERDICT_CODE)?, chain)))
+        }
+        None => Some(Expr::Load { to: Reg(to), data: value(constant)? }),
+    }
+}
+
+fn fib(data: &[u8]) -> Option<Expr> {
+    Some(Expr::Fib { to: Reg(number(data, 1)?), result: number(data, 2)?, flags: number(data, 3)? })
+}
+
+/// A match or a target of xtables: 1: name, 2: revision, 3: its structure.
+fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
+    Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
+}
+
+fn nat(data: &[u8]) -> Option<Expr> {
+    const NAT_DNAT: u32 = 1;
+    let (family, addr) = (number(data, 2)?, Reg(number(data, 3)?));
+    (number(data, 1)? == NAT_DNAT).then_some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::expr;
+    use super::*;
+    use cni_linux::netlink::wire::{Message, answer, messages};
+    use netlink_packet_core::Emitable;
+    use nix::errno::Errno;
+    use proptest::prelude::*;
+
+    fn round_trip(exprs: &[Expr]) {
+        for written in exprs {
+            let element = written.wire();
+            let mut bytes = vec![0; element.buffer_len()];
+            element.emit(&mut bytes);
+            let (_, inner) = attributes(&bytes).next().unwrap();
+            assert_eq!(&super::expr(inner), written);
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        round_trip(&expr::iifname("veth0").unwrap());
+        round_trip(&expr::ether_saddr([2, 0, 0, 0, 0, 1]));
+        round_trip(&expr::masked(expr::daddr("10.0.0.0".parse().unwrap()), 8));
+        round_trip(&expr::fib_daddr_local());
+        round_trip(&expr::dnat("10.0.0.2".parse().unwrap(), Some(80)));
+        round_trip(&expr::dnat("fd00::2".parse().unwrap(), None));
+        round_trip(&[Expr::Masquerade, Expr::Other("counter".into())]);
+        let verdicts = [Verdict::Accept, Verdict::Drop, Verdict::Return, Verdict::Jump("a".into())];
+        round_trip(&verdicts.map(Expr::Verdict));
+        round_trip(&[Expr::Verdict(Verdict::Goto("b".into())), Expr::Verdict(Verdict::Other(3))]);
+    }
+
+    /// An attribute of type 1 that says it is that long.
+    fn tlv(len: u16, value: &[u8]) -> Vec<u8> {
+        [&len.to_ne_bytes(), &1_u16.to_ne_bytes(), value].concat()
+    }
+
+    #[test]
+    fn a_number_or_value_of_the_wrong_size_is_not_taken() {
+        assert_eq!(number(&tlv(7, &[1, 2, 3, 0]), 1), None);
+        assert_eq!(attributes(&tlv(3, &[0; 4])).count(), 0, "shorter than its own header");
+        assert_eq!(attributes(&tlv(200, &[])).count(), 0, "longer than the buffer");
+    }
+
+    #[test]
+    fn the_kernels_own_words_are_found_capped_or_not() {
+        for (flags, request) in [(0x300, 16_u32), (0x200, 20)] {
+            let mut payload = (-2_i32).to_ne_bytes().to_vec();
+            payload.extend(request.to_ne_bytes());
+            payload.resize(4 + usize::try_from(request).unwrap(), 0);
+            payload.extend(tlv(8, b"why\0"));
+            let message = Message { kind: 2, flags, sequence: 0, payload: &payload };
+            assert_eq!(answer(&message), Some((Some(Errno::ENOENT), Some("why".into()))));
+        }
+    }
+
+    fn read_everything(bytes: &[u8]) {
+        let _ = (
+            rule(bytes),
+            place(bytes),
+            comment(bytes),
+            chain(bytes),
+            generation(bytes),
+            whole_generation(bytes),
+            userdata::decode(bytes),
+        );
+        for message in messages(bytes) {
+            let _ = (rule(message.payload), chain(message.payload), answer(&message));
+        }
+    }
+
+    /// A rule as the kernel dumps it, behind a netlink header.
+    fn a_dumped_rule() -> Vec<u8> {
+        let mut batch = super::super::Batch::new();
+        let table = super::super::Table { family: super::super::Family::Bridge, name: "nat" };
+        let mut exprs = expr::iifname("veth0").unwrap();
+        exprs.extend(expr::masked(expr::daddr("10.0.0.0".parse().unwrap()), 8));
+        exprs.push(Expr::Verdict(Verdict::Jump("somewhere".into())));
+        batch.append_rule(table, "PREROUTING", &Rule::new(exprs).with_comment("c").with_tag(0x80, b"tag"));
+        let mut change = batch.into_changes().unwrap().remove(0);
+        change.message.finalize();
+        let mut bytes = vec![0; change.message.buffer_len()];
+        change.message.serialize(&mut bytes);
+        bytes
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            read_everything(&bytes);
+        }
+
+        #[test]
+        fn damaged_rules_never_panic(
+            cut in 0_usize..600,
+            damage in proptest::collection::vec((0_usize..600, any::<u8>()), 0..6),
+        ) {
+            let mut bytes = a_dumped_rule();
+            assert!(messages(&bytes).any(|message| attributes(&message.payload[4..]).count() == 4));
+            for (at, byte) in damage {
+                let len = bytes.len();
+                bytes[at % len] = byte;
+            }
+            bytes.truncate(cut);
+            read_everything(&bytes);
+        }
+    }
+}

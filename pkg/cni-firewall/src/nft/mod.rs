@@ -1,0 +1,140 @@
+//! nf_tables without a process: one netlink socket, atomic transactions, short reads.
+//!
+//! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`], [`Nft::chains`] and
+//! [`Nft::find_chain`] read. Reads and writes are separate: whoever acts on what was read must name handles or `create`
+//! chains, so that the kernel refuses a change whose ground has moved, and then read again ([`raced`]).
+//!
+//! Needs CAP_NET_ADMIN. Never runs a program, never waits. The socket belongs to the network namespace of the thread
+//! that opened it, wherever that thread goes later. A newcomer's mistake: taking an empty list for "nothing is there"
+//! on a kernel without nf_tables; there every call fails, with
+//! [`is_unsupported`](cni_linux::error::Error::is_unsupported).
+
+use std::fmt;
+
+use netlink_packet_netfilter::NetfilterProtoFamily;
+
+mod batch;
+pub mod decode;
+pub mod expr;
+mod socket;
+pub mod userdata;
+
+pub use batch::{BaseChain, Batch, Hook, Kind};
+pub use expr::{Expr, Verdict};
+pub use socket::{Generation, Nft, mentions, occurs, raced};
+
+/// Which packets a table sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// IPv4 and IPv6.
+    Inet,
+    /// IPv4.
+    Ip,
+    /// IPv6.
+    Ip6,
+    /// Frames on a bridge.
+    Bridge,
+}
+
+impl Family {
+    fn wire(self) -> NetfilterProtoFamily {
+        match self {
+            Family::Inet => NetfilterProtoFamily::Inet,
+            Family::Ip => NetfilterProtoFamily::IPv4,
+            Family::Ip6 => NetfilterProtoFamily::IPv6,
+            Family::Bridge => NetfilterProtoFamily::Bridge,
+        }
+    }
+}
+
+/// A table's full name. Displays as `nft` has it: `bridge nat`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Table<'a> {
+    /// Its family.
+    pub family: Family,
+    /// Its name within the family.
+    pub name: &'a str,
+}
+
+impl fmt::Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let family = match self.family {
+            Family::Inet => "inet",
+            Family::Ip => "ip",
+            Family::Ip6 => "ip6",
+            Family::Bridge => "bridge",
+        };
+        write!(f, "{family} {}", self.name)
+    }
+}
+
+/// A rule to be written, or as it was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rule {
+    /// What it does.
+    pub exprs: Vec<Expr>,
+    /// The comment that `nft` shows.
+    pub comment: Option<String>,
+    /// Other entries of the userdata: type, value. Ours have types from 0x80 up.
+    pub tags: Vec<(u8, Vec<u8>)>,
+}
+
+impl Rule {
+    /// A rule of these steps.
+    pub fn new(exprs: impl Into<Vec<Expr>>) -> Rule {
+        Rule { exprs: exprs.into(), comment: None, tags: Vec::new() }
+    }
+
+    /// Sets the comment.
+    #[must_use]
+    pub fn with_comment(mut self, comment: impl Into<String>) -> Rule {
+        self.comment = Some(comment.into());
+        self
+    }
+
+    /// Adds a tag.
+    #[must_use]
+    pub fn with_tag(mut self, kind: u8, value: impl Into<Vec<u8>>) -> Rule {
+        self.tags.push((kind, value.into()));
+        self
+    }
+
+    /// The value of the first tag of this type.
+    pub fn tag(&self, wanted: u8) -> Option<&[u8]> {
+        self.tags.iter().find(|(kind, _)| *kind == wanted).map(|(_, value)| value.as_slice())
+    }
+}
+
+/// A rule in the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// Its number, never used twice within a table.
+    pub handle: u64,
+    /// The rule.
+    pub rule: Rule,
+    /// All of it, with what [`Expr`] does not know.
+    pub raw: Raw,
+}
+
+/// A rule's bytes as the kernel sent them, with which it can be put back ([`Batch::put_back`]).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Raw {
+    pub(crate) exprs: Vec<u8>,
+    pub(crate) userdata: Vec<u8>,
+}
+
+/// A chain in the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chain {
+    /// Its name.
+    pub name: String,
+    /// Its number, never used twice within a table.
+    pub handle: u64,
+    /// Where it is hooked in; `None` for a regular chain, and for base chains of types and hooks not used here.
+    pub base: Option<BaseChain>,
+    /// The comment that `nft` shows.
+    pub comment: Option<String>,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,478 @@
+//! The conversation with the kernel: transactions with their answers, dumps that are consistent.
+//!
+//! The kernel works on a request inside the very `send` that brings it, so every answer is there when `send` returns,
+//! and each `recv` of a dump queues the next part. Therefore nothing here ever waits: an answer that is not there will
+//! not come, and is an error.
+
+use std::fmt;
+use std::os::fd::AsRawFd as _;
+
+use cni::steps::{Step, hex};
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage};
+use netlink_packet_netfilter::nftables::{
+    ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage,
+};
+use netlink_packet_netfilter::none::ControlMessage;
+use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage, NetfilterProtoFamily};
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
+use nix::errno::Errno;
+use nix::sys::socket::sockopt::SndBufForce;
+use nix::sys::socket::{MsgFlags, recv, setsockopt};
+
+use super::batch::{Batch, Change, Meaning};
+use super::decode;
+use super::{Chain, Listed, Table};
+use cni_linux::error::{Cause, Error, Result};
+use cni_linux::netlink::wire::{self, NLMSG_DONE, NLMSG_ERROR};
+use cni_linux::patience::{TRIES, may_pass};
+
+/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer), an answer far less.
+const RECEIVE: usize = 64 * 1024;
+/// How often a list is read until two readings agree. Every change of the rules spoils at most two, so this is reached
+/// by an endless stream of changes only.
+const DUMPS: usize = 512;
+/// The same where an answer in time is worth more than an answer.
+const HURRIED: usize = 4;
+
+/// A connection to nf_tables in the network namespace it was opened in.
+pub struct Nft {
+    socket: Socket,
+    sequence: u32,
+    buffer: Vec<u8>,
+    /// Whether a list counts at its first reading: between [`Nft::settle`] and the next commit.
+    settled: bool,
+    /// How often a list is read.
+    dumps: usize,
+}
+
+impl fmt::Debug for Nft {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Nft").field("sequence", &self.sequence).finish_non_exhaustive()
+    }
+}
+
+/// Whether a change failed because what it was based on has been changed by somebody else: read again and repeat, with
+/// a bound.
+pub fn raced(error: &Error) -> bool {
+    error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
+}
+
+/// How far the ruleset has come: every transaction, whoever makes it, takes it on by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Generation(pub(crate) u32);
+
+/// Whether one of these pairs stands anywhere in a rule as the kernel sends it, in one pass. Only even places are looked
+/// at: the kernel's attributes begin at multiples of four, and the structures of xtables in them have their ports at even
+/// places. What this costs is much of what a long chain costs.
+pub fn occurs(rule: &[u8], wanted: &[[u8; 2]]) -> bool {
+    rule.as_chunks::<2>().0.iter().any(|pair| wanted.contains(pair))
+}
+
+/// Whether the rule contains the text, or an address in network byte order, at such a place.
+pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
+    let Some((first, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
+    let follows = |place: usize| rule.get(2 * place + 2..).is_some_and(|after| after.starts_with(rest));
+    rule.as_chunks::<2>().0.iter().enumerate().any(|(place, pair)| pair == first && follows(place))
+}
+
+/// A failure that [`Error::is_unsupported`] recognises, with the kernel's vaguer words kept.
+fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
+    let ack = format!("{why} ({errno})").into();
+    Error::new(what, Cause::Kernel { source: Errno::EOPNOTSUPP.into(), ack: Some(ack) })
+}
+
+impl Nft {
+    /// Opens a socket in the calling thread's network namespace. A kernel without netfilter's netlink:
+    /// [`Error::is_unsupported`].
+    pub fn open() -> Result<Nft> {
+        let open = || -> std::io::Result<Socket> {
+            let mut socket = Socket::new(NETLINK_NETFILTER)?;
+            socket.bind_auto()?;
+            // Connected to the kernel, it hears nobody else.
+            socket.connect(&SocketAddr::new(0, 0))?;
+            // Both are comfort: kernels before 4.12 and 4.2 lack them.
+            let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
+            Ok(socket)
+        };
+        match open() {
+            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE], settled: false, dumps: DUMPS }),
+            Err(error) => Err(Error::new("failed to open a netfilter socket", error)),
+        }
+    }
+
+    /// Makes all changes of the batch, or none. The error names the first change that the kernel refused, with its
+    /// errno.
+    pub fn commit(&mut self, batch: Batch) -> Result<()> {
+        self.transact(batch, Ending::Commit)
+    }
+
+    /// Has the kernel judge the batch and forget it: nothing changes, nobody is notified. Forgetting takes an RCU grace
+    /// period, some 10 ms; so does a refused [`commit`](Nft::commit).
+    pub fn rehearse(&mut self, batch: Batch) -> Result<()> {
+        self.transact(batch, Ending::Abort)
+    }
+
+    fn transact(&mut self, batch: Batch, ending: Ending) -> Result<()> {
+        let step = Step::begin();
+        let what = match ending {
+            Ending::Commit => "nftables transaction",
+            Ending::Abort => "nftables rehearsal",
+        };
+        let mut refused = Vec::new();
+        let done = self.transact_unheard(batch, ending, &mut refused);
+        step.end_request(what, &done, || hex(&refused));
+        done
+    }
+
+    /// `request` becomes the change that was refused, as it went out.
+    fn transact_unheard(&mut self, batch: Batch, ending: Ending, request: &mut Vec<u8>) -> Result<()> {
+        const WHOLE: &str = "failed to change nftables";
+        let generation = batch.generation();
+        self.settled = false;
+        let mut changes = batch.into_changes()?;
+        let Some(last) = changes.last_mut() else {
+            // Even "nothing is to be done" holds only if nobody has changed anything meanwhile.
+            return match generation {
+                Some(wanted) if self.generation()? != wanted => Err(Error::new(WHOLE, Errno::ERESTART)),
+                _ => Ok(()),
+            };
+        };
+        // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge the end itself.
+        last.message.header.flags |= NLM_F_ACK;
+        let first = self.sequence.wrapping_add(1);
+        let mut bytes = Vec::new();
+        self.append(&mut bytes, control(ControlMessage::BatchBegin));
+        if let Some(Generation(generation)) = generation {
+            // The packet crate's message for the beginning has no attributes.
+            const NFNL_BATCH_GENID: u16 = 1;
+            bytes.extend(8_u16.to_ne_bytes());
+            bytes.extend(NFNL_BATCH_GENID.to_ne_bytes());
+            bytes.extend(generation.to_be_bytes());
+            if let (Ok(len), Some(header)) = (u32::try_from(bytes.len()), bytes.get_mut(..4)) {
+                header.copy_from_slice(&len.to_ne_bytes());
+            }
+        }
+        for Change { message, .. } in &mut changes {
+            self.append(&mut bytes, message);
+        }
+        match ending {
+            Ending::Commit => self.append(&mut bytes, control(ControlMessage::BatchEnd)),
+            // Without its end the kernel checks a batch, answers, and rolls it back.
+            Ending::Abort => {}
+        }
+        self.send(WHOLE, &bytes)?;
+
+        let (mut acknowledged, mut refused) = (false, None::<(usize, Errno, Option<String>)>);
+        while let Some(datagram) = self.receive(WHOLE)? {
+            for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
+                let Some((errno, said)) = wire::answer(&message) else { continue };
+                // 0: the batch as a whole. Then come the changes, then the end.
+                let at = usize::try_from(message.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
+                match errno {
+                    // A late answer to an earlier batch, which was given up on an overrun.
+                    _ if at > changes.len() + 1 => {}
+                    None => acknowledged |= at == changes.len(),
+                    // A later refusal is often a consequence of the first.
+                    Some(errno) if refused.as_ref().is_none_or(|(before, ..)| at < *before) => {
+                        refused = Some((at, errno, said));
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        let Some((at, errno, said)) = refused else {
+            let silent = || Error::new(WHOLE, Cause::text("the kernel did not answer"));
+            return if acknowledged { Ok(()) } else { Err(silent()) };
+        };
+        let change = at.checked_sub(1).and_then(|at| changes.get(at));
+        let what = change.map_or(WHOLE, |change| change.what.as_str());
+        if let Some(Change { message, .. }) = change {
+            request.resize(message.buffer_len(), 0);
+            message.serialize(request);
+        }
+        Err(match (errno, change.map(|change| change.meaning)) {
+            (Errno::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", errno),
+            // Kernels differ in how they refuse to change a base chain's hook; on older ones it is EEXIST.
+            (Errno::EOPNOTSUPP, Some(Meaning::BaseChain)) => {
+                let ack = Some("with another hook, type or priority".into());
+                Error::new(what, Cause::Kernel { source: Errno::EEXIST.into(), ack })
+            }
+            _ => Error::new(what, Cause::Kernel { source: errno.into(), ack: said.map(Into::into) }),
+        })
+    }
+
+    /// The chain's rules, in order; none if there is no such chain. Only this chain is read, however many others there
+    /// are.
+    pub fn rules(&mut self, table: Table<'_>, chain: &str) -> Result<Vec<Listed>> {
+        let what = format!("failed to list nft chain {table} {chain}");
+        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        // Kernels that do not filter send everything of the family.
+        self.dump(&what, table, request, |payload| {
+            decode::rule(payload)
+                .filter(|(in_table, in_chain, _)| in_table == table.name && in_chain == chain)
+                .map(|(.., listed)| (listed.handle, listed))
+        })
+    }
+
+    /// Those rules of the chain, in order, whose comment begins so.
+    pub fn rules_commented(&mut self, table: Table<'_>, chain: &str, beginning: &str) -> Result<Vec<Listed>> {
+        self.rules_where(table, chain, |rule| decode::comment(rule).starts_with(beginning.as_bytes()))
+    }
+
+    /// Those rules of the chain, in order, whose bytes, as the kernel sends them, could be what the caller looks for. The
+    /// others are read too, and passed over, which takes a fraction of the time.
+    pub fn rules_where(
+        &mut self,
+        table: Table<'_>,
+        chain: &str,
+        wanted: impl Fn(&[u8]) -> bool,
+    ) -> Result<Vec<Listed>> {
+        let what = format!("failed to list nft chain {table} {chain}");
+        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        let rules = self.dump(&what, table, request, |payload| {
+            let (in_table, in_chain, handle) = decode::place(payload)?;
+            if (in_table, in_chain) != (table.name.as_bytes(), chain.as_bytes()) {
+                return None;
+            }
+            Some((handle, wanted(payload).then(|| decode::rule(payload)).flatten().map(|(.., listed)| listed)))
+        })?;
+        Ok(rules.into_iter().flatten().collect())
+    }
+
+    /// The same, read once where nobody changes anything meanwhile. Not for chains into which others put rules at the
+    /// front, see [`settle`](Nft::settle).
+    pub fn rules_at_once(
+        &mut self,
+        table: Table<'_>,
+        chain: &str,
+        wanted: impl Fn(&[u8]) -> bool,
+    ) -> Result<Vec<Listed>> {
+        let what = format!("failed to list nft chain {table} {chain}");
+        self.at_once(&what, |nft| nft.rules_where(table, chain, &wanted))
+    }
+
+    /// Reads lists, each once, if the ruleset does not change meanwhile; else repeats all reads.
+    /// The restriction of [`rules_at_once`](Nft::rules_at_once) applies.
+    fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
+        for _ in 0..self.dumps {
+            let generation = self.settle()?;
+            let found = read(self);
+            self.settled = false;
+            let found = found?;
+            if self.generation()? == generation {
+                return Ok(found);
+            }
+        }
+        Err(self.disturbed(what))
+    }
+
+    /// Whether the chain has such a rule, by one reading of this chain alone. For a hint that is read again before anything
+    /// is done: a chain that takes the kernel more than one part may hide a rule while it is changed.
+    pub fn has_rule(&mut self, table: Table<'_>, chain: &str, wanted: impl Fn(&[u8]) -> bool) -> Result<bool> {
+        let settled = std::mem::replace(&mut self.settled, true);
+        let found = self.rules_where(table, chain, wanted);
+        self.settled = settled;
+        Ok(!found?.is_empty())
+    }
+
+    /// Reads what is not worth a wait: a list that is changed a few times while it is read is an error.
+    pub fn in_a_hurry<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
+        self.dumps = HURRIED;
+        let found = read(self);
+        self.dumps = DUMPS;
+        found
+    }
+
+    fn disturbed(&self, what: &str) -> Error {
+        Error::new(what, Cause::text(format!("the rules were changed under it {} times", self.dumps)))
+    }
+
+    /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
+    pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
+        let what = format!("failed to list the chains of nft table {table}");
+        let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
+        self.dump(&what, table, request, |payload| {
+            decode::chain(payload)
+                .filter(|(in_table, _)| in_table == table.name)
+                .map(|(_, chain)| (chain.handle, chain))
+        })
+    }
+
+    /// One chain by name.
+    pub fn find_chain(&mut self, table: Table<'_>, name: &str) -> Result<Option<Chain>> {
+        let what = format!("failed to read nft chain {table} {name}");
+        let attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
+        let request = NfTablesMessage::GetChain(ChainMessage { attributes });
+        let mut found = None;
+        match self.ask(&what, table, request, 0, |message| found = decode::chain(message.payload)) {
+            Ok(_) => Ok(found.map(|(_, chain)| chain)),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Where the ruleset stands, for [`Batch::only_at`], once the transaction that brought it there is over. From here to
+    /// the next commit lists are read once: whatever disturbs a reading also takes the generation on, and that commit
+    /// fails. Not for chains into which others put rules at the front: if such a transaction is given up in the middle,
+    /// it has shifted the list and left no trace.
+    pub fn settle(&mut self) -> Result<Generation> {
+        const WHAT: &str = "failed to wait for the end of a change of nftables";
+        let generation = self.generation()?;
+        // The kernel announces a generation before it has taken removed rules off its lists. A transaction without
+        // changes has to wait for the one at work, and is none itself.
+        let mut bytes = Vec::new();
+        self.append(&mut bytes, control(ControlMessage::BatchBegin));
+        self.append(&mut bytes, control(ControlMessage::BatchEnd));
+        self.send(WHAT, &bytes)?;
+        self.settled = true;
+        Ok(generation)
+    }
+
+    /// Where the ruleset of this network namespace stands.
+    pub fn generation(&mut self) -> Result<Generation> {
+        const WHAT: &str = "failed to read nftables' generation";
+        let any = Table { family: super::Family::Inet, name: "" };
+        let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
+        let mut generation = None;
+        self.ask(WHAT, any, request, 0, |message| generation = decode::whole_generation(message.payload))?;
+        generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel did not say it")))
+    }
+
+    /// All of a list, as it was at one instant.
+    ///
+    /// The kernel sends a long list in parts and continues each by counting from the list's start. It flags a
+    /// transaction that began in between, and each object names its generation. But it takes removed rules out of the
+    /// list only after the new generation has begun, and puts those of an unfinished transaction in before: then the
+    /// count is off and neither tells (6.18: rules missing in 1 of 1,200 reads beside a busy writer). So a list counts only
+    /// if the next reading finds the very same objects.
+    fn dump<T>(
+        &mut self,
+        what: &str,
+        table: Table<'_>,
+        request: NfTablesMessage,
+        decode: impl Fn(&[u8]) -> Option<(u64, T)>,
+    ) -> Result<Vec<T>> {
+        let mut before = None;
+        for _ in 0..self.dumps {
+            let (mut handles, mut items, mut generation, mut whole) = (Vec::new(), Vec::new(), None, true);
+            let undisturbed = self.ask(what, table, request.clone(), NLM_F_DUMP, |message| {
+                let seen = decode::generation(message.payload);
+                whole &= *generation.get_or_insert(seen) == seen;
+                if let Some((handle, item)) = decode(message.payload) {
+                    handles.push(handle);
+                    items.push(item);
+                }
+            })?;
+            if undisturbed && whole && (self.settled || before.as_ref() == Some(&handles)) {
+                return Ok(items);
+            }
+            before = Some(handles);
+        }
+        Err(self.disturbed(what))
+    }
+
+    /// Sends one request and hands over each object of the answer. Returns whether the list was read undisturbed.
+    fn ask(
+        &mut self,
+        what: &str,
+        table: Table<'_>,
+        request: NfTablesMessage,
+        flags: u16,
+        mut object: impl FnMut(&wire::Message<'_>),
+    ) -> Result<bool> {
+        let mut request = NetlinkMessage::from(NetfilterMessage::new(table.family.header(), request));
+        request.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
+        let mut bytes = Vec::new();
+        self.append(&mut bytes, &mut request);
+        self.send(what, &bytes)?;
+        let (sequence, mut undisturbed) = (self.sequence, true);
+        while let Some(datagram) = self.receive(what)? {
+            for message in wire::messages(datagram).filter(|message| message.sequence == sequence) {
+                undisturbed &= message.flags & NLM_F_DUMP_INTR == 0;
+                match message.kind {
+                    NLMSG_DONE | NLMSG_ERROR => match wire::answer(&message) {
+                        None | Some((None, _)) => return Ok(undisturbed),
+                        // Only a kernel without nf_tables finds fault with the form of our questions.
+                        Some((Some(errno @ Errno::EINVAL), _)) => {
+                            return Err(unsupported(what, "no nf_tables", errno));
+                        }
+                        Some((Some(errno), said)) => {
+                            return Err(Error::new(
+                                what,
+                                Cause::Kernel { source: errno.into(), ack: said.map(Into::into) },
+                            ));
+                        }
+                    },
+                    _ => object(&message),
+                }
+            }
+        }
+        Err(Error::new(what, Cause::text("the kernel's answer has no end")))
+    }
+
+    /// Numbers the message and puts its bytes behind the others.
+    fn append(&mut self, bytes: &mut Vec<u8>, message: impl std::borrow::BorrowMut<NetlinkMessage<NetfilterMessage>>) {
+        let mut message = message;
+        let message = message.borrow_mut();
+        self.sequence = self.sequence.wrapping_add(1);
+        message.header.sequence_number = self.sequence;
+        message.finalize();
+        let start = bytes.len();
+        bytes.resize(start + message.buffer_len(), 0);
+        message.serialize(&mut bytes[start..]);
+    }
+
+    fn send(&mut self, what: &str, bytes: &[u8]) -> Result<()> {
+        // What an earlier, abandoned request left is nobody's any more.
+        while let Ok(Some(_)) = self.receive(what) {}
+        let mut grown = false;
+        loop {
+            match self.socket.send(bytes, 0) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                // Some 2,000 rules to delete are more than a socket takes at once by default. Root may have any size;
+                // who may not keeps the first error.
+                Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !grown => {
+                    grown = true;
+                    let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
+                }
+                sent => return sent.map(drop).map_err(|error| Error::new(what, error)),
+            }
+        }
+    }
+
+    /// The next datagram, if there is one.
+    fn receive(&mut self, what: &str) -> Result<Option<&[u8]>> {
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC;
+        // A call that failed has taken nothing off the queue, and without its answer nobody knows whether a change was made.
+        let mut tries = 1;
+        let received = loop {
+            match recv(self.socket.as_raw_fd(), &mut self.buffer, flags) {
+                Err(Errno::EINTR) => {}
+                Err(error) if error != Errno::EAGAIN && tries < TRIES && may_pass(&error.into()) => tries += 1,
+                received => break received,
+            }
+        };
+        match received {
+            Ok(len) if len > self.buffer.len() => Err(Error::new(what, Errno::EMSGSIZE)),
+            Ok(len) => Ok(Some(&self.buffer[..len])),
+            Err(Errno::EAGAIN) => Ok(None),
+            Err(errno) => Err(Error::new(what, errno)),
+        }
+    }
+}
+
+/// How a transaction ends.
+enum Ending {
+    Commit,
+    Abort,
+}
+
+fn control(message: ControlMessage) -> NetlinkMessage<NetfilterMessage> {
+    const NFNL_SUBSYS_NFTABLES: u16 = 10;
+    let header = NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, NFNL_SUBSYS_NFTABLES);
+    let mut message = NetlinkMessage::from(NetfilterMessage::new(header, message));
+    message.header.flags = NLM_F_REQUEST;
+    message
+}

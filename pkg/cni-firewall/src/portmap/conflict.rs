@@ -1,0 +1,186 @@
+//! Judges rules of other containers: for a wanted host port, or to the container's own address.
+//!
+//! Only proof counts. Alive: a link on the host has the mark of the rule. Dead: a link had it when
+//! the rule was made and none has it now; or the rule's target is the address that this attachment
+//! was just given, and the rule names the same network, or every route of the host to that address
+//! leads to this attachment. A rule whose target is the container's address is stale whatever its
+//! port. Any other owner is unknown: a container of another plugin or of a Go plugin, or a port
+//! that other conditions keep apart.
+//!
+//! The routes are the proof against two networks with overlapping subnets: there the same address
+//! is in use twice, and a rule without a network may lead to the other container, by a route of its
+//! own or a table of its own (VRF).
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use cni_linux::Netlink;
+use cni_linux::error::Result;
+use cni_linux::mark::{Mark, Marked};
+use cni_linux::route::Family;
+
+use super::{Claim, Forwarding};
+
+/// What happens if a port is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// A dead holder is displaced, a live one wins, where nothing can be proved the older rule goes first.
+    Judge,
+    /// As in Go: the older rule goes first.
+    Ignore,
+}
+
+/// Who has a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// The container, as its rule names it.
+    pub container: String,
+    /// The network, if the rule names one.
+    pub network: Option<String>,
+    /// Its mark, if the rule has one.
+    pub alias: Option<String>,
+    /// Whether a link bore that mark when the rule was made.
+    pub witnessed: bool,
+    /// Whether the two rules look at other things too, and not the same ones.
+    pub apart: bool,
+    /// What it has.
+    pub claim: Claim,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} is mapped to {} of container {}", self.claim, self.claim.container, self.container)?;
+        match self.alias.as_deref().and_then(Mark::parse) {
+            Some(marked) => write!(f, ", interface {} in network {}", marked.ifname, marked.network),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Who has wanted ports in a backend that an ADD does not use.
+#[derive(Clone, Debug, Default)]
+pub struct Rivals {
+    /// A living one: nothing may be changed then.
+    pub held: Option<Holder>,
+    /// Whether something dead is to be displaced, or has been.
+    pub dead: bool,
+    /// What the operator should know, one sentence each.
+    pub remarks: Vec<String>,
+}
+
+/// What comes after looking for [`Rivals`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// Nothing is changed.
+    Nothing,
+    /// The dead go, unless there is a living one.
+    Displace,
+}
+
+/// What is known of a holder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    Dead,
+    Alive,
+    Unknown,
+}
+
+/// Judges holders; asks the kernel only if one has to be judged by his link.
+#[derive(Debug, Default)]
+pub(super) struct Judge {
+    host: Option<Netlink>,
+    /// By address, whether it was found that the container's link is the only way to it: all routes are read for that.
+    only_ways: BTreeMap<IpAddr, bool>,
+}
+
+impl Judge {
+    pub(super) fn fate(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Fate> {
+        let address = holder.claim.container.ip();
+        let is_here = wanted.is_container(address);
+        // A network gives an address to one container at a time.
+        if is_here && holder.network.as_deref() == Some(&wanted.mark.network) {
+            return Ok(Fate::Dead);
+        }
+        if let Some(mark) = holder.mark().filter(|_| holder.witnessed && (is_here || !holder.apart)) {
+            return Ok(match self.bearer(&mark)? {
+                Some(_) if holder.apart => Fate::Unknown,
+                Some(_) => Fate::Alive,
+                None => Fate::Dead,
+            });
+        }
+        if !is_here {
+            return Ok(Fate::Unknown);
+        }
+        let is_only = match self.only_ways.get(&address) {
+            Some(is_only) => *is_only,
+            // Routes that cannot be read prove nothing, and do not fail the ADD.
+            None => self.is_only_way(address, &wanted.links).unwrap_or(false),
+        };
+        self.only_ways.insert(address, is_only);
+        Ok(if is_only { Fate::Dead } else { Fate::Unknown })
+    }
+
+    /// Returns the link on the host that has this mark.
+    pub(super) fn bearer(&mut self, mark: &Mark) -> Result<Option<String>> {
+        // An end without an alias may be one that is just being made.
+        Ok(self.host()?.find_host_end(mark)?.map(|link| link.name))
+    }
+
+    /// Whether packets to this address can leave the host by these interfaces only: in every table
+    /// with non-default routes to it the most specific routes use these interfaces, and there is at
+    /// least one.
+    fn is_only_way(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+        let host = self.host()?;
+        let mut indices = Vec::new();
+        for name in links {
+            indices.extend(host.find_link(name)?.map(|link| link.index));
+        }
+        // By table: the longest prefix, and whether all routes of that length are ours.
+        let mut best: BTreeMap<u32, (u8, bool)> = BTreeMap::new();
+        let routes = host.list_all_routes(Family::of(address))?;
+        for route in routes.iter().filter(|route| route.dst.prefix() > 0 && route.dst.contains(address)) {
+            let (prefix, is_ours) = (route.dst.prefix(), indices.contains(&route.oif));
+            let longest = best.entry(route.table_id()).or_insert((prefix, is_ours));
+            *longest = match prefix.cmp(&longest.0) {
+                std::cmp::Ordering::Less => *longest,
+                std::cmp::Ordering::Equal => (prefix, longest.1 && is_ours),
+                std::cmp::Ordering::Greater => (prefix, is_ours),
+            };
+        }
+        Ok(!best.is_empty() && best.values().all(|(_, is_ours)| *is_ours))
+    }
+
+    fn host(&mut self) -> Result<&Netlink> {
+        Ok(match &mut self.host {
+            Some(host) => host,
+            none => none.insert(Netlink::open()?),
+        })
+    }
+}
+
+impl Holder {
+    /// Returns the mark of the rule, if the rule has it unabridged.
+    fn mark(&self) -> Option<Mark> {
+        let Marked { network, container, ifname } = self.alias.as_deref().and_then(Mark::parse)?;
+        Some(Mark::new(network, container?, ifname))
+    }
+
+    /// Returns the note about a rule that is removed.
+    pub(super) fn removal(&self, wanted: &Forwarding) -> String {
+        let address = self.claim.container.ip();
+        match wanted.is_container(address) {
+            true => format!("{self}, which is gone: the rule was displaced, as {address} is this container's now"),
+            false => format!("{self}, which is gone: it was displaced"),
+        }
+    }
+
+    /// Returns the note about a rule for a wanted port that stays.
+    pub(super) fn rivalry(&self) -> String {
+        format!("{self} already, which may go first as long as it is there")
+    }
+
+    /// Returns the note about a rule to the container's address that stays.
+    pub(super) fn doubt(&self) -> String {
+        format!("{self}, of which nothing is known: the rule was left, and may lead to this container")
+    }
+}

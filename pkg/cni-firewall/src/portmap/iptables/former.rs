@@ -1,0 +1,108 @@
+//! What an attachment had before an ADD, and how an ADD that fails puts it back.
+//!
+//! Compared is what stands there now: what somebody else has removed meanwhile comes back, what another attachment has
+//! in the same chain is not touched. The shared chains keep what they were given.
+
+use super::super::Forwarding;
+use super::shape::{self, DNAT, Section};
+use super::{IptablesPortMap, delete_section, is_needed, plan_removal};
+use crate::iptables::{Edit, Nat, Rule, Variant};
+use cni_linux::error::Result;
+use cni_linux::route::Family;
+
+/// What an attachment had in each family that an ADD has looked at.
+#[derive(Clone, Debug, Default)]
+pub struct Former {
+    families: Vec<Had>,
+}
+
+#[derive(Clone, Debug)]
+struct Had {
+    family: Family,
+    variant: Variant,
+    /// In the container's own chain.
+    rules: Vec<Rule>,
+    /// Every way to that chain.
+    jumps: Vec<Rule>,
+}
+
+impl Former {
+    /// Remembers the table as it is, unless it is remembered already.
+    pub(super) fn remember(&mut self, nat: &mut Nat<'_>, variant: Variant, wanted: &Forwarding) -> Result<()> {
+        let family = nat.family();
+        if self.families.iter().any(|had| had.family == family) {
+            return Ok(());
+        }
+        let chain = shape::chain(&wanted.mark);
+        let sections = shape::sections(nat.rules(&chain)?);
+        let own = sections.iter().filter(|section| is_own(section, wanted));
+        let rules: Vec<Rule> = own.flat_map(Section::rules).cloned().collect();
+        // Without a rule in it no attachment of this name has had the chain.
+        let jumps = if rules.is_empty() { Vec::new() } else { nat.leading_to(DNAT, &chain)? };
+        self.families.push(Had { family, variant, rules, jumps });
+        Ok(())
+    }
+
+    /// Forgets all families but the first so many, which alone were changed.
+    pub(super) fn keep(&mut self, changed: usize) {
+        self.families.truncate(changed);
+    }
+}
+
+/// Whether a section of the container's chain is this attachment's. Unmarked rules that lead to the container's address
+/// are an earlier ADD's, by Go.
+pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
+    match section.alias() {
+        Some(alias) => alias == wanted.mark.alias(),
+        None => section.groups.iter().all(|g| g.claim.is_some_and(|c| wanted.is_container(c.container.ip()))),
+    }
+}
+
+impl IptablesPortMap<'_> {
+    /// Gives the attachment back what it had before an [`ensure`](IptablesPortMap::ensure), and takes what that added.
+    /// SIGTERM, which may be why, does not end it, nor what is done with this connection after it.
+    ///
+    /// # Errors
+    /// The first; the other family is done all the same.
+    pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
+        self.iptables.finish_on_sigterm();
+        let mut failed = None;
+        for had in &former.families {
+            let done = self.iptables.change(had.family, had.variant, |nat| {
+                let mut edit = Edit::new();
+                had.plan(nat, wanted, &mut edit)?;
+                Ok(edit)
+            });
+            if let Err(error) = done {
+                failed.get_or_insert(error);
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    }
+}
+
+impl Had {
+    fn plan(&self, nat: &mut Nat<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
+        let chain = shape::chain(&wanted.mark);
+        if self.rules.is_empty() {
+            return plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted)).map(drop);
+        }
+        let sections = shape::sections(nat.rules(&chain)?);
+        let (own, others): (Vec<&Section>, Vec<&Section>) =
+            sections.iter().partition(|section| is_own(section, wanted));
+        let still: Vec<_> = others.iter().flat_map(|section| section.claims()).collect();
+        if !nat.has(&chain)? {
+            edit.create_chain(&chain);
+        }
+        if !own.iter().flat_map(|section| section.rules()).eq(&self.rules) {
+            own.iter().for_each(|section| delete_section(edit, &chain, section, &still));
+            self.rules.iter().for_each(|rule| edit.put_back(&chain, rule));
+        }
+        let jumps = nat.leading_to(DNAT, &chain)?;
+        for jump in jumps.iter().filter(|jump| !self.jumps.contains(jump) && !is_needed(jump, &still)) {
+            edit.delete(DNAT, jump);
+        }
+        self.jumps.iter().filter(|jump| !jumps.contains(jump)).for_each(|jump| edit.put_back(DNAT, jump));
+        Ok(())
+    }
+}

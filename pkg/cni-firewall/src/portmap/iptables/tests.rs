@@ -1,0 +1,225 @@
+//! What is read of a container's chain, and what a call of the plugin cannot bring about. The backend as a whole is
+//! tested through the plugin, with packets, in both variants.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cni_testkit::program;
+
+use super::super::conflict::Then;
+use super::super::{Mapping, Protocol};
+use super::shape::{Section, sections};
+use super::*;
+use crate::iptables::{Folders, NetnsLock, split};
+use crate::nft::{self, Batch, Nft};
+use crate::play::shell;
+use crate::testing::{in_new_netns, machine, skip};
+
+fn rules(lines: &[&str]) -> Vec<Rule> {
+    lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true, raw: None }).collect()
+}
+
+fn mapping(port: u16, to: &str) -> [String; 2] {
+    [
+        format!("-s 10.0.0.0/24 -p tcp -m tcp --dport {port} -j CNI-HOSTPORT-SETMARK"),
+        format!("-p tcp -m tcp --dport {port} -j DNAT --to-destination {to}"),
+    ]
+}
+
+fn summary(sections: &[Section]) -> Vec<(Option<&str>, Vec<u16>)> {
+    let ports = |section: &Section| section.claims().map(|claim| claim.host_port).collect();
+    sections.iter().map(|section| (section.alias(), ports(section))).collect()
+}
+
+#[test]
+fn a_chain_is_read_as_the_sections_of_its_attachments() {
+    let (a, b, c, again) = (
+        mapping(8080, "10.0.0.2:80"),
+        mapping(8081, "10.0.0.3:80"),
+        mapping(8082, "10.0.0.4:80"),
+        mapping(8083, "10.0.0.3:81"),
+    );
+    let chain = rules(&[
+        &c[0],
+        &c[1],
+        "-i veth1 -m comment --comment \"cni:net/c/eth0\"",
+        &a[0],
+        &a[1],
+        "-m comment --comment cni:net/c/eth1",
+        &b[0],
+        &b[1],
+        &again[0],
+        &again[1],
+        // Appended by Go for another interface.
+        &c[0],
+        &c[1],
+    ]);
+    let found = sections(&chain);
+    let expected =
+        [(None, vec![8082, 8082]), (Some("cni:net/c/eth0"), vec![8080]), (Some("cni:net/c/eth1"), vec![8081, 8083])];
+    assert_eq!(summary(&found), expected);
+    assert!(found[1].is_witnessed() && !found[2].is_witnessed() && !found[0].is_witnessed());
+    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
+}
+
+#[test]
+fn what_bears_no_mark_is_a_section_for_each_address() {
+    let (a, b, again) = (mapping(8080, "10.0.0.2:80"), mapping(8081, "10.0.0.3:80"), mapping(8082, "10.0.0.2:81"));
+    let chain = rules(&[&a[0], &a[1], &b[0], &b[1], "-p tcp -j DNAT", &again[0], &again[1], "-j LOG"]);
+    let found = sections(&chain);
+    let expected = [(None, vec![8080, 8082]), (None, vec![8081]), (None, vec![]), (None, vec![])];
+    assert_eq!(summary(&found), expected);
+    assert_eq!(found.iter().map(Section::is_silent).collect::<Vec<_>>(), [false, false, true, true]);
+    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
+}
+
+#[test]
+fn what_is_unknown_in_a_chain_is_kept_with_what_stands_before_it() {
+    let chain = rules(&["-j RETURN", "-m comment --comment cni:net/c/eth0", "-p tcp -j DNAT", "-j LOG"]);
+    let found = sections(&chain);
+    assert_eq!(summary(&found), [(None, vec![]), (Some("cni:net/c/eth0"), vec![])]);
+    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len());
+    assert_eq!(sections(&[]).len(), 1);
+}
+
+#[test]
+fn a_way_to_a_chain_serves_the_ports_it_names() {
+    let of = |line: &str| Jump::of(&rules(&[line])[0]).unwrap();
+    let claim = |port| Claim {
+        protocol: super::super::Protocol::Tcp,
+        host_ip: None,
+        host_port: port,
+        container: "10.0.0.2:80".parse().unwrap(),
+    };
+    let jump =
+        of("-p tcp -m comment --comment \"dnat name: \\\"n\\\" id: \\\"c\\\"\" -m multiport --dports 80,81 -j D");
+    assert!(jump.plain && jump.serves(&claim(80)) && jump.serves(&claim(81)) && !jump.serves(&claim(82)));
+    assert!(!of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D").plain);
+    assert!(!of("-p udp -m multiport --dports 80 -j D").serves(&claim(80)));
+    assert!(of("-p tcp -j D").serves(&claim(80)), "every port");
+}
+
+/// As in a fresh namespace, where there is iptables-nft.
+#[track_caller]
+fn with_nft(body: impl FnOnce() + Send) {
+    in_new_netns(|| match std::process::Command::new("iptables-nft-restore").arg("--version").output() {
+        Ok(_) => body(),
+        Err(error) => skip(&format!("cannot run iptables-nft-restore: {error}")),
+    });
+}
+
+/// As in a fresh namespace, where there is iptables-legacy.
+#[track_caller]
+fn with_legacy(body: impl FnOnce() + Send) {
+    in_new_netns(|| match std::process::Command::new("iptables-legacy").arg("--version").output() {
+        Ok(_) => body(),
+        Err(error) => skip(&format!("cannot run iptables-legacy: {error}")),
+    });
+}
+
+fn forwarding() -> Forwarding {
+    Forwarding {
+        mark: Mark::new("net", "c", "eth0"),
+        containers: vec!["10.9.0.2/16".parse().unwrap()],
+        mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: 8080, container_port: 80 }],
+        snat: Snat::Hairpin,
+        set_mark: SetMark::Bit(13),
+        conditions_v4: Vec::new(),
+        conditions_v6: Vec::new(),
+        policy: Policy::Judge,
+        links: Vec::new(),
+    }
+}
+
+#[test]
+fn sigterm_does_not_keep_a_failed_add_from_waiting_for_the_lock_to_put_things_back() {
+    with_legacy(|| {
+        let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
+        let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
+        let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+        let mut backend = IptablesPortMap::new(iptables);
+        let Ensured::Done { former: Some(former), .. } = backend.ensure(&wanted).unwrap() else {
+            panic!("nothing has changed")
+        };
+        assert!(backend.holds(&wanted.mark).unwrap());
+        let lock = NetnsLock::acquire(&machine, OnSigterm::Kill, locks.path(), Duration::from_secs(30)).unwrap();
+        nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), nix::sys::signal::Signal::SIGTERM).unwrap();
+        assert!(machine.terminated());
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(100));
+                drop(lock);
+            });
+            backend.put_back(&wanted, &former).unwrap();
+        });
+        assert!(!backend.holds(&wanted.mark).unwrap());
+    });
+}
+
+#[test]
+fn a_legacy_program_that_fails_is_a_remark_to_an_add_that_only_looks_there() {
+    with_legacy(|| {
+        shell("iptables-legacy -t nat -N CNI-X");
+        let (machine, folder) = (machine(), tempfile::tempdir().unwrap());
+        for job in ["save", "restore"] {
+            let script = "#!/bin/sh\necho 'error while loading shared libraries: libip4tc.so.2' >&2\nexit 127\n";
+            program::script(folder.path().join(format!("iptables-legacy-{job}")), script);
+        }
+        let folders = Folders::only([folder.path().to_owned()]);
+        let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+        let mut backend = IptablesPortMap::new(iptables);
+        let rivals = backend.rivals(&forwarding(), Unseen::Both, Then::Nothing).unwrap();
+        assert!(rivals.held.is_none() && !rivals.dead);
+        let [remark] = &rivals.remarks[..] else { panic!("{:?}", rivals.remarks) };
+        for words in ["iptables-legacy has a table nat", "libip4tc.so.2", "who has ports in it is not known"] {
+            assert!(remark.contains(words), "it should say `{words}`: {remark}");
+        }
+    });
+}
+
+#[test]
+fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
+    with_nft(|| {
+        let mut text = String::from("*nat\n:CNI-HOSTPORT-DNAT - [0:0]\n");
+        for number in 0..300 {
+            let (chain, id) = (format!("CNI-DN-{number:021}"), format!("gone{number}"));
+            let way = format!(
+                "-m comment --comment \"dnat name: \\\"net\\\" id: \\\"{id}\\\"\" -m multiport --dports {number}"
+            );
+            text += &format!(":{chain} - [0:0]\n-A CNI-HOSTPORT-DNAT -p tcp {way} -j {chain}\n");
+            let to = if number == 150 { "10.9.0.2:80" } else { "10.9.0.3:80" };
+            text += &format!("-A {chain} -p tcp -m tcp --dport {number} -j DNAT --to-destination {to}\n");
+        }
+        shell(&format!("iptables-nft-restore <<'EOF'\n{text}COMMIT\nEOF"));
+        let (machine, wanted) = (machine(), Forwarding { mappings: Vec::new(), ..forwarding() });
+        let look = || {
+            let iptables = Iptables::open(&machine, Notes::silent(), OnSigterm::Kill).unwrap();
+            IptablesPortMap::new(iptables).rivals(&wanted, Unseen::Both, Then::Nothing).unwrap()
+        };
+        assert!(look().dead);
+        let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
+        let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut writer = Nft::open().unwrap();
+                while !stop.load(Ordering::Relaxed) {
+                    let mut batch = Batch::new();
+                    batch.ensure_table(unrelated, None);
+                    batch.delete_table(unrelated);
+                    writer.commit(batch).unwrap();
+                    changes.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            let _ended = cni_testkit::Ended(&stop);
+            let begun = Instant::now();
+            for _ in 0..5 {
+                let found = look();
+                assert!(found.dead || found.remarks[0].contains("changed under it"), "{:?}", found.remarks);
+            }
+            let (took, changes) = (begun.elapsed(), changes.load(Ordering::Relaxed));
+            // Five times 512 readings of all chains take several times as long.
+            assert!(took < cni_testkit::patience(Duration::from_secs(30)), "{took:?} beside {changes} changes");
+        });
+    });
+}

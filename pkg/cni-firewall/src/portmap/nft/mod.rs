@@ -1,0 +1,387 @@
+//! Host ports with nf_tables: one transaction for each verb and both families, no process.
+//!
+//! The rules are those of `shape`. Whether something collides, or is there already, is found out by reading, so the
+//! transaction of an ADD holds only if nobody has changed any rule since ([`Batch::only_at`]); else all is read again.
+//! That costs nobody a lock, and of many racing ADDs one succeeds each time.
+//!
+//! The newcomer's mistakes: a rule that is deleted makes the closing of the socket wait for an RCU grace period (some
+//! 10 ms), so an ADD deletes only what is in its way; and the shared chains are never emptied or removed, although Go's
+//! ADD refills some of them.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use cni::Cidr;
+use cni::machine::Machine;
+
+use super::conditions;
+use super::conflict::Judge;
+use super::identity::{self, Identity, Witnessed};
+use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat};
+use crate::first_error;
+use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
+use cni_linux::error::{Cause, Error, Result};
+use cni_linux::mark::Mark;
+use cni_linux::route::Family;
+
+mod check;
+mod former;
+mod others;
+mod program;
+mod rivals;
+pub(crate) mod shape;
+#[cfg(test)]
+mod tests;
+
+pub use former::Former;
+use others::Others;
+use program::Written;
+use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
+
+/// How often a change is worked out anew because somebody else changed a rule meanwhile. Of n racing changes each loses at
+/// most n - 1 times.
+const ATTEMPTS: usize = 1024;
+
+const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
+
+/// Host ports in the tables `cni_hostport` of the namespace in which it was opened.
+#[derive(Debug)]
+pub struct NftPortMap {
+    nft: Nft,
+}
+
+/// Why host ports could not be had.
+#[derive(Debug)]
+pub enum Refusal {
+    /// The kernel's words; [`Error::is_unsupported`] if it has no nf_tables or no NAT there.
+    Kernel(Error),
+    /// Conditions that are not understood.
+    Condition {
+        /// The first token that is not.
+        token: String,
+        /// By whom, and why.
+        why: String,
+    },
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Refusal {
+        Refusal::Kernel(error)
+    }
+}
+
+/// How far an ADD has come.
+#[derive(Clone, Copy)]
+enum Stage<'w> {
+    /// What all share is made, and it is found out whose the ports are.
+    Prepare,
+    /// Everything; the program has written what it had to.
+    Whole(&'w [Written]),
+}
+
+/// What is there of one family.
+struct State {
+    family: Family,
+    /// The chains that are missing.
+    missing: Vec<&'static str>,
+    /// The base chains without the way to [`ALL`], and [`ALL`] itself for each part it lacks.
+    gaps: Vec<(&'static str, Vec<Expr>)>,
+    /// The rules of containers that were asked for, chain by chain.
+    rules: Vec<(&'static str, Vec<Listed>)>,
+}
+
+impl NftPortMap {
+    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a kernel without
+    /// netfilter's netlink, where there is nothing to purge either.
+    pub fn open() -> Result<NftPortMap> {
+        Ok(NftPortMap { nft: Nft::open()? })
+    }
+
+    /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in the same one; if it is
+    /// the same already, nothing happens. On failure everything is as it was, but for what all share.
+    ///
+    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there is one, and are
+    /// followed by the transaction.
+    ///
+    /// # Errors
+    /// [`Refusal`]
+    pub fn ensure(&mut self, machine: &dyn Machine, wanted: &Forwarding) -> Result<Ensured<Former>, Refusal> {
+        let mut written = Written::all(wanted)?;
+        if !written.is_empty() {
+            // The program needs the chains, and no port may be held.
+            if let Ensured::Held(holder) = self.transact(wanted, Stage::Prepare)? {
+                return Ok(Ensured::Held(holder));
+            }
+            self.write(machine, wanted, &mut written)?;
+        }
+        let ensured = self.transact(wanted, Stage::Whole(&written));
+        if !matches!(ensured, Ok(Ensured::Done { .. })) {
+            self.discard(&written)?;
+        }
+        Ok(ensured?)
+    }
+
+    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<Ensured<Former>> {
+        let mut judge = Judge::default();
+        let witnessed = if judge.bearer(&wanted.mark)?.is_some() { Witnessed::Yes } else { Witnessed::No };
+        repeat(|| self.attempt(wanted, stage, witnessed, &mut judge))
+    }
+
+    fn attempt(
+        &mut self,
+        wanted: &Forwarding,
+        stage: Stage<'_>,
+        witnessed: Witnessed,
+        judge: &mut Judge,
+    ) -> Result<Ensured<Former>> {
+        let identity = Identity::new(&wanted.mark);
+        let mut batch = Batch::new();
+        batch.only_at(self.nft.settle()?);
+        let (mut former, mut remarks) = (Former::default(), Vec::new());
+        for (container, claims) in wanted.every_family() {
+            let family = Family::of(container.address());
+            let table = shape::table(family);
+            // `None`: the program has written the mappings of this family.
+            let compiled = conditions::compile(wanted.conditions(family), family).ok();
+            let state = match claims.is_empty() {
+                true => self.suspects(container, &claims)?,
+                false => self.state(container, wanted.snat, &identity, &claims)?,
+            };
+            state.complete(&mut batch);
+            if wanted.policy == Policy::Judge {
+                let others = Others { identity: &identity, container, claims: &claims, plain: compiled.as_deref() };
+                let judged = others.judge(&state, wanted, judge)?;
+                if let Some(holder) = judged.held {
+                    return Ok(Ensured::Held(holder));
+                }
+                judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
+                remarks.extend(judged.remarks);
+            }
+            if claims.is_empty() {
+                continue;
+            }
+            let written = match stage {
+                Stage::Whole(written) => written.iter().find(|written| written.family == family),
+                Stage::Prepare => continue,
+            };
+            let forward = |claim: &Claim| Some([compiled.clone()?, shape::forward(claim)].concat());
+            let mut new: Vec<(&str, Vec<Vec<Expr>>)> = vec![
+                (HOSTPORTS, claims.iter().filter_map(forward).collect()),
+                (MASQUERADING, shape::masquerades(container.address(), wanted.snat)),
+            ];
+            for (chain, rules) in &state.rules {
+                let mut own = identity.own(rules, &wanted.addresses(), shape::container);
+                let written = written.filter(|_| *chain == HOSTPORTS);
+                if let Some(written) = written {
+                    own.retain(|listed| !written.has_added(listed));
+                }
+                former.remember(family, chain, &own);
+                if written.is_some_and(Written::is_in_place) {
+                    continue;
+                }
+                let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
+                if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_here) {
+                    new.retain(|(name, _)| name != chain);
+                    continue;
+                }
+                for listed in own {
+                    batch.delete_rule(table, chain, listed.handle);
+                }
+            }
+            for (chain, exprs) in new.into_iter().flat_map(|(chain, rules)| rules.into_iter().map(move |r| (chain, r)))
+            {
+                batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), witnessed));
+            }
+            for rule in written.iter().flat_map(|written| written.signs(&identity)) {
+                batch.append_rule(table, HOSTPORTS, &rule);
+            }
+        }
+        let changes = !batch.is_empty();
+        match self.nft.commit(batch) {
+            Err(error) if !raced(&error) => {
+                // Either nothing has changed, or everything has and the answer was lost: the rules
+                // show which.
+                let Stage::Whole(written) = stage else { return Err(error) };
+                let undone = [self.discard(written), self.put_back(wanted, &former)];
+                first_error([Err(error)].into_iter().chain(undone))?;
+            }
+            done => done?,
+        }
+        Ok(Ensured::Done { former: changes.then_some(former), remarks })
+    }
+
+    /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
+    /// are the container's as far as they are known; they decide on rules that name the container alone. Nothing there,
+    /// or a kernel without nf_tables: that is fine.
+    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Removal {
+        let identity = Identity::new(mark);
+        self.purge_where(&identity.comment, |rules| identity.own(rules, addresses, shape::container))
+    }
+
+    /// Removes every rule that names `network` and none of the valid attachments. Reports the
+    /// mappings that name no network, which Go's plugin made, unless their container is one of the
+    /// valid ones: their network is unknown.
+    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
+        let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
+        let mut left = BTreeSet::new();
+        let mut removal = self.purge_where("", |rules| {
+            let is_garbage = |rule: &Rule| {
+                identity::names_network(rule, network)
+                    && !valid.iter().any(|identity| identity.owner(rule) == identity::Owner::This)
+            };
+            let mut handles: Vec<u64> = Vec::new();
+            for listed in rules.iter().filter(|listed| is_garbage(&listed.rule)) {
+                handles.push(listed.handle);
+                handles.extend(identity::handles(&listed.rule));
+            }
+            let spoken_for: Vec<u64> = rules.iter().flat_map(|listed| identity::handles(&listed.rule)).collect();
+            for listed in rules.iter().filter(|listed| !spoken_for.contains(&listed.handle)) {
+                let is_valid = |identity: &Identity| Some(&identity.comment) == listed.rule.comment.as_ref();
+                if identity::names_no_network(&listed.rule)
+                    && !valid.iter().any(is_valid)
+                    && let Some((claim, _)) = shape::read(&listed.rule)
+                {
+                    let id = listed.rule.comment.as_deref().unwrap_or("(unknown)");
+                    left.insert(format!("{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was left, as it may be another network's", claim.container));
+                }
+            }
+            rules.iter().filter(|listed| handles.contains(&listed.handle)).collect()
+        });
+        removal.remarks.extend(left);
+        removal
+    }
+
+    /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they may have gone.
+    fn purge_where(&mut self, within: &str, mut select: impl FnMut(&[Listed]) -> Vec<&Listed>) -> Removal {
+        let mut claims = Vec::new();
+        let purged = repeat(|| {
+            claims.clear();
+            let mut batch = Batch::new();
+            batch.only_at(self.nft.settle()?);
+            for family in FAMILIES {
+                let table = shape::table(family);
+                for chain in CONTAINERS {
+                    let rules = self.nft.rules_commented(table, chain, within)?;
+                    for listed in select(&rules) {
+                        batch.delete_rule(table, chain, listed.handle);
+                        claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
+                    }
+                }
+            }
+            self.nft.commit(batch)
+        });
+        let outcome = match purged {
+            Err(error) if error.is_unsupported() => Ok(()),
+            done => done,
+        };
+        Removal { claims, remarks: Vec::new(), outcome }
+    }
+
+    /// Whether there is any rule of the attachment.
+    pub fn holds(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<bool> {
+        let identity = Identity::new(mark);
+        for family in FAMILIES {
+            for chain in CONTAINERS {
+                let rules = match self.nft.rules_commented(shape::table(family), chain, &identity.comment) {
+                    Err(error) if error.is_unsupported() => return Ok(false),
+                    rules => rules?,
+                };
+                if !identity.own(&rules, addresses, shape::container).is_empty() {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Reads the shared chains, and of the containers' rules those of this container, those about a
+    /// claimed port and those about this container's address.
+    fn state(&mut self, container: Cidr, snat: Snat, identity: &Identity, claims: &[Claim]) -> Result<State> {
+        let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
+        let table = shape::table(family);
+        let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
+        for name in [HOSTPORTS, HOSTIP_HOSTPORTS, ALL] {
+            if self.nft.find_chain(table, name)?.is_none() {
+                state.missing.push(name);
+            }
+        }
+        let mut bases = ENTRIES.to_vec();
+        if snat != Snat::No {
+            bases.push((MASQUERADING, shape::POSTROUTING));
+        }
+        for (name, base) in bases {
+            match self.nft.find_chain(table, name)? {
+                None => state.missing.push(name),
+                Some(chain) if chain.base == Some(base) => {}
+                Some(_) => {
+                    let cause = Cause::text("it is there, but hooked in elsewhere than portmap needs it");
+                    return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
+                }
+            }
+        }
+        for (name, _) in ENTRIES {
+            let entry = shape::entry();
+            if state.missing.contains(&name) || !has(&self.nft.rules(table, name)?, &entry) {
+                state.gaps.push((name, entry));
+            }
+        }
+        let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
+        state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
+        for name in CONTAINERS {
+            // An ADD looks for what its attachment has. Mappings and masquerades come and go in one transaction, so where
+            // there are none of the former the longest of the chains need not be read.
+            let is_about = |listed: &Listed| {
+                listed.rule.comment.as_deref() == Some(&identity.comment)
+                    || shape::container(&listed.rule) == Some(container.address())
+            };
+            let none = !claims.is_empty() && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_about));
+            if state.missing.contains(&name) || (name == MASQUERADING && none) {
+                continue;
+            }
+            let rules = self.nft.rules_where(table, name, |rule| {
+                decode::comment(rule) == identity.comment.as_bytes()
+                    || shape::names_port(rule, claims)
+                    || mentions(rule, &address)
+            })?;
+            state.rules.push((name, rules));
+        }
+        Ok(state)
+    }
+}
+
+/// Repeats `once` while somebody else changes what it has read.
+fn repeat<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 0..ATTEMPTS {
+        match once() {
+            Err(error) if raced(&error) => {}
+            done => return done,
+        }
+    }
+    let cause = Cause::text(format!("the rules were changed under it {ATTEMPTS} times"));
+    Err(Error::new("failed to change host ports with nftables", cause))
+}
+
+/// Whether these matches and this verdict are among the rules.
+fn has(rules: &[Listed], exprs: &[Expr]) -> bool {
+    rules.iter().any(|listed| listed.rule.exprs == exprs)
+}
+
+impl State {
+    /// Adds what is missing of what all share.
+    fn complete(&self, batch: &mut Batch) {
+        let table = shape::table(self.family);
+        if !self.missing.is_empty() {
+            batch.ensure_table(table, Some(shape::TABLE_COMMENT));
+        }
+        for name in &self.missing {
+            let base = ENTRIES.into_iter().chain([(MASQUERADING, shape::POSTROUTING)]).find(|(base, _)| base == name);
+            match base {
+                Some((_, base)) => batch.ensure_base_chain(table, name, base, None),
+                None => batch.ensure_chain(table, name, None),
+            }
+        }
+        for (chain, exprs) in &self.gaps {
+            batch.append_rule(table, chain, &Rule::new(exprs.clone()));
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! The nft backend against the real kernel.
+
+use super::super::{Mapping, Protocol, SetMark};
+use super::*;
+use crate::play::{nft, on_a_host, ruleset};
+use crate::testing::machine;
+
+fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwarding {
+    let cidr = |text: String| text.parse().unwrap();
+    Forwarding {
+        mark: Mark::new("net", container, ifname),
+        containers: vec![cidr(format!("10.9.0.{number}/16")), cidr(format!("fd00:9::{number}/64"))],
+        mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: port, container_port: 80 }],
+        snat: Snat::Hairpin,
+        set_mark: SetMark::Bit(13),
+        conditions_v4: Vec::new(),
+        conditions_v6: Vec::new(),
+        policy: Policy::Judge,
+        links: Vec::new(),
+    }
+}
+
+fn ensure(wanted: &Forwarding) -> Ensured<Former> {
+    NftPortMap::open().unwrap().ensure(&machine(), wanted).unwrap()
+}
+
+fn is_changed(ensured: Ensured<Former>) -> bool {
+    matches!(ensured, Ensured::Done { former: Some(_), .. })
+}
+
+/// What a removal that went well has found.
+#[track_caller]
+fn claims(removal: Removal) -> Vec<Claim> {
+    removal.outcome.unwrap();
+    removal.claims
+}
+
+#[test]
+fn every_verb_is_one_transaction_or_none() {
+    on_a_host(|| {
+        let mut backend = NftPortMap::open().unwrap();
+        let mut wanted = forwarding("c", "eth0", 2, 8080);
+        let mut transactions = |work: &dyn Fn(&mut NftPortMap)| {
+            let before = backend.nft.generation().unwrap().0;
+            work(&mut backend);
+            backend.nft.generation().unwrap().0 - before
+        };
+        let purge = |backend: &mut NftPortMap| drop(claims(backend.purge(&Mark::new("net", "c", "eth0"), &[])));
+        let add =
+            |wanted: Forwarding| move |backend: &mut NftPortMap| drop(backend.ensure(&machine(), &wanted).unwrap());
+        assert_eq!(transactions(&purge), 0);
+        assert_eq!(transactions(&add(wanted.clone())), 1, "both families, the shared chains too");
+        assert_eq!(transactions(&add(wanted.clone())), 0, "all is in place");
+        wanted.mappings[0].host_port = 9090;
+        assert_eq!(transactions(&add(wanted)), 1);
+        assert!(!ruleset().contains("8080"));
+        assert_eq!(transactions(&|backend| drop(backend.check(&forwarding("c", "eth0", 2, 9090)).unwrap())), 0);
+        assert_eq!(transactions(&purge), 1);
+        assert_eq!(transactions(&purge), 0);
+    });
+}
+
+#[test]
+fn many_at_once_on_a_clean_host_are_all_there_and_nothing_is_double() {
+    on_a_host(|| {
+        let all = |what: &(dyn Fn(u8) + Sync)| {
+            std::thread::scope(|scope| (1..=30).for_each(|number| drop(scope.spawn(move || what(number)))));
+        };
+        let wanted = |number: u8| forwarding(&format!("c{number}"), "eth0", number, 8000 + u16::from(number));
+        all(&|number| assert!(is_changed(ensure(&wanted(number)))));
+        for number in 1..=30 {
+            assert_eq!(NftPortMap::open().unwrap().check(&wanted(number)).unwrap(), Vec::<String>::new());
+        }
+        assert_eq!(ruleset().matches("jump hostports_all").count(), 4, "{}", ruleset());
+        assert_eq!(ruleset().matches("dnat to").count(), 60);
+        // The same attachment from all sides is there once.
+        all(&|_| drop(ensure(&wanted(1))));
+        assert_eq!(ruleset().matches("dnat to").count(), 60);
+        all(&|number| drop(claims(NftPortMap::open().unwrap().purge(&wanted(number).mark, &[]))));
+        assert!(!ruleset().contains("comment \"c"), "{}", ruleset());
+    });
+}
+
+#[test]
+fn first_adds_that_start_together_make_what_is_shared_once() {
+    on_a_host(|| {
+        for round in 0..20 {
+            let start = std::sync::Barrier::new(8);
+            std::thread::scope(|scope| {
+                for number in 1..=8_u8 {
+                    let (start, wanted) =
+                        (&start, forwarding(&format!("c{number}"), "eth0", number, 8000 + u16::from(number)));
+                    scope.spawn(move || {
+                        let mut backend = NftPortMap::open().unwrap();
+                        start.wait();
+                        backend.ensure(&machine(), &wanted).unwrap()
+                    });
+                }
+            });
+            assert_eq!(ruleset().matches("jump hostports_all").count(), 4, "round {round}: {}", ruleset());
+            nft("flush ruleset");
+        }
+    });
+}
+
+#[test]
+fn what_rests_on_an_older_ruleset_is_not_done() {
+    on_a_host(|| {
+        let mut socket = Nft::open().unwrap();
+        let table = shape::table(Family::V4);
+        for (meddled, empty) in [(false, false), (true, false), (false, true), (true, true)] {
+            let mut batch = Batch::new();
+            batch.only_at(socket.settle().unwrap());
+            if meddled {
+                nft("add table ip x");
+                nft("delete table ip x");
+            }
+            if !empty {
+                batch.ensure_table(table, None);
+            }
+            let done = socket.commit(batch);
+            assert_eq!(done.as_ref().is_err_and(raced), meddled, "{done:?}");
+            assert_eq!(done.is_ok(), !meddled, "{done:?}");
+        }
+    });
+}
+
+#[test]
+fn of_many_who_want_one_port_all_find_each_other() {
+    on_a_host(|| {
+        std::thread::scope(|scope| {
+            for number in 1..=20_u8 {
+                scope.spawn(move || ensure(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
+            }
+        });
+        // Nothing is known of any of them, so all stand; and each but the first has been told of all before it.
+        assert_eq!(ruleset().matches("dnat to").count(), 40);
+        let late = ensure(&forwarding("late", "eth0", 99, 8080));
+        assert!(matches!(late, Ensured::Done { remarks, .. } if remarks.len() == 40));
+    });
+}
+
+#[test]
+fn rules_that_have_lost_their_tags_go_by_their_address() {
+    on_a_host(|| {
+        let (one, other) = (forwarding("c", "eth0", 2, 8080), forwarding("c", "eth1", 3, 8081));
+        assert!(is_changed(ensure(&one)) && is_changed(ensure(&other)));
+        let listing = ruleset();
+        nft(&format!("flush ruleset\n{listing}"));
+        let addresses: Vec<IpAddr> = one.containers.iter().map(|container| container.address()).collect();
+        let mut backend = NftPortMap::open().unwrap();
+        assert_eq!(backend.check(&one).unwrap(), Vec::<String>::new());
+        assert_eq!(claims(backend.purge(&one.mark, &addresses)).len(), 2);
+        assert!(!ruleset().contains("8080") && ruleset().contains("8081"), "{}", ruleset());
+        // Without an address, as Go: all of the container.
+        assert_eq!(claims(backend.purge(&one.mark, &[])).len(), 2);
+        assert!(!ruleset().contains("comment \"c\""), "{}", ruleset());
+    });
+}
+
+#[test]
+fn a_long_container_id_is_no_obstacle() {
+    on_a_host(|| {
+        for len in [128, 129, 200, 300] {
+            let mut wanted = forwarding(&"x".repeat(len), "eth0", 2, 8080);
+            wanted.policy = Policy::Ignore;
+            assert!(is_changed(ensure(&wanted)));
+            let mut backend = NftPortMap::open().unwrap();
+            assert_eq!(backend.check(&wanted).unwrap(), Vec::<String>::new(), "{len}");
+            assert_eq!(claims(backend.collect_garbage("net", std::slice::from_ref(&wanted.mark))), []);
+            assert_eq!(claims(backend.collect_garbage("ne", &[])), []);
+            assert_eq!(claims(backend.collect_garbage("net", &[])).len(), 2);
+            assert!(!ruleset().contains("xxx"), "{}", ruleset());
+        }
+    });
+}
+
+#[test]
+fn a_base_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
+    on_a_host(|| {
+        nft("table ip cni_hostport { chain prerouting { type filter hook prerouting priority 0; }; }");
+        let before = ruleset();
+        let refusal = NftPortMap::open().unwrap().ensure(&machine(), &forwarding("c", "eth0", 2, 1)).unwrap_err();
+        let Refusal::Kernel(error) = refusal else { panic!("{refusal:?}") };
+        assert!(error.to_string().starts_with("failed to use nft chain ip cni_hostport prerouting"), "{error}");
+        assert_eq!(ruleset(), before);
+    });
+}
+
+#[test]
+fn what_the_program_wrote_before_and_stays_is_not_taken_back_with_the_other_familys_change() {
+    on_a_host(|| {
+        let mut wanted = forwarding("c", "eth0", 2, 8080);
+        wanted.conditions_v4 = vec!["ip saddr { 192.0.2.9, 192.0.2.10 }".to_owned()];
+        assert!(is_changed(ensure(&wanted)));
+        let lines = || {
+            let mut lines: Vec<String> = ruleset().lines().map(str::to_owned).collect();
+            lines.sort();
+            lines
+        };
+        let before = lines();
+        wanted.conditions_v6 = ["ip6", "saddr", "!=", "fd00:9::/64"].map(str::to_owned).to_vec();
+        let Ensured::Done { former: Some(former), .. } = ensure(&wanted) else { panic!("nothing has changed") };
+        assert_ne!(lines(), before);
+        NftPortMap::open().unwrap().put_back(&wanted, &former).unwrap();
+        assert_eq!(lines(), before);
+    });
+}

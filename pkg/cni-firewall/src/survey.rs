@@ -1,0 +1,267 @@
+//! Every rule that CNI plugins keep for a container, of whatever network: for those who look at a node.
+//!
+//! It only reads. No plugin uses it: theirs look for one attachment's rules and never read the rest. What a newcomer
+//! gets wrong: few rules name all of network, container and interface, so an owner is compared, not parsed; the names
+//! are for people.
+
+use cni::machine::{Machine, OnSigterm};
+use cni::rollback::Notes;
+
+use super::iptables::{FAMILIES, Iptables, Nat, Rule, Variant, words};
+use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
+use super::nft::{self, Listed, Nft, Table};
+use super::portmap::identity::{self, Identity, Owner as Claimed};
+use super::portmap::iptables::shape as portmap_iptables;
+use super::portmap::nft::shape as portmap_nft;
+use super::spoof;
+use cni_linux::error::Result;
+use cni_linux::mark::Mark;
+use cni_linux::route::Family;
+
+/// What a rule is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Purpose {
+    /// What leaves the network goes with the host's address.
+    Masquerade,
+    /// A port of the host leads into the container.
+    PortMap,
+    /// Frames with forged sources are dropped.
+    SpoofCheck,
+}
+
+impl std::fmt::Display for Purpose {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Purpose::Masquerade => "masquerade",
+            Purpose::PortMap => "portmap",
+            Purpose::SpoofCheck => "macspoofchk",
+        })
+    }
+}
+
+/// A rule of a container.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// What it is for.
+    pub purpose: Purpose,
+    /// Where it is: `nft ip cni_hostport hostports`, `iptables-legacy -t nat POSTROUTING`.
+    pub place: String,
+    /// Whose it is.
+    pub owner: Owner,
+    /// What it does.
+    pub text: String,
+    /// A command that removes this rule and nothing else, where it was read over netlink.
+    pub removal: Option<String>,
+}
+
+/// Whose a rule is, as far as it says.
+#[derive(Clone, Debug)]
+pub struct Owner {
+    /// The network's name.
+    pub network: Option<String>,
+    /// The container's ID; of a long one the beginning.
+    pub container: Option<String>,
+    /// The interface's name in the container.
+    pub ifname: Option<String>,
+    sign: Sign,
+}
+
+#[derive(Clone, Debug)]
+enum Sign {
+    /// The comment of nftables' masquerading.
+    MasqueradeNft(String),
+    /// The comment of iptables' masquerading.
+    MasqueradeIptables(String),
+    /// A rule of nftables' host ports.
+    PortMapNft(Box<nft::Rule>),
+    /// The comment of iptables' host ports.
+    PortMapIptables(String),
+    /// The comment of the rule that leads into the checks.
+    Spoof(String),
+}
+
+impl Owner {
+    /// Whether it is this attachment, or cannot be told from it: some rules name the container alone.
+    pub fn is(&self, mark: &Mark) -> bool {
+        match &self.sign {
+            Sign::MasqueradeNft(comment) => {
+                comment.starts_with(&masquerade_nft::key(&mark.network, &mark.container, &mark.ifname))
+            }
+            Sign::MasqueradeIptables(comment) => {
+                *comment == masquerade_iptables::comment(&mark.network, &mark.container)
+            }
+            Sign::PortMapNft(rule) => Identity::new(mark).owner(rule) != Claimed::Other,
+            Sign::PortMapIptables(comment) => *comment == portmap_iptables::comment(mark),
+            Sign::Spoof(comment) => *comment == spoof::Id::new(&mark.container, &mark.ifname).comment(),
+        }
+    }
+
+    /// The names out of a mark's alias.
+    fn marked(alias: &str, sign: Sign) -> Option<Owner> {
+        let marked = Mark::parse(alias)?;
+        Some(Owner { network: Some(marked.network), container: marked.container, ifname: Some(marked.ifname), sign })
+    }
+}
+
+/// Every rule that plugins keep for a container in the calling thread's network namespace. What cannot be read (a
+/// variant of iptables whose programs are not installed) is told to `notes`.
+///
+/// # Errors
+/// The kernel's; a kernel without nf_tables has no rules there, which is none.
+pub fn survey(machine: &dyn Machine, notes: &Notes) -> Result<Vec<Held>> {
+    let mut held = Vec::new();
+    match Nft::open().and_then(|mut nft| in_nft(&mut nft, &mut held)) {
+        Err(error) if error.is_unsupported() => {}
+        done => done?,
+    }
+    let mut iptables = Iptables::open(machine, notes.clone(), OnSigterm::Kill)?;
+    for family in FAMILIES {
+        for variant in iptables.holders(family, &[masquerade_iptables::POSTROUTING, portmap_iptables::DNAT])? {
+            match iptables.read(family, variant).and_then(|mut nat| in_iptables(&mut nat, variant, &mut held)) {
+                Ok(()) => {}
+                Err(error) if variant == Variant::Legacy => notes.note(format_args!("not looked at: {error}")),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    held.sort_by_key(|one| one.purpose);
+    Ok(held)
+}
+
+fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
+    let entry = |purpose, table: Table<'_>, chain: &str, listed: &Listed, owner, text| Held {
+        purpose,
+        place: format!("nft {table} {chain}"),
+        owner,
+        text,
+        removal: Some(format!("nft delete rule {table} {chain} handle {}", listed.handle)),
+    };
+    let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
+    for listed in nft.rules(table, chain)? {
+        let comment = listed.rule.comment.clone().unwrap_or_default();
+        let name = |key: &str| {
+            let value = comment.split(", ").find_map(|part| part.strip_prefix(key));
+            value.map(str::to_owned)
+        };
+        let [network, ifname, container] = ["net: ", "if: ", "id: "].map(name);
+        let owner = Owner { network, container, ifname, sign: Sign::MasqueradeNft(comment.clone()) };
+        // The address has one family; in the other's words it is nothing.
+        let text = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
+        let text = text.into_iter().max_by_key(String::len).unwrap_or_default();
+        held.push(entry(Purpose::Masquerade, table, chain, &listed, owner, text));
+    }
+    for family in [Family::V4, Family::V6] {
+        let table = portmap_nft::table(family);
+        for chain in portmap_nft::CONTAINERS {
+            for listed in nft.rules(table, chain)? {
+                let Some(comment) = listed.rule.comment.clone() else { continue };
+                let sign = Sign::PortMapNft(Box::new(listed.rule.clone()));
+                let marked = identity::alias(&listed.rule).and_then(|alias| Owner::marked(&alias, sign.clone()));
+                let unmarked = Owner { network: None, container: Some(comment), ifname: None, sign };
+                let text = match portmap_nft::read(&listed.rule) {
+                    Some((claim, _)) => format!("{claim} to {}", claim.container),
+                    None => words(family, &listed.rule.exprs).join(" "),
+                };
+                held.push(entry(Purpose::PortMap, table, chain, &listed, marked.unwrap_or(unmarked), text));
+            }
+        }
+    }
+    let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
+    for listed in nft.rules(table, chain)? {
+        let Some(comment) = listed.rule.comment.clone() else { continue };
+        let Some(id) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
+        let alias = listed.rule.tag(spoof::TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned());
+        let sign = Sign::Spoof(comment);
+        // `ID-IFNAME`: neither part says where it ends, but an interface's name seldom has a dash.
+        let (container, ifname) = id.rsplit_once('-').unwrap_or((&id, ""));
+        let unmarked = Owner {
+            network: None,
+            container: Some(container.to_owned()),
+            ifname: Some(ifname.to_owned()),
+            sign: sign.clone(),
+        };
+        let owner = alias.and_then(|alias| Owner::marked(&alias, sign)).unwrap_or(unmarked);
+        let text = "only the container's own MAC address passes".to_owned();
+        held.push(entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
+    }
+    Ok(())
+}
+
+fn in_iptables(nat: &mut Nat<'_>, variant: Variant, held: &mut Vec<Held>) -> Result<()> {
+    let program = match nat.family() {
+        Family::V4 => format!("iptables-{variant}"),
+        Family::V6 => format!("ip6tables-{variant}"),
+    };
+    let names = |parsed: Option<(&str, &str)>, ifname, sign| Owner {
+        network: parsed.map(|(network, _)| network.to_owned()),
+        container: parsed.map(|(_, container)| container.to_owned()),
+        ifname,
+        sign,
+    };
+    let entry = |purpose, chain: &str, rule: &Rule, owner| Held {
+        purpose,
+        place: format!("{program} -t nat {chain}"),
+        owner,
+        text: rule.words().join(" "),
+        removal: None,
+    };
+    let chain = masquerade_iptables::POSTROUTING;
+    for rule in &nat.rules(chain)?.to_vec() {
+        let Some(comment) = rule.comment() else { continue };
+        if rule.target().is_some_and(masquerade_iptables::is_chain_name) {
+            let parsed = comment.strip_prefix("name: \"").and_then(|rest| rest.strip_suffix('"'));
+            let parsed = parsed.and_then(|rest| rest.split_once("\" id: \""));
+            let ifname = named_in(nat, rule)?;
+            let owner = names(parsed, ifname, Sign::MasqueradeIptables(comment.to_owned()));
+            held.push(entry(Purpose::Masquerade, chain, rule, owner));
+        }
+    }
+    let chain = portmap_iptables::DNAT;
+    for rule in &nat.rules(chain)?.to_vec() {
+        let Some(comment) = rule.comment() else { continue };
+        let ifname = named_in(nat, rule)?;
+        let owner = names(portmap_iptables::read_comment(comment), ifname, Sign::PortMapIptables(comment.to_owned()));
+        held.push(entry(Purpose::PortMap, chain, rule, owner));
+    }
+    Ok(())
+}
+
+/// The interface that the chain a rule leads to names: the first, if it holds several attachments of the container.
+fn named_in(nat: &mut Nat<'_>, rule: &Rule) -> Result<Option<String>> {
+    let Some(chain) = rule.target() else { return Ok(None) };
+    let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
+    Ok(tags.filter_map(Mark::parse).map(|marked| marked.ifname).next())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::masquerade::Former;
+    use crate::testing::{in_new_netns, machine};
+    use crate::{Backend, Masquerade, SpoofCheck};
+    use cni_testkit::{probe, require};
+
+    #[test]
+    fn rules_are_found_with_their_owners_and_told_from_others() {
+        require!(probe::nft());
+        in_new_netns(|| {
+            let machine = machine();
+            let (mine, other) = (Mark::new("net", "c1", "eth0"), Mark::new("net", "c2", "eth0"));
+            let masquerade = Masquerade::new(&machine, Notes::silent());
+            masquerade
+                .ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()], &Former::default())
+                .unwrap();
+            let mut spoof = SpoofCheck::open().unwrap();
+            spoof.ensure(&mine, "veth0", "02:00:00:00:00:01".parse().unwrap()).unwrap();
+            let found = survey(&machine, &Notes::silent()).unwrap();
+            assert_eq!(found.len(), 2, "{found:#?}");
+            for held in &found {
+                assert!(held.owner.is(&mine) && !held.owner.is(&other), "{held:?}");
+                assert_eq!(held.owner.container.as_deref(), Some("c1"));
+                assert_eq!(held.owner.ifname.as_deref(), Some("eth0"));
+                assert_eq!(held.owner.network.as_deref(), Some("net"));
+            }
+            assert!(found[0].text.contains("10.1.0.2"), "{}", found[0].text);
+        });
+    }
+}

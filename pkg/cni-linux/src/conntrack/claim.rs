@@ -1,0 +1,90 @@
+//! Which connections to a port of the host are whose.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+
+use crate::route::Family;
+
+/// A transport protocol with ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// SCTP.
+    Sctp,
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+impl Protocol {
+    /// All of them, in the order of their names.
+    pub const ALL: [Protocol; 3] = [Protocol::Sctp, Protocol::Tcp, Protocol::Udp];
+
+    /// Its name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Protocol::Sctp => "sctp",
+            Protocol::Tcp => "tcp",
+            Protocol::Udp => "udp",
+        }
+    }
+
+    /// By its name in any case.
+    pub fn by_name(name: &str) -> Option<Protocol> {
+        Protocol::ALL.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(name))
+    }
+
+    /// `IPPROTO_*`.
+    pub fn number(self) -> u8 {
+        match self {
+            Protocol::Sctp => 132,
+            Protocol::Tcp => 6,
+            Protocol::Udp => 17,
+        }
+    }
+
+    /// By `IPPROTO_*`.
+    pub fn by_number(number: u8) -> Option<Protocol> {
+        Protocol::ALL.into_iter().find(|protocol| protocol.number() == number)
+    }
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A port of the host, of one family, and the container that answers there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Claim {
+    /// The protocol.
+    pub protocol: Protocol,
+    /// The host's address; `None` is every one.
+    pub host_ip: Option<IpAddr>,
+    /// The host's port.
+    pub host_port: u16,
+    /// Where it goes.
+    pub container: SocketAddr,
+}
+
+impl Claim {
+    /// Whether some packet is claimed by both.
+    pub fn overlaps(&self, other: &Claim) -> bool {
+        (self.protocol, self.host_port) == (other.protocol, other.host_port)
+            && Family::of(self.container.ip()) == Family::of(other.container.ip())
+            && match (self.host_ip, other.host_ip) {
+                (Some(one), Some(other)) => one == other,
+                _ => true,
+            }
+    }
+}
+
+impl fmt::Display for Claim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host_ip {
+            Some(host_ip) => write!(f, "{} port {} of {host_ip}", self.protocol, self.host_port),
+            None => write!(f, "{} port {}", self.protocol, self.host_port),
+        }
+    }
+}
