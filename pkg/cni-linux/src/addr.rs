@@ -30,6 +30,10 @@ pub struct Addr {
     pub permanent: bool,
 }
 
+/// An address with everything that the kernel reported of it, so that it can be put back as it was.
+#[derive(Clone, Debug)]
+pub struct SavedAddr(AddressMessage);
+
 /// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for IPv4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dad {
@@ -42,6 +46,10 @@ pub enum Dad {
 impl Netlink {
     /// The addresses of one interface, of both families.
     pub fn list_addresses(&self, index: u32) -> Result<Vec<Addr>> {
+        Ok(self.addresses_of(index)?.iter().filter_map(decode).collect())
+    }
+
+    fn addresses_of(&self, index: u32) -> Result<Vec<AddressMessage>> {
         let mut message = AddressMessage::default();
         message.header.index = index;
         let answer = match self.dump(Kind::GetAddress, &message) {
@@ -50,14 +58,43 @@ impl Netlink {
                 return Err(Error::new(format_args!("failed to list the addresses of {}", self.label(index)), cause));
             }
         };
-        Ok(answer.into_iter().filter_map(decode).filter(|addr| addr.index == index).collect())
+        Ok(answer.into_iter().filter_map(parse).filter(|message| message.header.index == index).collect())
+    }
+
+    /// Saves these addresses of an interface for [`restore_address`](Netlink::restore_address), in
+    /// the kernel's order. Leaves out those that the interface does not have.
+    pub fn save_addresses(&self, index: u32, cidrs: &[Cidr]) -> Result<Vec<SavedAddr>> {
+        let mut messages = self.addresses_of(index)?;
+        messages.retain(|message| decode(message).is_some_and(|addr| cidrs.contains(&addr.cidr)));
+        Ok(messages.into_iter().map(SavedAddr).collect())
+    }
+
+    /// Puts an address back, an IPv6 address without another search for duplicates. Does nothing if
+    /// the interface has the address.
+    pub fn restore_address(&self, saved: &SavedAddr) -> Result<()> {
+        let mut message = saved.0.clone();
+        if message.header.family == AddressFamily::Inet6 {
+            for attribute in &mut message.attributes {
+                if let AddressAttribute::Flags(flags) = attribute {
+                    flags.insert(AddressFlags::Nodad);
+                }
+            }
+        }
+        match self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL) {
+            Err(cause) => {
+                let cidr = decode(&message).map(|addr| addr.cidr.to_string()).unwrap_or_default();
+                let what = format_args!("failed to put {cidr} back on {}", self.label(message.header.index));
+                Err(Error::new(what, cause)).or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) })
+            }
+            Ok(_) => Ok(()),
+        }
     }
 
     /// Every address of the namespace.
     pub fn list_all_addresses(&self) -> Result<Vec<Addr>> {
         let answer = self.dump(Kind::GetAddress, &AddressMessage::default());
         let answer = answer.map_err(|cause| Error::new("failed to list the addresses", cause))?;
-        Ok(answer.into_iter().filter_map(decode).collect())
+        Ok(answer.into_iter().filter_map(parse).filter_map(|message| decode(&message)).collect())
     }
 
     /// Adds an address, for IPv4 with its network's broadcast address where there is one.
@@ -103,16 +140,20 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message
 }
 
-fn decode(reply: Reply) -> Option<Addr> {
-    let AddressMessage { header, attributes, .. } = AddressMessage::parse(reply.body(Kind::NewAddress)?).ok()?;
+fn parse(reply: Reply) -> Option<AddressMessage> {
+    AddressMessage::parse(reply.body(Kind::NewAddress)?).ok()
+}
+
+fn decode(message: &AddressMessage) -> Option<Addr> {
+    let AddressMessage { header, attributes, .. } = message;
     let (mut local, mut address) = (None, None);
     // The header has the low eight flags, for kernels too old for the attribute.
     let mut flags = AddressFlags::from_bits_retain(header.flags.bits().into());
     for attribute in attributes {
         match attribute {
-            AddressAttribute::Local(ip) => local = Some(ip),
-            AddressAttribute::Address(ip) => address = Some(ip),
-            AddressAttribute::Flags(all) => flags = all,
+            AddressAttribute::Local(ip) => local = Some(*ip),
+            AddressAttribute::Address(ip) => address = Some(*ip),
+            AddressAttribute::Flags(all) => flags = *all,
             _ => {}
         }
     }
@@ -163,6 +204,40 @@ mod tests {
                 let error = netlink.delete_address(bridge.index, cidr(text)).unwrap_err();
                 assert!(error.is_not_found(), "{error}");
             }
+        });
+    }
+
+    #[test]
+    fn a_deleted_address_is_restored_as_it_was() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
+            for address in [
+                "10.1.0.1/24 broadcast 10.1.0.200 label br0:a scope link",
+                "10.1.0.2/24 scope link noprefixroute",
+                "fd00::1/64 nodad valid_lft 3000 preferred_lft 2000",
+            ] {
+                output(&format!("ip address add {address} dev br0"));
+            }
+            // The kernel counts the lifetimes down.
+            let shown = || {
+                let lines = output("ip address show dev br0");
+                lines.replace("2999sec", "3000sec").replace("1999sec", "2000sec")
+            };
+            let before = shown();
+            let cidrs = ["10.1.0.1/24", "10.1.0.2/24", "10.1.0.3/24", "fd00::1/64"].map(cidr);
+            let saved = netlink.save_addresses(bridge.index, &cidrs).unwrap();
+            assert_eq!(saved.len(), 3);
+            for cidr in cidrs {
+                // The secondary address goes with the primary one.
+                let _ = netlink.delete_address(bridge.index, cidr);
+            }
+            let left = netlink.list_addresses(bridge.index).unwrap();
+            assert!(left.iter().all(|addr| !cidrs.contains(&addr.cidr)), "{left:?}");
+            for _ in 0..2 {
+                saved.iter().for_each(|saved| netlink.restore_address(saved).unwrap());
+            }
+            assert_eq!(shown(), before);
         });
     }
 

@@ -45,7 +45,7 @@ pub mod veth;
 pub mod vlan;
 pub mod watch;
 
-pub use addr::{Addr, Dad};
+pub use addr::{Addr, Dad, SavedAddr};
 pub use bridge::{BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, Taken};
 pub use link::{BridgeInfo, Link, LinkKind, OperState, Port, PortState, Promisc};

@@ -14,9 +14,10 @@ use cni_linux::link::{OperState, PortState};
 use cni_linux::{Link, Mac, Netlink, Netns, Target, VethSpec, VlanFlags, Watch};
 
 use crate::conf::{Conf, vlan_gateway_name};
+use crate::gateway::Served;
 use crate::layer3::{self, Layer3};
 use crate::port::{self, PortEnds};
-use crate::{device, mark, masquerade};
+use crate::{device, gateway, mark, masquerade};
 
 /// How long a port may take to forward. It takes milliseconds; this is for a machine under stress.
 const PORT_DEADLINE: Duration = Duration::from_secs(5);
@@ -60,7 +61,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
         let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
         let mut layer3 = Layer3::new(&ipam, conf, 2, &[])?;
         masquerade::ensure(call, conf, &mark, &layer3.addresses(), &mut rollback)?;
-        let gateway = gateway_link(&host, &bridge, conf)?;
+        let link = gateway_link(&host, &bridge, conf)?;
+        let gateway = gateway::Plan::new(&host, link, conf, &layer3)?.serve(conf, &call.notes, &mut rollback)?;
         bring_up(
             call,
             conf,
@@ -70,8 +72,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf) -> Result<Added<'a>> {
             port.peer_index,
             &mut layer3,
         )?;
-        if gateway.index != bridge.index {
-            result.interfaces.push(interface(&gateway.name, gateway.mac));
+        if gateway.link.index != bridge.index {
+            result.interfaces.push(interface(&gateway.link.name, gateway.link.mac));
         }
         (result.ips, result.routes, result.dns) = (layer3.ips, layer3.routes, ipam.dns);
     } else if !conf.container_down {
@@ -98,40 +100,35 @@ pub(crate) struct Ends<'a> {
     pub(crate) netns: &'a Netns,
 }
 
-/// Layer 3: the gateway first, then the container's end, then, once frames pass, the announcement.
+/// Layer 3, once the gateway is served: the container's end, then, once frames pass, the announcement.
 pub(crate) fn bring_up(
     call: &Call<'_>,
     conf: &Conf,
     ends: &Ends<'_>,
-    gateway: &Link,
+    gateway: &Served,
     port: &PortEnds<'_>,
     container_index: u32,
     layer3: &mut Layer3,
 ) -> Result<()> {
     let Ends { host, container, netns } = *ends;
-    let gateways = if conf.gateway == crate::conf::Gateway::None {
-        Vec::new()
-    } else {
-        layer3::serve_gateways(host, call, (gateway.index, &gateway.name), conf, layer3)?
-    };
     layer3::prepare_namespace(netns, &call.ifname, conf, layer3)?;
     // Listening starts before there is anything to hear.
     let watch = Watch::open()?;
     let inner = if conf.dad { Some(Watch::open_in(netns)?) } else { None };
     layer3::configure(container, container_index, conf, layer3, &call.notes)?;
-    wait_for_frames(call, ends, &watch, &[port.index, gateway.index], container_index)?;
+    wait_for_frames(call, ends, &watch, &[port.index, gateway.link.index], container_index)?;
     if let Some(inner) = &inner {
         layer3::wait_for_dad(container, inner, container_index, call.machine)?;
     } else {
         // With duplicate address detection the gateway's takes seconds more, and is nobody's first packet's business.
-        layer3::wait_for_own(host, gateways, call, Watch::open)?;
+        layer3::wait_for_own(host, gateway.added.iter().copied(), call, Watch::open)?;
     }
     let own = layer3.ips.iter().map(|ip| ip.address.address());
     layer3::wait_for_own(container, own, call, || Watch::open_in(netns))?;
     // An address that another container had a moment ago: its neighbours, and the host, still know the old MAC.
     container.announce(container_index, port.peer_mac)?;
     for ip in &layer3.ips {
-        host.correct_neighbour(gateway.index, ip.address.address(), port.peer_mac)?;
+        host.correct_neighbour(gateway.link.index, ip.address.address(), port.peer_mac)?;
     }
     Ok(())
 }

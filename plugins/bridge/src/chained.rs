@@ -16,7 +16,7 @@ use crate::attach::{self, Ends, bring_up, gateway_link};
 use crate::conf::Conf;
 use crate::layer3::Layer3;
 use crate::port::{self, PortEnds};
-use crate::{device, mark, masquerade};
+use crate::{device, gateway, mark, masquerade};
 
 /// The kernel keeps 255 bytes of an alias.
 const ALIAS_MAX: usize = 255;
@@ -142,7 +142,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
             purged.and(down)
         });
         note_addresses(&host, &link, &mark, result.ips.len(), layer3.ips.len())?;
-        let gateway = gateway_link(&host, &bridge, conf)?;
+        let link = gateway_link(&host, &bridge, conf)?;
+        let gateway = gateway::Plan::new(&host, link, conf, &layer3)?.serve(conf, &call.notes, &mut rollback)?;
         bring_up(
             call,
             conf,
@@ -157,8 +158,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         if !ipam.dns.is_empty() {
             result.dns = ipam.dns;
         }
-        if gateway.index != bridge.index {
-            result.interfaces.push(attach::interface(&gateway.name, gateway.mac));
+        if gateway.link.index != bridge.index {
+            result.interfaces.push(attach::interface(&gateway.link.name, gateway.link.mac));
         }
     }
     // At the end, so that no index into the earlier plugins' list changes its meaning.

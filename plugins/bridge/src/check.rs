@@ -15,8 +15,8 @@ use cni_linux::{Link, Mac, Netlink, Netns, PortState, Watch, sysctl};
 
 use crate::chained::PortMark;
 use crate::conf::{Conf, Gateway, Masquerading, vlan_gateway_name};
-use crate::layer3::{self, Layer3};
-use crate::{attach, mark, masquerade, port};
+use crate::layer3::Layer3;
+use crate::{attach, gateway, mark, masquerade, port};
 
 /// How long states that settle by themselves are given.
 const SETTLE: Duration = Duration::from_secs(2);
@@ -228,7 +228,7 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -
         if !there.iter().any(|address| address.cidr == gateway) {
             return Err(failed(format!("{} does not have the gateway's address {gateway}", link.name)));
         }
-        let key = layer3::forwarding(ip.address.is_ipv4());
+        let key = gateway::forwarding(ip.address.is_ipv4());
         if sysctl::read(key)? != "1" {
             return Err(failed(format!("sysctl {key} is off: the host does not forward")));
         }

@@ -61,6 +61,19 @@ impl Layer3 {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
+    /// The gateways, each with the prefix of its address.
+    pub(crate) fn gateways(&self) -> Vec<Cidr> {
+        let mut gateways = Vec::new();
+        for ip in &self.ips {
+            if let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix()))
+                && !gateways.contains(&gateway)
+            {
+                gateways.push(gateway);
+            }
+        }
+        gateways
+    }
+
     /// One default route per family, in the order of the addresses. One that IPAM lists without a
     /// gateway means this one.
     fn add_default_routes(&mut self) {
@@ -236,7 +249,7 @@ pub(crate) fn configure(
     Ok(())
 }
 
-fn dad(conf: &Conf) -> Dad {
+pub(crate) fn dad(conf: &Conf) -> Dad {
     if conf.dad { Dad::Normal } else { Dad::Skip }
 }
 
@@ -283,78 +296,6 @@ pub(crate) fn wait_for_own(
         }
     }
     Ok(())
-}
-
-/// Puts the gateways' addresses onto the bridge (or the VLAN's own interface) and lets the host forward. Returns those
-/// that were not there yet.
-///
-/// # Errors
-/// 102 with Go's text if another address is in the way and `forceAddress` is not set.
-pub(crate) fn serve_gateways(
-    host: &Netlink,
-    call: &Call<'_>,
-    link: (u32, &str),
-    conf: &Conf,
-    layer3: &Layer3,
-) -> Result<Vec<IpAddr>> {
-    let mut gateways: Vec<Cidr> = Vec::new();
-    for ip in &layer3.ips {
-        if let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix()))
-            && !gateways.contains(&gateway)
-        {
-            gateways.push(gateway);
-        }
-    }
-    let mut added = Vec::new();
-    let there = host.list_addresses(link.0)?;
-    for gateway in &gateways {
-        if there.iter().any(|address| address.cidr == *gateway) {
-            continue;
-        }
-        for address in &there {
-            let own = gateways.contains(&address.cidr) || conf.own_gateways.contains(&address.cidr);
-            if own || !in_the_way(address.cidr, *gateway) {
-                continue;
-            }
-            if !conf.force_address {
-                let msg = format!(
-                    "failed to set bridge addr: {:?} already has an IP address different from {gateway}",
-                    link.1
-                );
-                let details = format!("it has {}; \"forceAddress\": true replaces it", address.cidr);
-                return Err(Error::new(Code::CONFLICT, msg).with_details(details));
-            }
-            call.notes.note(format_args!("{} is removed from {} (forceAddress)", address.cidr, link.1));
-            match host.delete_address(link.0, address.cidr) {
-                Err(error) if !error.is_not_found() => return Err(error.into()),
-                _ => {}
-            }
-        }
-        match host.add_address(link.0, *gateway, dad(conf)) {
-            Err(error) if !error.is_exists() => return Err(error.into()),
-            Err(_) => {}
-            Ok(_) => added.push(gateway.address()),
-        }
-    }
-    for family in
-        layer3.ips.iter().filter(|ip| ip.gateway.is_some()).map(|ip| ip.address.is_ipv4()).collect::<BTreeSet<_>>()
-    {
-        sysctl::ensure(forwarding(family), "1")?;
-    }
-    Ok(added)
-}
-
-/// The sysctl that lets the host forward a family.
-pub(crate) fn forwarding(is_ipv4: bool) -> &'static str {
-    if is_ipv4 { "net/ipv4/ip_forward" } else { "net/ipv6/conf/all/forwarding" }
-}
-
-/// As Go has it: any other IPv4 address, an IPv6 one whose network overlaps.
-fn in_the_way(there: Cidr, gateway: Cidr) -> bool {
-    if there.is_ipv4() != gateway.is_ipv4() {
-        return false;
-    }
-    gateway.is_ipv4() || there.network().contains(gateway.address()) || gateway.network().contains(there.address())
 }
 
 #[cfg(test)]
@@ -448,14 +389,5 @@ mod tests {
         .unwrap();
         assert_eq!(made.kernel_routes(1).map(|route| route.gw).collect::<Vec<_>>(), [None]);
         assert!(layer3(r#"{"ips":[{"address":"fd00::5/64"}],"routes":[{"dst":"fd01::/64","gw":"::"}]}"#, "").is_err());
-    }
-
-    #[test]
-    fn any_other_ipv4_address_is_in_the_way_but_ipv6_only_if_it_overlaps() {
-        let cidr = |text: &str| text.parse::<Cidr>().unwrap();
-        assert!(in_the_way(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
-        assert!(!in_the_way(cidr("fd00::1/64"), cidr("fd01::1/64")));
-        assert!(in_the_way(cidr("fd00::1/48"), cidr("fd00::2/64")));
-        assert!(!in_the_way(cidr("fd00::1/64"), cidr("10.1.0.1/24")));
     }
 }

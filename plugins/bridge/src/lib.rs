@@ -2,7 +2,7 @@
 //! the bridge is to be the gateway, a way out.
 //!
 //! Rooms: `conf` reads the configuration; `device` finds or makes the bridge, `port` the veth pair, `layer3` the
-//! addresses and routes, `masquerade` the rules for what leaves the network; `attach` puts them together for ADD, `chained` for a use after another plugin; `check`,
+//! addresses and routes, `gateway` the bridge's own addresses, `masquerade` the rules for what leaves the network; `attach` puts them together for ADD, `chained` for a use after another plugin; `check`,
 //! `detach` (DEL) and `collect` (GC) are the other verbs.
 //!
 //! Easy to get wrong: the bridge is everybody's. It, its gateway addresses and the forwarding sysctls are never undone;
@@ -18,6 +18,7 @@ mod device;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod gateway;
 mod layer3;
 mod masquerade;
 mod port;

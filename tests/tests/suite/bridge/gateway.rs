@@ -151,6 +151,79 @@ fn force_address_replaces_what_stands_in_the_way() {
     attachment.del_with(&result).success();
 }
 
+/// An ADD that fails after it has replaced the addresses of another network's gateway.
+fn forced_and_refused(node: &Node) -> Value {
+    node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
+    node.exec(&["ip", "addr", "add", "10.9.0.1/24", "broadcast", "10.9.0.255", "label", "br0:office", "dev", "br0"]);
+    node.exec(&["ip", "addr", "add", "10.9.0.2/24", "dev", "br0"]);
+    node.exec(&["ip", "addr", "add", "fd00:1::99/64", "dev", "br0", "nodad"]);
+    // The kernel refuses a gateway in scope "host".
+    let routes = json!({"routes": [{"dst": "192.0.2.0/24", "gw": "10.1.0.77", "scope": 254}]});
+    patched(bridge(node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"forceAddress": true, "ipam": routes}))
+}
+
+/// The addresses of the bridge that are not a gateway of `forced_and_refused`, in full.
+fn other_addresses(node: &Node) -> Vec<Value> {
+    let links = node.json(&["ip", "-j", "addr", "show", "dev", "br0"]);
+    let mut infos = links[0]["addr_info"].as_array().unwrap().clone();
+    infos.retain(|info| info["local"] != "10.1.0.1" && info["local"] != "fd00:1::1" && info["scope"] == "global");
+    infos
+}
+
+#[test]
+fn a_failed_forced_add_leaves_the_other_gateways() {
+    let node = Node::new();
+    let config = forced_and_refused(&node);
+    let before = other_addresses(&node);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, config);
+    let outcome = attachment.add();
+    outcome.failure();
+    assert_eq!(other_addresses(&node), before, "{}", outcome.report());
+    assert!(node.exec(&["ip", "route", "show", "dev", "br0"]).contains("10.9.0.0/24"));
+    attachment.del().success();
+    assert_eq!(other_addresses(&node), before);
+}
+
+#[test]
+fn a_failed_forced_chained_add_leaves_the_other_gateways() {
+    let node = Node::new();
+    let config = forced_and_refused(&node);
+    let before = other_addresses(&node);
+    let container = node.container();
+    let prev = crate::bridge::chained::made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, config);
+    let outcome = attachment.add_after(&prev);
+    outcome.failure();
+    assert_eq!(other_addresses(&node), before, "{}", outcome.report());
+    attachment.del_with(&prev).success();
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
+fn a_forced_add_whose_result_nobody_reads_leaves_the_others() {
+    let node = Node::new();
+    let config = patched(forced_and_refused(&node), json!({"ipam": {"routes": null}}));
+    let before = other_addresses(&node);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, config);
+    let outcome = attachment.invocation("ADD", None).with_closed_stdout().run();
+    assert_ne!(outcome.status, Some(0), "{}", outcome.report());
+    assert_eq!(other_addresses(&node), before, "{}", outcome.report());
+}
+
+#[test]
+fn a_refused_gateway_of_one_family_adds_none_of_the_other() {
+    let node = Node::new();
+    node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
+    node.exec(&["ip", "addr", "add", "fd00:1::99/64", "dev", "br0"]);
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]));
+    attachment.add().fails_with(102, "failed to set bridge addr: \"br0\" already has an IP address different from");
+    assert_eq!(bridge_addresses(&node), ["fd00:1::99/64"]);
+    attachment.del().success();
+}
+
 #[test]
 fn an_ipv6_address_that_does_not_overlap_is_no_conflict() {
     let node = Node::new();
