@@ -29,10 +29,10 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         ..forwarding(call, conf, containers(&call.ifname, prev))
     };
     let claims = wanted.all_claims();
-    if claims.is_empty() {
-        if !conf.mappings.is_empty() {
-            call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
-        }
+    if claims.is_empty() && !conf.mappings.is_empty() {
+        call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
+    }
+    if conf.mappings.is_empty() || wanted.containers.is_empty() {
         displace_stale(call, &wanted);
         return Ok(rollback);
     }

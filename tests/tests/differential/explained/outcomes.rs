@@ -72,14 +72,6 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         },
     },
     Explanation {
-        name: "Go's CHECK misses its empty chain",
-        reason: "differences, portmap: in a family in which no port is mapped nothing is made",
-        covers: |_, it| {
-            let missing = ["dnat: chain CNI-DN-", "failed to run nft: Error: No such file or directory"];
-            it.verb == "CHECK" && missing.iter().any(|text| outcome(it, text, "done"))
-        },
-    },
-    Explanation {
         name: "STATUS asks what ADD will need",
         reason: "differences, the protocol: STATUS; `status` is compared with the ADD that follows",
         covers: |_, it| it.verb == "STATUS" && outcome(it, "done", "refused"),

@@ -184,6 +184,61 @@ fn what_we_made_go_removes() {
     });
 }
 
+/// A port on a host address of one family, for a container with the other one or with both.
+fn of_one_family(world: &World, host_ip: &str) -> Value {
+    world.config(json!([{"hostPort": 8080, "containerPort": 80, "protocol": "tcp", "hostIP": host_ip}]))
+}
+
+#[test]
+fn go_checks_and_removes_ports_of_one_family() {
+    require!(probe::go_nftables());
+    each(shared(), |world| {
+        for host_ip in ["192.0.2.1", "0.0.0.0", "2001:db8::1", "::"] {
+            for subnets in [&["10.1.0.0/24", "fd00:1::/64"][..], &["10.1.0.0/24"]] {
+                let world = World::new(world.backend);
+                let pod = world.pod(&world.network("net1", subnets));
+                let config = of_one_family(&world, host_ip);
+                pod.add(&config).success();
+                let rules = world.rules();
+                pod.add(&config).success();
+                assert_eq!(world.rules(), rules, "{host_ip} {subnets:?} {:?}", world.backend);
+                pod.check(&config).success();
+                pod.call_by(&go(), "CHECK", &config, Some(&pod.result)).success();
+                pod.call_by(&go(), "DEL", &config, Some(&pod.result)).success();
+                let rules = world.rules();
+                assert!(!rules.contains("CNI-DN-") && !rules.contains(&pod.container.id), "{host_ip}\n{rules}");
+                pod.leave();
+            }
+        }
+    });
+}
+
+#[test]
+fn ports_of_one_family_go_by_del_and_by_gc() {
+    require!(probe::go_plugins());
+    each(shared(), |world| {
+        for by in [go(), bin_dir()] {
+            for verb in ["DEL", "GC"] {
+                let world = World::new(world.backend);
+                let pod = world.dual();
+                let config = of_one_family(&world, "0.0.0.0");
+                pod.call_by(&by, "ADD", &config, Some(&pod.result)).success();
+                pod.check(&config).success();
+                // GC leaves Go's rules in nftables, which name no network.
+                if verb == "GC" && by == go() && world.backend == Backend::Nftables {
+                    pod.del(&config).success();
+                }
+                let valid = json!({"cniVersion": "1.1.0", "cni.dev/valid-attachments": []});
+                let call = if verb == "GC" { patched(config.clone(), valid) } else { without_ports(&config) };
+                pod.call_by(&bin_dir(), verb, &call, None).success();
+                let rules = world.rules();
+                assert!(!rules.contains("CNI-DN-") && !rules.contains(&pod.container.id), "{verb}\n{rules}");
+                pod.leave();
+            }
+        }
+    });
+}
+
 #[test]
 fn an_add_after_go_s_adds_nothing_twice() {
     require!(probe::go_plugins());

@@ -43,6 +43,16 @@ impl Former {
         Ok(())
     }
 
+    /// Forgets a family that was not changed.
+    pub(super) fn forget(&mut self, family: Family) {
+        self.families.retain(|had| had.family != family);
+    }
+
+    /// Whether no family was changed.
+    pub(super) fn is_empty(&self) -> bool {
+        self.families.is_empty()
+    }
+
     /// Forgets all families but the first so many, which alone were changed.
     pub(super) fn keep(&mut self, changed: usize) {
         self.families.truncate(changed);

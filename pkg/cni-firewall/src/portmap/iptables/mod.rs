@@ -1,4 +1,5 @@
-//! Host ports with iptables, on nf_tables or the older one: at most two processes for each family and attempt.
+//! Host ports with iptables, on nf_tables or the older one: at most two processes for each family and attempt. A family
+//! of the container's in which no port is mapped gets a chain too, because the CHECK of Go's plugin looks for it.
 //!
 //! The rules are those of `shape`; reading, writing, locking and repeating is [`crate::iptables`]'s. What an
 //! attachment has is replaced only where it differs, so an ADD that finds everything in place writes nothing.
@@ -96,10 +97,55 @@ impl<'m> IptablesPortMap<'m> {
             (Err(error), ..) | (Ok(()), Err(error), _) => Err(error),
             (Ok(()), Ok(()), Some(holder)) => Ok(Ensured::Held(holder)),
             (Ok(()), Ok(()), None) => {
-                let remarks = remarks.into_iter().flat_map(|(_, remarks)| remarks).collect();
-                Ok(Ensured::Done { former: (changed > 0).then_some(former), remarks })
+                let mut remarks: Vec<String> = remarks.into_iter().flat_map(|(_, remarks)| remarks).collect();
+                if let Err(error) = self.ensure_empty_chains(wanted, link.as_deref(), &mut former, &mut remarks) {
+                    return Err(match self.put_back(wanted, &former) {
+                        Err(other) => error.context(format_args!("{other}; and")),
+                        Ok(()) => error,
+                    });
+                }
+                Ok(Ensured::Done { former: (!former.is_empty()).then_some(former), remarks })
             }
         }
+    }
+
+    /// Makes the chain without a mapping, and the rule that leads to it, in each family in which the
+    /// container has an address and no port is mapped: the CHECK of Go's plugin fails without them.
+    /// They serve nothing else, so a host that lacks iptables for that family is only remarked on.
+    ///
+    /// # Errors
+    /// SIGTERM or a deadline.
+    fn ensure_empty_chains(
+        &mut self,
+        wanted: &Forwarding,
+        link: Option<&str>,
+        former: &mut Former,
+        remarks: &mut Vec<String>,
+    ) -> Result<()> {
+        for (container, _) in wanted.every_family().filter(|(_, claims)| claims.is_empty()) {
+            let family = Family::of(container.address());
+            let Some(variant) = self.iptables.chosen(family)? else { continue };
+            let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
+            let mut judge = Judge::default();
+            let (mut last, mut writes) = (Vec::new(), false);
+            let done = self.iptables.change(family, variant, |nat| {
+                former.remember(nat, variant, wanted)?;
+                let plan = plan(nat, wanted, container, &[], link, &mut judge)?;
+                last = plan.remarks;
+                writes |= !plan.edit.is_empty();
+                Ok(plan.edit)
+            });
+            remarks.append(&mut last);
+            if !writes {
+                former.forget(family);
+            }
+            match done {
+                Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
+                Err(error) => remarks.push(format!("the chain in {name}, which maps no port, was not made: {error}")),
+                Ok(()) => {}
+            }
+        }
+        Ok(())
     }
 
     /// The variant in which new rules are made.

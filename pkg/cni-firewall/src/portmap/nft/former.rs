@@ -41,7 +41,7 @@ impl NftPortMap {
         let lost = repeat(|| {
             let (mut batch, mut lost) = (Batch::new(), 0);
             batch.only_at(self.nft.settle()?);
-            for (container, _) in wanted.families() {
+            for (container, _) in wanted.every_family() {
                 let family = Family::of(container.address());
                 let table = shape::table(family);
                 for chain in CONTAINERS {

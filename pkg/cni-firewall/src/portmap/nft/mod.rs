@@ -143,10 +143,8 @@ impl NftPortMap {
             let table = shape::table(family);
             // `None`: the program has written the mappings of this family.
             let compiled = conditions::compile(wanted.conditions(family), family).ok();
-            let state = match claims.is_empty() {
-                true => self.suspects(container, &claims)?,
-                false => self.state(container, wanted.snat, &identity, &claims)?,
-            };
+            // Where no port is mapped too: the CHECK of Go's plugin asks for the chains and the masquerading.
+            let state = self.state(container, wanted.snat, &identity, &claims)?;
             state.complete(&mut batch);
             if wanted.policy == Policy::Judge {
                 let others = Others { identity: &identity, container, claims: &claims, plain: compiled.as_deref() };
@@ -156,9 +154,6 @@ impl NftPortMap {
                 }
                 judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
                 remarks.extend(judged.remarks);
-            }
-            if claims.is_empty() {
-                continue;
             }
             let written = match stage {
                 Stage::Whole(written) => written.iter().find(|written| written.family == family),
