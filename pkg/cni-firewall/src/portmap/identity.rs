@@ -146,6 +146,18 @@ impl Identity {
         };
         rules.iter().filter(is_ours).collect()
     }
+
+    /// Returns the rules that name the container alone and lead to another address than these.
+    pub(super) fn strays<'l>(
+        &self,
+        rules: &'l [Listed],
+        addresses: &[IpAddr],
+        leads_to: impl Fn(&Rule) -> Option<IpAddr>,
+    ) -> Vec<&'l Listed> {
+        let own: Vec<u64> = self.own(rules, addresses, leads_to).iter().map(|listed| listed.handle).collect();
+        let is_stray = |listed: &&Listed| self.owner(&listed.rule) == Owner::Container && !own.contains(&listed.handle);
+        rules.iter().filter(is_stray).collect()
+    }
 }
 
 /// Whether a link bore the mark when the rule was made.

@@ -146,6 +146,14 @@ impl Forwarding {
     }
 }
 
+/// Remarks on a mapping of the same container to another address, which Go's plugin left.
+fn older_mapping(there: &Claim) -> String {
+    let to = there.container;
+    format!(
+        "{there} is mapped to {to} by older rules of this container's, which may go first as long as they are there"
+    )
+}
+
 /// What a removal has come to, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {

@@ -95,10 +95,6 @@ fn what_go_made_is_checked_and_removed() {
     each(shared(), |world| {
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
         for prev in ["all", "of IPv4 alone", "none"] {
-            // There only its address identifies a rule, and this result lacks one address.
-            if world.backend == Backend::Nftables && prev == "of IPv4 alone" {
-                continue;
-            }
             let pod = world.dual();
             pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
             pod.check(&config).success();
@@ -115,7 +111,7 @@ fn what_go_made_is_checked_and_removed() {
 #[test]
 fn go_s_rules_for_two_interfaces_go_one_after_the_other() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(shared(), |world| {
         // Go asks `ip6tables-legacy -C`, which finds rules that are not there.
         let families = if world.backend == Backend::IptablesLegacy { 1 } else { 2 };
         let network = world.network("net1", &["10.1.0.0/24", "fd00:1::/64"][..families]);
@@ -141,15 +137,39 @@ fn go_s_rules_for_two_interfaces_go_one_after_the_other() {
             pods[1 - gone].check(&configs[1 - gone]).success();
             del(1 - gone);
             assert!(!world.rules().contains("CNI-DN-"), "{ports:?} {:?}\n{}", world.backend, world.rules());
+            let id = &pods[0].container.id;
+            assert!(!world.rules().contains(id), "{ports:?} {:?}\n{}", world.backend, world.rules());
             pods.iter().for_each(Pod::leave);
         }
     });
 }
 
+/// Go's rules in nftables name only the container.
+#[test]
+fn a_del_with_ipv4_alone_leaves_gos_other_network() {
+    require!(probe::go_nftables());
+    let world = World::new(Backend::Nftables);
+    let first = world.pod(&world.network("net1", &["10.1.0.0/24"]));
+    let plain = json!({"isDefaultGateway": false, "isGateway": true});
+    let second = first.also(&patched(world.network("net2", &["10.2.0.0/24", "fd00:2::/64"]), plain), "eth1");
+    let config = |name: &str, port: u16| patched(world.config(json!([map(port, 80, "tcp")])), json!({"name": name}));
+    let configs = [config("net1", 8080), config("net2", 8081)];
+    for (pod, config) in [&first, &second].into_iter().zip(&configs) {
+        pod.call_by(&go(), "ADD", config, Some(&pod.result)).success();
+    }
+    first.call_by(&bin_dir(), "DEL", &without_ports(&configs[0]), Some(&first.result)).success();
+    assert_eq!((mentions(&world, 8080), mentions(&world, 8081)), (0, 2), "{}", world.rules());
+    second.check(&configs[1]).success();
+    second.call_by(&bin_dir(), "DEL", &without_ports(&configs[1]), Some(&second.result)).success();
+    assert!(!world.rules().contains(&first.container.id), "{}", world.rules());
+    first.leave();
+    second.leave();
+}
+
 #[test]
 fn what_go_has_left_of_an_earlier_address_is_told_by_add_and_by_check() {
     require!(probe::go_plugins());
-    each(&IPTABLES, |world| {
+    each(shared(), |world| {
         let pod = world.pod(&world.network("net1", &["10.1.0.0/24"]));
         let config = world.config(json!([map(8080, 80, "tcp")]));
         let earlier = patched(pod.result.clone(), json!({"ips": [{"address": "10.1.0.99/24", "interface": 2}]}));
@@ -162,6 +182,7 @@ fn what_go_has_left_of_an_earlier_address_is_told_by_add_and_by_check() {
         assert!(!world.rules().contains(&pod.address(0).to_string()), "{:?}\n{}", world.backend, world.rules());
         pod.call_by(&bin_dir(), "DEL", &config, Some(&earlier)).success();
         assert!(!world.rules().contains("CNI-DN-"), "{:?}\n{}", world.backend, world.rules());
+        assert!(!world.rules().contains(&pod.container.id), "{:?}\n{}", world.backend, world.rules());
         pod.leave();
     });
 }

@@ -14,7 +14,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::conflict::Judge;
-use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat};
+use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat, older_mapping};
 use crate::first_error;
 use crate::iptables::{Edit, FAMILIES, Iptables, Nat, Rule, Variant};
 use cni_linux::error::{Cause, Error, Result};
@@ -417,12 +417,7 @@ fn own(
     }
     let unmarked = others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
     let ahead = unmarked.filter(|there| wanted.policy == Policy::Judge && claims.iter().any(|c| c.overlaps(there)));
-    plan.remarks.extend(ahead.map(|there| {
-        let to = there.container;
-        format!(
-            "{there} is mapped to {to} by older rules of this container's, which may go first as long as they are there"
-        )
-    }));
+    plan.remarks.extend(ahead.map(|there| older_mapping(&there)));
     let conditions = wanted.conditions(Family::of(container.address()));
     let jumps: Vec<&Rule> = ways.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     let mut kept: Vec<usize> = Vec::new();

@@ -50,6 +50,13 @@ impl NftPortMap {
                     differences.push(format!("{msg} {}", claim.container));
                 }
             }
+            let strays = state.strays(&identity, &addresses);
+            for claim in &claims {
+                if let Some(first) = state.first(&identity, claim).filter(|first| strays.contains(first)) {
+                    let to = first.container;
+                    differences.push(format!("nft chain {table} {HOSTPORTS} leads {claim} to {to} first"));
+                }
+            }
             let is_wanted = |there: &Claim, rule: &Vec<Expr>| claims.iter().any(|claim| is_it(claim, there, rule));
             let asked_for = |there: &Claim, rule: &Vec<Expr>| claims.contains(there) || is_wanted(there, rule);
             for (claim, _) in mapped.iter().filter(|(there, rule)| !asked_for(there, rule)) {

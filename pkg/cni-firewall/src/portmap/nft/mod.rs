@@ -17,7 +17,7 @@ use cni::machine::Machine;
 use super::conditions;
 use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
-use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat};
+use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
 use crate::first_error;
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni_linux::error::{Cause, Error, Result};
@@ -159,6 +159,11 @@ impl NftPortMap {
                 Stage::Whole(written) => written.iter().find(|written| written.family == family),
                 Stage::Prepare => continue,
             };
+            if wanted.policy == Policy::Judge {
+                let overlaps = |there: &Claim| claims.iter().any(|claim| claim.overlaps(there));
+                let strays = state.strays(&identity, &wanted.addresses());
+                remarks.extend(strays.iter().filter(|there| overlaps(there)).map(older_mapping));
+            }
             let forward = |claim: &Claim| Some([compiled.clone()?, shape::forward(claim)].concat());
             let mut new: Vec<(&str, Vec<Vec<Expr>>)> = vec![
                 (HOSTPORTS, claims.iter().filter_map(forward).collect()),
@@ -206,11 +211,20 @@ impl NftPortMap {
     }
 
     /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
-    /// are the container's as far as they are known; they decide on rules that name the container alone. Nothing there,
-    /// or a kernel without nf_tables: that is fine.
+    /// are the container's as far as they are known; they decide on rules that name the container alone, which without
+    /// an address of their family all go. Nothing there, or a kernel without nf_tables: that is fine.
     pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(mark);
-        self.purge_where(&identity.comment, |rules| identity.own(rules, addresses, shape::container))
+        let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
+        // A rule that names no attachment and leads elsewhere shows that the container has another
+        // attachment. Then such rules stay in a family without a known address.
+        let (mut families, mut has_another) = (FAMILIES, false);
+        families.sort_by_key(|family| !is_known(*family));
+        self.purge_where(&identity.comment, families, |family, rules| {
+            let known = if is_known(family) || has_another { addresses } else { &[] };
+            has_another |= !identity.strays(rules, known, shape::container).is_empty();
+            identity.own(rules, known, shape::container)
+        })
     }
 
     /// Removes every rule that names `network` and none of the valid attachments. Reports the
@@ -219,7 +233,7 @@ impl NftPortMap {
     pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
         let mut left = BTreeSet::new();
-        let mut removal = self.purge_where("", |rules| {
+        let mut removal = self.purge_where("", FAMILIES, |_, rules| {
             let is_garbage = |rule: &Rule| {
                 identity::names_network(rule, network)
                     && !valid.iter().any(|identity| identity.owner(rule) == identity::Owner::This)
@@ -247,17 +261,22 @@ impl NftPortMap {
     }
 
     /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they may have gone.
-    fn purge_where(&mut self, within: &str, mut select: impl FnMut(&[Listed]) -> Vec<&Listed>) -> Removal {
+    fn purge_where(
+        &mut self,
+        within: &str,
+        families: [Family; 2],
+        mut select: impl FnMut(Family, &[Listed]) -> Vec<&Listed>,
+    ) -> Removal {
         let mut claims = Vec::new();
         let purged = repeat(|| {
             claims.clear();
             let mut batch = Batch::new();
             batch.only_at(self.nft.settle()?);
-            for family in FAMILIES {
+            for family in families {
                 let table = shape::table(family);
                 for chain in CONTAINERS {
                     let rules = self.nft.rules_commented(table, chain, within)?;
-                    for listed in select(&rules) {
+                    for listed in select(family, &rules) {
                         batch.delete_rule(table, chain, listed.handle);
                         claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
                     }

@@ -1,6 +1,8 @@
 //! Decides about the rules of other containers: those about a wanted port, and those to the
 //! container's own address.
 
+use std::net::IpAddr;
+
 use cni::Cidr;
 
 use super::super::conflict::{Fate, Judge};
@@ -82,6 +84,23 @@ impl Others<'_> {
 }
 
 impl State {
+    /// Returns the mappings to other addresses that name this container and no attachment.
+    pub(super) fn strays(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<Claim> {
+        let rules = self.rules.iter().filter(|(chain, _)| *chain != MASQUERADING);
+        let strays = rules.flat_map(|(_, rules)| identity.strays(rules, addresses, shape::container));
+        strays.filter_map(|listed| Some(shape::read(&listed.rule)?.0)).collect()
+    }
+
+    /// Returns the first mapping of this container that a packet for the claim meets.
+    pub(super) fn first(&self, identity: &Identity, claim: &Claim) -> Option<Claim> {
+        let chain = |name| self.rules.iter().filter(move |(chain, _)| *chain == name).flat_map(|(_, rules)| rules);
+        let mut mapped = chain(HOSTIP_HOSTPORTS)
+            .chain(chain(HOSTPORTS))
+            .filter(|listed| identity.owner(&listed.rule) != identity::Owner::Other)
+            .filter_map(|listed| Some(shape::read(&listed.rule)?.0));
+        mapped.find(|there| there.overlaps(claim))
+    }
+
     fn listed(&self) -> impl Iterator<Item = (&'static str, &Listed)> {
         self.rules.iter().flat_map(|(chain, rules)| rules.iter().map(move |listed| (*chain, listed)))
     }
