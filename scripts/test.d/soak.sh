@@ -8,12 +8,35 @@
 # how many of how many, and a test that has not come through the first fails. CNI_SOAK=N makes N times as many storms and
 # rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
 #
+# The tests of the plugins' allocator run under Miri and ThreadSanitizer too, by rustup's nightly toolchain.
+#
 # And N times 5,000 random lists are attached by Go and by us (CNI_LISTS: another number), at some 0.3 s of a processor each.
 
 soak_needs() { need iptables nft ping go-plugins; }
 
+# The allocator's file needs no crate but std, so it is a package of its own here, which builds in seconds. ThreadSanitizer must see
+# std's own synchronisation too: std is built with it.
+allocator() {
+    local package=$work/arena dir target why
+    dir=$(realpath -m "${CARGO_TARGET_DIR:-target}")/arena
+    target=$(rustc -vV | sed -n 's/^host: //p')
+    mkdir -p "$package"
+    printf '%s\n' '[package]' 'name = "arena"' 'edition = "2024"' '[lib]' "path = \"$root/pkg/cni-linux/src/sys/arena.rs\"" '[workspace]' >"$package/Cargo.toml"
+    if ! why=$(rustup -q component add --toolchain nightly miri rust-src 2>&1) ||
+        ! why=$(cargo +nightly fetch --quiet -Zbuild-std --target "$target" --manifest-path "$package/Cargo.toml" 2>&1); then
+        say "SKIP the allocator under Miri and ThreadSanitizer: $(printf '%s' "$why" | head -n 1)" | tee -a "$work/skips"
+        skipped=$((skipped + 1))
+        return
+    fi
+    tests "the allocator under Miri" "$package/miri" \
+        env CARGO_TARGET_DIR="$dir" cargo +nightly miri test --offline --manifest-path "$package/Cargo.toml" --lib
+    tests "the allocator under ThreadSanitizer" "$package/tsan" env CARGO_TARGET_DIR="$dir" RUSTFLAGS=-Zsanitizer=thread \
+        cargo +nightly test --offline -Zbuild-std --target "$target" --manifest-path "$package/Cargo.toml" --lib
+}
+
 soak_part() {
     local log=$work/soak
+    allocator
     # More tests than processors: most of the time they wait until the kernel has taken a link or a rule away.
     tests "crashes, errors and storms, all of them" "$log" \
         env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash --test killed

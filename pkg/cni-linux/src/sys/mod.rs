@@ -1,0 +1,75 @@
+//! The only unsafe code of the workspace: what neither std nor nix offers as a safe function.
+//!
+//! Each function is a few lines over one system call and has a contract without preconditions, so a caller cannot use it
+//! wrongly. Between fork and exec nothing may allocate: see [`die_with_parent`]. [`Arena`] is the plugins' allocator.
+#![allow(unsafe_code, reason = "the one module of the workspace that has unsafe code")]
+
+mod arena;
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::ptr;
+
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use nix::unistd::getppid;
+
+pub use arena::Arena;
+
+/// Turns a C result into an `io::Result`.
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// The kind of namespace behind a descriptor, as a `CLONE_NEW…` constant. ENOTTY if it is none (or on a kernel before
+/// 4.11).
+pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
+    // Powerpc numbers its requests differently from all others; nix knows.
+    const NS_GET_NSTYPE: libc::Ioctl = nix::request_code_none!(0xb7, 3) as libc::Ioctl;
+    // SAFETY: the descriptor is open for as long as it is borrowed, and this request takes no argument, so the kernel
+    // touches none of our memory.
+    let kind = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), NS_GET_NSTYPE) };
+    check(kind.into()).map(|_| kind)
+}
+
+/// A descriptor that becomes readable when the process ends. ENOSYS on a kernel before 5.3.
+pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
+    // The variadic `syscall` reads each argument as a `c_long`.
+    let (pid, flags): (libc::c_long, libc::c_long) = (pid.into(), 0);
+    // SAFETY: the call takes two integers and accesses no memory of this process.
+    let fd = check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, flags) })?;
+    let fd = libc::c_int::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Whether this process ignores the signal, because whoever started it did (nohup).
+pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: without a new action nothing changes; the old one is written to memory of ours that has its type.
+    check(unsafe { libc::sigaction(signal as libc::c_int, ptr::null(), action.as_mut_ptr()) }.into())?;
+    // SAFETY: all zeroes is a sigaction, and the call has filled it in.
+    Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
+}
+
+/// Makes the child die by SIGKILL when the thread that starts it dies. std itself gives the child an empty signal
+/// mask and the default action for SIGPIPE; the tests of `child` hold it to that.
+pub(crate) fn die_with_parent(command: &mut Command) {
+    let parent = std::process::id();
+    let in_child = move || {
+        prctl::set_pdeathsig(Signal::SIGKILL)?;
+        // If the parent died before the call above, no signal will come, and this process has another parent by now. A
+        // parent outside this pid namespace reads as 0 and cannot be the one that forked from inside it.
+        if u32::try_from(getppid().as_raw()) != Ok(parent) {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        Ok(())
+    };
+    // SAFETY: the closure runs between fork and exec: it makes two async-signal-safe calls, allocates nothing (an
+    // io::Error of an errno is a plain number), takes no lock and touches no memory but its own copy of `parent`.
+    unsafe { command.pre_exec(in_child) };
+}
