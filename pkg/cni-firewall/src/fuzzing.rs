@@ -13,12 +13,7 @@ pub fn rule_message(table: &str, chain: &str, rule: &nft::Rule) -> Result<Vec<u8
     let mut batch = Batch::new();
     batch.append_rule(Table { family: Family::Inet, name: table }, chain, rule);
     let mut bytes = Vec::new();
-    for mut change in batch.into_changes()? {
-        change.message.finalize();
-        let begin = bytes.len();
-        bytes.resize(begin + change.message.buffer_len(), 0);
-        change.message.serialize(&mut bytes[begin..]);
-    }
+    batch.into_changes()?.iter().for_each(|change| change.write(0, &mut bytes));
     Ok(bytes)
 }
 

@@ -106,6 +106,11 @@ impl Cause {
         Cause::Text(text.into())
     }
 
+    /// What the kernel refused with, and its own explanation, if it gave one.
+    pub fn kernel(errno: i32, said: Option<String>) -> Cause {
+        Cause::Kernel { source: io::Error::from_raw_os_error(errno), ack: said.map(Into::into) }
+    }
+
     fn io(&self) -> Option<&io::Error> {
         match self {
             Cause::Kernel { source, .. } | Cause::Taken { source, .. } => Some(source),

@@ -4,7 +4,8 @@
 //!
 //! - [`netns`]: network namespaces by path, and the one door through which code runs inside one.
 //! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`], [`bridge`],
-//!   [`veth`], [`vlan`], [`addr`], [`route`] and [`neigh`] put their verbs.
+//!   [`veth`], [`vlan`], [`addr`], [`route`] and [`neigh`] put their verbs. Its [`socket`](netlink::socket) is also that of
+//!   [`conntrack`], [`watch`] and `cni-firewall`.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
 //! - [`logging`]: where the log goes, if anybody asked for one.
@@ -33,7 +34,7 @@ pub mod mark;
 pub mod neigh;
 pub mod netlink;
 pub mod netns;
-pub mod patience;
+mod patience;
 pub mod process;
 pub mod route;
 mod stream;

@@ -10,15 +10,15 @@
 use std::io;
 
 /// How often a call that fails is made in all.
-pub const TRIES: usize = 4;
+const TRIES: usize = 4;
 
 /// Whether another try may go better.
-pub fn may_pass(error: &io::Error) -> bool {
+fn may_pass(error: &io::Error) -> bool {
     error.raw_os_error() != Some(libc::ENOBUFS)
 }
 
 /// Makes the call until it passes, or fails for good. Interruptions do not count.
-pub fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+pub(crate) fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let mut tries = 1;
     loop {
         match call() {

@@ -5,17 +5,17 @@
 //!
 //! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event that is over.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::Instant;
 
 use cni::machine::Machine;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket};
 
 use crate::error::{Cause, Error, Result};
 use crate::machine::{ending, wait_ready};
+use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
 /// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is told of before its route is
@@ -25,13 +25,14 @@ const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 /// An ear for changes to links, addresses and IPv6 routes of one namespace.
 #[derive(Debug)]
 pub struct Watch {
-    events: OwnedFd,
+    events: Events,
 }
 
 impl Watch {
     /// Listens to the calling thread's namespace, from now on.
     pub fn open() -> Result<Watch> {
-        listen().map(|events| Watch { events }).map_err(|errno| Error::new("failed to listen to the kernel", errno))
+        let events = Events::open(GROUPS).map_err(|error| Error::new("failed to listen to the kernel", error))?;
+        Ok(Watch { events })
     }
 
     /// Listens to another namespace, from now on.
@@ -72,28 +73,10 @@ impl Watch {
             let mut fds =
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
-            self.forget_events();
+            // Many events, one look.
+            self.events.forget();
         }
     }
-
-    /// Reads everything there is: many events, one look.
-    fn forget_events(&self) {
-        let mut byte = [0];
-        let all_fits = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC;
-        // ENOBUFS says that events were lost, once; the look that follows makes up for it.
-        while matches!(recv(self.events.as_raw_fd(), &mut byte, all_fits), Ok(_) | Err(Errno::ENOBUFS)) {}
-    }
-}
-
-fn listen() -> Result<OwnedFd, Errno> {
-    let events = socket(
-        AddressFamily::Netlink,
-        SockType::Raw,
-        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
-        SockProtocol::NetlinkRoute,
-    )?;
-    bind(events.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
-    Ok(events)
 }
 
 /// Readable as soon as SIGTERM, SIGINT or SIGHUP is pending. It is never read here: the machine does that, and remembers.

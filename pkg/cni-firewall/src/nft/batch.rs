@@ -8,14 +8,14 @@
 //! leaving them out where leaving them out is the kernel's default.
 
 use netlink_packet_core::DefaultNla;
-use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage};
+use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables as wire;
 use netlink_packet_netfilter::nftables::{ChainAttribute, NfTablesMessage, RuleAttribute, TableAttribute};
-use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage};
 
 use super::userdata;
 use super::{Family, Generation, Raw, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
+use cni_linux::netlink::wire::Message;
 
 /// Where a base chain is hooked in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +90,10 @@ pub(crate) enum Meaning {
 pub(crate) struct Change {
     pub(crate) what: String,
     pub(crate) meaning: Meaning,
-    pub(crate) message: NetlinkMessage<NetfilterMessage>,
+    /// `NLM_F_*`
+    pub(crate) flags: u16,
+    pub(crate) kind: u16,
+    pub(crate) body: Vec<u8>,
 }
 
 /// Changes that are made together or not at all.
@@ -100,6 +103,13 @@ pub struct Batch {
     generation: Option<Generation>,
     /// The first change that cannot even be written down.
     fault: Option<Error>,
+}
+
+impl Change {
+    /// The message of this number.
+    pub(crate) fn write(&self, sequence: u32, bytes: &mut Vec<u8>) {
+        Message { kind: self.kind, flags: self.flags, sequence, payload: &self.body }.write(bytes);
+    }
 }
 
 impl Batch {
@@ -278,14 +288,7 @@ impl Batch {
     }
 
     fn push(&mut self, what: String, meaning: Meaning, family: Family, flags: u16, message: NfTablesMessage) {
-        let mut message = NetlinkMessage::from(NetfilterMessage::new(family.header(), message));
-        message.header.flags = NLM_F_REQUEST | flags;
-        self.changes.push(Change { what, meaning, message });
-    }
-}
-
-impl Family {
-    pub(crate) fn header(self) -> NetfilterHeader {
-        NetfilterHeader::new(self.wire(), 0, 0)
+        let (kind, body) = family.message(&message);
+        self.changes.push(Change { what, meaning, flags: NLM_F_REQUEST | flags, kind, body });
     }
 }

@@ -168,7 +168,6 @@ mod tests {
     use super::*;
     use cni_linux::netlink::wire::{Message, answer, messages};
     use netlink_packet_core::Emitable;
-    use nix::errno::Errno;
     use proptest::prelude::*;
 
     fn round_trip(exprs: &[Expr]) {
@@ -215,7 +214,7 @@ mod tests {
             payload.resize(4 + usize::try_from(request).unwrap(), 0);
             payload.extend(tlv(8, b"why\0"));
             let message = Message { kind: 2, flags, sequence: 0, payload: &payload };
-            assert_eq!(answer(&message), Some((Some(Errno::ENOENT), Some("why".into()))));
+            assert_eq!(answer(&message), Some((libc::ENOENT, Some("why".into()))));
         }
     }
 
@@ -242,10 +241,8 @@ mod tests {
         exprs.extend(expr::masked(expr::daddr("10.0.0.0".parse().unwrap()), 8));
         exprs.push(Expr::Verdict(Verdict::Jump("somewhere".into())));
         batch.append_rule(table, "PREROUTING", &Rule::new(exprs).with_comment("c").with_tag(0x80, b"tag"));
-        let mut change = batch.into_changes().unwrap().remove(0);
-        change.message.finalize();
-        let mut bytes = vec![0; change.message.buffer_len()];
-        change.message.serialize(&mut bytes);
+        let mut bytes = Vec::new();
+        batch.into_changes().unwrap().remove(0).write(0, &mut bytes);
         bytes
     }
 

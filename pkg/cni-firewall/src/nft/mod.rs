@@ -11,7 +11,9 @@
 
 use std::fmt;
 
+use cni_linux::netlink::wire::emitted;
 use netlink_packet_netfilter::NetfilterProtoFamily;
+use netlink_packet_netfilter::nftables::NfTablesMessage;
 
 mod batch;
 pub mod decode;
@@ -22,6 +24,9 @@ pub mod userdata;
 pub use batch::{BaseChain, Batch, Hook, Kind};
 pub use expr::{Expr, Verdict};
 pub use socket::{Generation, Nft, mentions, occurs, raced};
+
+/// nf_tables among the subsystems of netfilter.
+const NFNL_SUBSYS_NFTABLES: u16 = 10;
 
 /// Which packets a table sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,13 +42,16 @@ pub enum Family {
 }
 
 impl Family {
-    fn wire(self) -> NetfilterProtoFamily {
-        match self {
+    /// A message's type and what follows its header: the family, the version, no resource, the attributes.
+    fn message(self, message: &NfTablesMessage) -> (u16, Vec<u8>) {
+        let family = match self {
             Family::Inet => NetfilterProtoFamily::Inet,
             Family::Ip => NetfilterProtoFamily::IPv4,
             Family::Ip6 => NetfilterProtoFamily::IPv6,
             Family::Bridge => NetfilterProtoFamily::Bridge,
-        }
+        };
+        let kind = NFNL_SUBSYS_NFTABLES << 8 | u16::from(u8::from(message.message_type()));
+        (kind, [&[u8::from(family), 0, 0, 0][..], &emitted(message)].concat())
     }
 }
 

@@ -1,33 +1,25 @@
 //! The conversation with the kernel: transactions with their answers, dumps that are consistent.
 //!
-//! The kernel works on a request inside the very `send` that brings it, so every answer is there when `send` returns,
-//! and each `recv` of a dump queues the next part. Therefore nothing here ever waits: an answer that is not there will
-//! not come, and is an error.
-
-use std::fmt;
-use std::os::fd::AsRawFd as _;
+//! Nothing here ever waits: an answer that is not there when the request has been sent will not come, and is an error.
 
 use cni::steps::{Step, hex};
-use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage};
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables::{
     ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage,
 };
-use netlink_packet_netfilter::none::ControlMessage;
-use netlink_packet_netfilter::{NetfilterHeader, NetfilterMessage, NetfilterProtoFamily};
-use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
 use nix::errno::Errno;
-use nix::sys::socket::sockopt::SndBufForce;
-use nix::sys::socket::{MsgFlags, recv, setsockopt};
 
-use super::batch::{Batch, Change, Meaning};
+use super::batch::{Batch, Meaning};
 use super::decode;
-use super::{Chain, Listed, Table};
+use super::{Chain, Listed, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::netlink::wire::{self, NLMSG_DONE, NLMSG_ERROR};
-use cni_linux::patience::{TRIES, may_pass};
+use cni_linux::netlink::socket::{Protocol, Socket};
+use cni_linux::netlink::wire::{self, Message, NLMSG_ERROR};
 
-/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer), an answer far less.
-const RECEIVE: usize = 64 * 1024;
+const NFNL_MSG_BATCH_BEGIN: u16 = 16;
+const NFNL_MSG_BATCH_END: u16 = 17;
+const NFNL_BATCH_GENID: u16 = 1;
+
 /// How often a list is read until two readings agree. Every change of the rules spoils at most two, so this is reached
 /// by an endless stream of changes only.
 const DUMPS: usize = 512;
@@ -35,20 +27,13 @@ const DUMPS: usize = 512;
 const HURRIED: usize = 4;
 
 /// A connection to nf_tables in the network namespace it was opened in.
+#[derive(Debug)]
 pub struct Nft {
     socket: Socket,
-    sequence: u32,
-    buffer: Vec<u8>,
     /// Whether a list counts at its first reading: between [`Nft::settle`] and the next commit.
     settled: bool,
     /// How often a list is read.
     dumps: usize,
-}
-
-impl fmt::Debug for Nft {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Nft").field("sequence", &self.sequence).finish_non_exhaustive()
-    }
 }
 
 /// Whether a change failed because what it was based on has been changed by somebody else: read again and repeat, with
@@ -77,27 +62,16 @@ pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
 
 /// A failure that [`Error::is_unsupported`] recognises, with the kernel's vaguer words kept.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
-    let ack = format!("{why} ({errno})").into();
-    Error::new(what, Cause::Kernel { source: Errno::EOPNOTSUPP.into(), ack: Some(ack) })
+    Error::new(what, Cause::kernel(libc::EOPNOTSUPP, Some(format!("{why} ({errno})"))))
 }
 
 impl Nft {
     /// Opens a socket in the calling thread's network namespace. A kernel without netfilter's netlink:
     /// [`Error::is_unsupported`].
     pub fn open() -> Result<Nft> {
-        let open = || -> std::io::Result<Socket> {
-            let mut socket = Socket::new(NETLINK_NETFILTER)?;
-            socket.bind_auto()?;
-            // Connected to the kernel, it hears nobody else.
-            socket.connect(&SocketAddr::new(0, 0))?;
-            // Both are comfort: kernels before 4.12 and 4.2 lack them.
-            let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
-            Ok(socket)
-        };
-        match open() {
-            Ok(socket) => Ok(Nft { socket, sequence: 0, buffer: vec![0; RECEIVE], settled: false, dumps: DUMPS }),
-            Err(error) => Err(Error::new("failed to open a netfilter socket", error)),
-        }
+        let socket = Socket::open(Protocol::Netfilter);
+        let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
+        Ok(Nft { socket, settled: false, dumps: DUMPS })
     }
 
     /// Makes all changes of the batch, or none. The error names the first change that the kernel refused, with its
@@ -138,32 +112,25 @@ impl Nft {
             };
         };
         // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge the end itself.
-        last.message.header.flags |= NLM_F_ACK;
-        let first = self.sequence.wrapping_add(1);
+        last.flags |= NLM_F_ACK;
+        let begin = match generation {
+            Some(Generation(generation)) => wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()),
+            None => Vec::new(),
+        };
         let mut bytes = Vec::new();
-        self.append(&mut bytes, control(ControlMessage::BatchBegin));
-        if let Some(Generation(generation)) = generation {
-            // The packet crate's message for the beginning has no attributes.
-            const NFNL_BATCH_GENID: u16 = 1;
-            bytes.extend(8_u16.to_ne_bytes());
-            bytes.extend(NFNL_BATCH_GENID.to_ne_bytes());
-            bytes.extend(generation.to_be_bytes());
-            if let (Ok(len), Some(header)) = (u32::try_from(bytes.len()), bytes.get_mut(..4)) {
-                header.copy_from_slice(&len.to_ne_bytes());
-            }
-        }
-        for Change { message, .. } in &mut changes {
-            self.append(&mut bytes, message);
+        let first = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin, &mut bytes);
+        for change in &changes {
+            change.write(self.socket.next_sequence(), &mut bytes);
         }
         match ending {
-            Ending::Commit => self.append(&mut bytes, control(ControlMessage::BatchEnd)),
+            Ending::Commit => drop(self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)),
             // Without its end the kernel checks a batch, answers, and rolls it back.
             Ending::Abort => {}
         }
-        self.send(WHOLE, &bytes)?;
+        self.socket.send(&bytes).map_err(|cause| Error::new(WHOLE, cause))?;
 
-        let (mut acknowledged, mut refused) = (false, None::<(usize, Errno, Option<String>)>);
-        while let Some(datagram) = self.receive(WHOLE)? {
+        let (mut acknowledged, mut refused) = (false, None::<(usize, i32, Option<String>)>);
+        while let Some(datagram) = self.socket.receive().map_err(|cause| Error::new(WHOLE, cause))? {
             for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
                 let Some((errno, said)) = wire::answer(&message) else { continue };
                 // 0: the batch as a whole. Then come the changes, then the end.
@@ -171,12 +138,12 @@ impl Nft {
                 match errno {
                     // A late answer to an earlier batch, which was given up on an overrun.
                     _ if at > changes.len() + 1 => {}
-                    None => acknowledged |= at == changes.len(),
+                    0 => acknowledged |= at == changes.len(),
                     // A later refusal is often a consequence of the first.
-                    Some(errno) if refused.as_ref().is_none_or(|(before, ..)| at < *before) => {
+                    errno if refused.as_ref().is_none_or(|(before, ..)| at < *before) => {
                         refused = Some((at, errno, said));
                     }
-                    Some(_) => {}
+                    _ => {}
                 }
             }
         }
@@ -186,18 +153,17 @@ impl Nft {
         };
         let change = at.checked_sub(1).and_then(|at| changes.get(at));
         let what = change.map_or(WHOLE, |change| change.what.as_str());
-        if let Some(Change { message, .. }) = change {
-            request.resize(message.buffer_len(), 0);
-            message.serialize(request);
+        if let Some(change) = change {
+            change.write(first.wrapping_add(u32::try_from(at).unwrap_or(0)), request);
         }
         Err(match (errno, change.map(|change| change.meaning)) {
-            (Errno::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", errno),
+            (libc::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", Errno::ENOENT),
             // Kernels differ in how they refuse to change a base chain's hook; on older ones it is EEXIST.
-            (Errno::EOPNOTSUPP, Some(Meaning::BaseChain)) => {
+            (libc::EOPNOTSUPP, Some(Meaning::BaseChain)) => {
                 let ack = Some("with another hook, type or priority".into());
-                Error::new(what, Cause::Kernel { source: Errno::EEXIST.into(), ack })
+                Error::new(what, Cause::kernel(libc::EEXIST, ack))
             }
-            _ => Error::new(what, Cause::Kernel { source: errno.into(), ack: said.map(Into::into) }),
+            _ => Error::new(what, Cause::kernel(errno, said)),
         })
     }
 
@@ -306,7 +272,7 @@ impl Nft {
         let attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
         let request = NfTablesMessage::GetChain(ChainMessage { attributes });
         let mut found = None;
-        match self.ask(&what, table, request, 0, |message| found = decode::chain(message.payload)) {
+        match self.ask(&what, table, &request, 0, |message| found = decode::chain(message.payload)) {
             Ok(_) => Ok(found.map(|(_, chain)| chain)),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -323,9 +289,9 @@ impl Nft {
         // The kernel announces a generation before it has taken removed rules off its lists. A transaction without
         // changes has to wait for the one at work, and is none itself.
         let mut bytes = Vec::new();
-        self.append(&mut bytes, control(ControlMessage::BatchBegin));
-        self.append(&mut bytes, control(ControlMessage::BatchEnd));
-        self.send(WHAT, &bytes)?;
+        self.write_control(NFNL_MSG_BATCH_BEGIN, &[], &mut bytes);
+        self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
+        self.socket.send(&bytes).map_err(|cause| Error::new(WHAT, cause))?;
         self.settled = true;
         Ok(generation)
     }
@@ -336,7 +302,7 @@ impl Nft {
         let any = Table { family: super::Family::Inet, name: "" };
         let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
         let mut generation = None;
-        self.ask(WHAT, any, request, 0, |message| generation = decode::whole_generation(message.payload))?;
+        self.ask(WHAT, any, &request, 0, |message| generation = decode::whole_generation(message.payload))?;
         generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel did not say it")))
     }
 
@@ -357,7 +323,7 @@ impl Nft {
         let mut before = None;
         for _ in 0..self.dumps {
             let (mut handles, mut items, mut generation, mut whole) = (Vec::new(), Vec::new(), None, true);
-            let undisturbed = self.ask(what, table, request.clone(), NLM_F_DUMP, |message| {
+            let undisturbed = self.ask(what, table, &request, NLM_F_DUMP, |message| {
                 let seen = decode::generation(message.payload);
                 whole &= *generation.get_or_insert(seen) == seen;
                 if let Some((handle, item)) = decode(message.payload) {
@@ -378,88 +344,27 @@ impl Nft {
         &mut self,
         what: &str,
         table: Table<'_>,
-        request: NfTablesMessage,
+        request: &NfTablesMessage,
         flags: u16,
-        mut object: impl FnMut(&wire::Message<'_>),
+        mut object: impl FnMut(&Message<'_>),
     ) -> Result<bool> {
-        let mut request = NetlinkMessage::from(NetfilterMessage::new(table.family.header(), request));
-        request.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
-        let mut bytes = Vec::new();
-        self.append(&mut bytes, &mut request);
-        self.send(what, &bytes)?;
-        let (sequence, mut undisturbed) = (self.sequence, true);
-        while let Some(datagram) = self.receive(what)? {
-            for message in wire::messages(datagram).filter(|message| message.sequence == sequence) {
-                undisturbed &= message.flags & NLM_F_DUMP_INTR == 0;
-                match message.kind {
-                    NLMSG_DONE | NLMSG_ERROR => match wire::answer(&message) {
-                        None | Some((None, _)) => return Ok(undisturbed),
-                        // Only a kernel without nf_tables finds fault with the form of our questions.
-                        Some((Some(errno @ Errno::EINVAL), _)) => {
-                            return Err(unsupported(what, "no nf_tables", errno));
-                        }
-                        Some((Some(errno), said)) => {
-                            return Err(Error::new(
-                                what,
-                                Cause::Kernel { source: errno.into(), ack: said.map(Into::into) },
-                            ));
-                        }
-                    },
-                    _ => object(&message),
-                }
-            }
-        }
-        Err(Error::new(what, Cause::text("the kernel's answer has no end")))
+        let (kind, body) = table.family.message(request);
+        let answer = self.socket.ask(kind, flags, &body, &mut object);
+        answer.map_err(|cause| match Error::new(what, cause) {
+            // Only a kernel without nf_tables finds fault with the form of our questions.
+            error if error.errno() == Some(libc::EINVAL) => unsupported(what, "no nf_tables", Errno::EINVAL),
+            error => error,
+        })
     }
 
-    /// Numbers the message and puts its bytes behind the others.
-    fn append(&mut self, bytes: &mut Vec<u8>, message: impl std::borrow::BorrowMut<NetlinkMessage<NetfilterMessage>>) {
-        let mut message = message;
-        let message = message.borrow_mut();
-        self.sequence = self.sequence.wrapping_add(1);
-        message.header.sequence_number = self.sequence;
-        message.finalize();
-        let start = bytes.len();
-        bytes.resize(start + message.buffer_len(), 0);
-        message.serialize(&mut bytes[start..]);
-    }
-
-    fn send(&mut self, what: &str, bytes: &[u8]) -> Result<()> {
-        // What an earlier, abandoned request left is nobody's any more.
-        while let Ok(Some(_)) = self.receive(what) {}
-        let mut grown = false;
-        loop {
-            match self.socket.send(bytes, 0) {
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                // Some 2,000 rules to delete are more than a socket takes at once by default. Root may have any size;
-                // who may not keeps the first error.
-                Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !grown => {
-                    grown = true;
-                    let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
-                }
-                sent => return sent.map(drop).map_err(|error| Error::new(what, error)),
-            }
-        }
-    }
-
-    /// The next datagram, if there is one.
-    fn receive(&mut self, what: &str) -> Result<Option<&[u8]>> {
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC;
-        // A call that failed has taken nothing off the queue, and without its answer nobody knows whether a change was made.
-        let mut tries = 1;
-        let received = loop {
-            match recv(self.socket.as_raw_fd(), &mut self.buffer, flags) {
-                Err(Errno::EINTR) => {}
-                Err(error) if error != Errno::EAGAIN && tries < TRIES && may_pass(&error.into()) => tries += 1,
-                received => break received,
-            }
-        };
-        match received {
-            Ok(len) if len > self.buffer.len() => Err(Error::new(what, Errno::EMSGSIZE)),
-            Ok(len) => Ok(Some(&self.buffer[..len])),
-            Err(Errno::EAGAIN) => Ok(None),
-            Err(errno) => Err(Error::new(what, errno)),
-        }
+    /// Writes the beginning or the end of a transaction, and returns its number.
+    fn write_control(&mut self, kind: u16, attributes: &[u8], bytes: &mut Vec<u8>) -> u32 {
+        let sequence = self.socket.next_sequence();
+        // No family, no version; the subsystem, in the network's byte order.
+        let [high, low] = NFNL_SUBSYS_NFTABLES.to_be_bytes();
+        let payload = [&[0, 0, high, low][..], attributes].concat();
+        Message { kind, flags: NLM_F_REQUEST, sequence, payload: &payload }.write(bytes);
+        sequence
     }
 }
 
@@ -467,12 +372,4 @@ impl Nft {
 enum Ending {
     Commit,
     Abort,
-}
-
-fn control(message: ControlMessage) -> NetlinkMessage<NetfilterMessage> {
-    const NFNL_SUBSYS_NFTABLES: u16 = 10;
-    let header = NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, NFNL_SUBSYS_NFTABLES);
-    let mut message = NetlinkMessage::from(NetfilterMessage::new(header, message));
-    message.header.flags = NLM_F_REQUEST;
-    message
 }

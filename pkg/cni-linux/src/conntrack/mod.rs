@@ -9,25 +9,21 @@
 //! clients to that port *elsewhere* pass through this table too, and must live.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::AsRawFd as _;
 
-use netlink_sys::{Socket, protocols::NETLINK_NETFILTER};
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP};
 use nix::errno::Errno;
-use nix::sys::socket::{MsgFlags, recv};
 
 use crate::Netlink;
 use crate::error::{Cause, Error, Result};
-use crate::netlink::wire::{self, Message, NLMSG_DONE, NLMSG_ERROR, attributes};
+use crate::netlink::socket::{Protocol as Subsystem, Socket};
+use crate::netlink::wire::{Message, attribute, attributes, new_attribute, new_nest};
 
 mod claim;
 mod text;
 
 pub use claim::{Claim, Protocol};
 
-/// A dump's parts are at most 32 KiB.
-const RECEIVE: usize = 64 * 1024;
 /// How often a dump the kernel calls incomplete is begun anew. What is still missed then stays: nothing worse.
 const DUMPS: usize = 3;
 
@@ -35,10 +31,6 @@ const CTNETLINK: u16 = 1 << 8;
 const IPCTNL_MSG_CT_NEW: u16 = CTNETLINK;
 const IPCTNL_MSG_CT_GET: u16 = CTNETLINK | 1;
 const IPCTNL_MSG_CT_DELETE: u16 = CTNETLINK | 2;
-const NLM_F_REQUEST: u16 = 1;
-const NLM_F_ACK: u16 = 4;
-const NLM_F_DUMP: u16 = 0x300;
-const NLM_F_DUMP_INTR: u16 = 0x10;
 /// `struct nfgenmsg`
 const NFGENMSG: usize = 4;
 
@@ -49,7 +41,6 @@ const CTA_ZONE: u16 = 18;
 const CTA_FILTER: u16 = 25;
 const CTA_TUPLE_IP: u16 = 1;
 const CTA_TUPLE_PROTO: u16 = 2;
-const NLA_F_NESTED: u16 = 1 << 15;
 
 /// Which of the connections to a claimed port are forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,31 +78,17 @@ pub(crate) fn entries_in(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<En
 }
 
 /// A connection to the kernel's table in the network namespace it was opened in.
+#[derive(Debug)]
 pub struct Conntrack {
     socket: Socket,
-    sequence: u32,
-    buffer: Vec<u8>,
-}
-
-impl fmt::Debug for Conntrack {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Conntrack").field("sequence", &self.sequence).finish_non_exhaustive()
-    }
 }
 
 impl Conntrack {
     /// Opens a socket in the calling thread's network namespace.
     pub fn open() -> Result<Conntrack> {
-        let open = || -> std::io::Result<Socket> {
-            let mut socket = Socket::new(NETLINK_NETFILTER)?;
-            socket.bind_auto()?;
-            socket.connect(&netlink_sys::SocketAddr::new(0, 0))?;
-            Ok(socket)
-        };
-        match open() {
-            Ok(socket) => Ok(Conntrack { socket, sequence: 0, buffer: vec![0; RECEIVE] }),
-            Err(error) => Err(Error::new("failed to open a netfilter socket", error)),
-        }
+        let socket = Socket::open(Subsystem::Netfilter);
+        let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
+        Ok(Conntrack { socket })
     }
 
     /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim without a host address is
@@ -155,12 +132,16 @@ impl Conntrack {
         const WHAT: &str = "failed to list the tracked connections";
         for _ in 0..DUMPS {
             let mut entries = Vec::new();
-            let undisturbed = self.ask(WHAT, IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, |message| {
-                let is_wanted = |entry: &Entry| wanted.ports.contains(&(entry.protocol, entry.destination.port()));
+            let is_wanted = |entry: &Entry| wanted.ports.contains(&(entry.protocol, entry.destination.port()));
+            let read = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
                 entries.extend(entry(message).filter(is_wanted));
-            })?;
-            if undisturbed {
-                return Ok(entries);
+            });
+            match read.map_err(|cause| Error::new(WHAT, cause)) {
+                Ok(true) => return Ok(entries),
+                Ok(false) => {}
+                // What the kernel says where it has no ctnetlink.
+                Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(WHAT, Errno::EOPNOTSUPP)),
+                Err(error) => return Err(error),
             }
         }
         Err(Error::new(WHAT, Cause::text(format!("the table changed during each of {DUMPS} attempts to read it"))))
@@ -172,68 +153,14 @@ impl Conntrack {
             "failed to delete the tracked {} connection to {} that {} answers",
             entry.protocol, entry.destination, entry.answered_by
         );
-        match self.ask(&what, IPCTNL_MSG_CT_DELETE, NLM_F_ACK, &entry.key, |_| {}) {
+        let deleted = self.socket.ask(IPCTNL_MSG_CT_DELETE, NLM_F_ACK, &entry.key, &mut |_| {});
+        match deleted.map_err(|cause| Error::new(what, cause)) {
             Ok(_) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
         }
     }
-
-    /// Sends one request and hands over each message of the answer. Returns whether a list was read undisturbed.
-    fn ask(
-        &mut self,
-        what: &str,
-        kind: u16,
-        flags: u16,
-        body: &[u8],
-        mut object: impl FnMut(&Message<'_>),
-    ) -> Result<bool> {
-        self.sequence = self.sequence.wrapping_add(1);
-        let mut bytes = Vec::with_capacity(16 + body.len());
-        bytes.extend(u32::try_from(16 + body.len()).unwrap_or(u32::MAX).to_ne_bytes());
-        bytes.extend(kind.to_ne_bytes());
-        bytes.extend((NLM_F_REQUEST | flags).to_ne_bytes());
-        bytes.extend(self.sequence.to_ne_bytes());
-        bytes.extend([0; 4]);
-        bytes.extend(body);
-        self.socket.send(&bytes, 0).map_err(|error| Error::new(what, error))?;
-        let (sequence, mut undisturbed) = (self.sequence, true);
-        // The kernel answers inside `send`, and queues each next part of a dump inside `recv`.
-        while let Some(datagram) = self.receive(what)? {
-            for message in wire::messages(datagram).filter(|message| message.sequence == sequence) {
-                undisturbed &= message.flags & NLM_F_DUMP_INTR == 0;
-                match message.kind {
-                    NLMSG_DONE | NLMSG_ERROR => match wire::answer(&message) {
-                        None | Some((None, _)) => return Ok(undisturbed),
-                        // What the kernel says where it has no ctnetlink.
-                        Some((Some(Errno::EINVAL), _)) if kind == IPCTNL_MSG_CT_GET => {
-                            return Err(Error::new(what, Errno::EOPNOTSUPP));
-                        }
-                        Some((Some(errno), said)) => {
-                            let cause = Cause::Kernel { source: errno.into(), ack: said.map(Into::into) };
-                            return Err(Error::new(what, cause));
-                        }
-                    },
-                    _ => object(&message),
-                }
-            }
-        }
-        Err(Error::new(what, Cause::text("the kernel's answer has no end")))
-    }
-
-    fn receive(&mut self, what: &str) -> Result<Option<&[u8]>> {
-        loop {
-            match recv(self.socket.as_raw_fd(), &mut self.buffer, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC) {
-                Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => return Ok(None),
-                Err(errno) => return Err(Error::new(what, errno)),
-                Ok(len) if len > self.buffer.len() => return Err(Error::new(what, Errno::EMSGSIZE)),
-                Ok(len) => return Ok(Some(&self.buffer[..len])),
-            }
-        }
-    }
 }
-
 /// How many connections are tracked in the calling thread's namespace, where the kernel tells. A pass over the table
 /// costs something even if it is none, because the kernel walks every bucket that all namespaces share.
 fn count() -> Option<u64> {
@@ -285,14 +212,6 @@ impl Local {
     }
 }
 
-fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let len = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
-    let mut bytes = [len.to_ne_bytes(), kind.to_ne_bytes()].concat();
-    bytes.extend(value);
-    bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes
-}
-
 /// What all entries that matter have in common.
 struct Wanted {
     ports: BTreeSet<(Protocol, u16)>,
@@ -325,17 +244,17 @@ impl Wanted {
         let mut body = vec![self.family, 0, 0, 0];
         let protocols: BTreeSet<Protocol> = self.ports.iter().map(|(protocol, _)| *protocol).collect();
         let (Some(protocol), 1, true) = (protocols.first(), protocols.len(), self.family != 0) else { return body };
-        let mut proto = attribute(CTA_PROTO_NUM, &[protocol.number()]);
+        let mut proto = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
         let mut flags = F_PROTO_NUM;
         if let (1, Some((_, port))) = (self.ports.len(), self.ports.first()) {
-            proto.extend(attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()));
+            proto.extend(new_attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()));
             flags |= F_PROTO_DST_PORT;
         }
-        let tuple = attribute(CTA_TUPLE_PROTO | NLA_F_NESTED, &proto);
-        body.extend(attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, &tuple));
-        let mut wanted = attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
-        wanted.extend(attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
-        body.extend(attribute(CTA_FILTER | NLA_F_NESTED, &wanted));
+        let tuple = new_nest(CTA_TUPLE_PROTO, &proto);
+        body.extend(new_nest(CTA_TUPLE_ORIG, &tuple));
+        let mut wanted = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
+        wanted.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
+        body.extend(new_nest(CTA_FILTER, &wanted));
         body
     }
 }
@@ -346,15 +265,14 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
         return None;
     }
     let (header, body) = message.payload.split_at_checked(NFGENMSG)?;
-    let find = |wanted| attributes(body).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
-    let original = find(CTA_TUPLE_ORIG)?;
+    let original = attribute(body, CTA_TUPLE_ORIG)?;
     let (protocol, destination) = tuple(original)?;
-    let answered_by = address(find(CTA_TUPLE_REPLY)?, Side::Source)?;
+    let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
     // The family, then what tells this entry from all others.
     let mut key = vec![*header.first()?, 0, 0, 0];
-    key.extend(attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, original));
+    key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {
-        key.extend(find(kind).map(|value| attribute(kind, value)).unwrap_or_default());
+        key.extend(attribute(body, kind).map(|value| new_attribute(kind, value)).unwrap_or_default());
     }
     Some(Entry { protocol, destination, answered_by, key })
 }
@@ -369,15 +287,14 @@ enum Side {
 fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     const CTA_PROTO_NUM: u16 = 1;
     const CTA_PROTO_DST_PORT: u16 = 3;
-    let (_, proto) = attributes(tuple).find(|(kind, _)| *kind == CTA_TUPLE_PROTO)?;
-    let find = |wanted| attributes(proto).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
-    let [number] = find(CTA_PROTO_NUM)? else { return None };
-    let port = u16::from_be_bytes(find(CTA_PROTO_DST_PORT)?.try_into().ok()?);
+    let proto = attribute(tuple, CTA_TUPLE_PROTO)?;
+    let [number] = attribute(proto, CTA_PROTO_NUM)? else { return None };
+    let port = u16::from_be_bytes(attribute(proto, CTA_PROTO_DST_PORT)?.try_into().ok()?);
     Some((Protocol::by_number(*number)?, SocketAddr::new(address(tuple, Side::Destination)?, port)))
 }
 
 fn address(tuple: &[u8], side: Side) -> Option<IpAddr> {
-    let (_, ip) = attributes(tuple).find(|(kind, _)| *kind == CTA_TUPLE_IP)?;
+    let ip = attribute(tuple, CTA_TUPLE_IP)?;
     // Source and destination of IPv4 are 1 and 2, those of IPv6 3 and 4.
     let offset = match side {
         Side::Source => 0,

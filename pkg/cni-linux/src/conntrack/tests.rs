@@ -163,15 +163,16 @@ fn text_that_is_not_understood_is_left_to_the_list() {
 /// An entry as the kernel sends it: UDP, 10.0.0.9:4000 to 192.0.2.1:53, answered by 10.0.0.2.
 fn a_message() -> Vec<u8> {
     let tuple = |from: [u8; 4], to: [u8; 4], port: u16| {
-        let ip = [attribute(1, &from), attribute(2, &to)].concat();
+        let ip = [new_attribute(1, &from), new_attribute(2, &to)].concat();
         let proto =
-            [attribute(1, &[17]), attribute(2, &4000_u16.to_be_bytes()), attribute(3, &port.to_be_bytes())].concat();
-        [attribute(1 | NLA_F_NESTED, &ip), attribute(2 | NLA_F_NESTED, &proto)].concat()
+            [new_attribute(1, &[17]), new_attribute(2, &4000_u16.to_be_bytes()), new_attribute(3, &port.to_be_bytes())]
+                .concat();
+        [new_nest(1, &ip), new_nest(2, &proto)].concat()
     };
     let mut payload = vec![2, 0, 0, 0];
-    payload.extend(attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, &tuple([10, 0, 0, 9], [192, 0, 2, 1], 53)));
-    payload.extend(attribute(CTA_TUPLE_REPLY | NLA_F_NESTED, &tuple([10, 0, 0, 2], [10, 0, 0, 9], 4000)));
-    payload.extend(attribute(CTA_ID, &[1, 2, 3, 4]));
+    payload.extend(new_nest(CTA_TUPLE_ORIG, &tuple([10, 0, 0, 9], [192, 0, 2, 1], 53)));
+    payload.extend(new_nest(CTA_TUPLE_REPLY, &tuple([10, 0, 0, 2], [10, 0, 0, 9], 4000)));
+    payload.extend(new_attribute(CTA_ID, &[1, 2, 3, 4]));
     payload
 }
 

@@ -8,7 +8,7 @@
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
 
-use super::{CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, NLA_F_NESTED, Protocol, Wanted, attribute};
+use super::{CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, Protocol, Wanted, new_attribute, new_nest};
 
 /// So many buckets have to be there for each entry.
 const BUCKETS: u64 = 512;
@@ -65,22 +65,19 @@ fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
     let to: u16 = values("dport").next()?.parse().ok()?;
     let (family, ip) = match (source, destination) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
-            (AF_INET, [attribute(1, &source.octets()), attribute(2, &destination.octets())].concat())
+            (AF_INET, [new_attribute(1, &source.octets()), new_attribute(2, &destination.octets())].concat())
         }
         (IpAddr::V6(source), IpAddr::V6(destination)) => {
-            (AF_INET6, [attribute(3, &source.octets()), attribute(4, &destination.octets())].concat())
+            (AF_INET6, [new_attribute(3, &source.octets()), new_attribute(4, &destination.octets())].concat())
         }
         _ => return None,
     };
-    let number = attribute(1, &[protocol.number()]);
-    let ports = [attribute(2, &from.to_be_bytes()), attribute(3, &to.to_be_bytes())].concat();
-    let tuple = [
-        attribute(CTA_TUPLE_IP | NLA_F_NESTED, &ip),
-        attribute(CTA_TUPLE_PROTO | NLA_F_NESTED, &[number, ports].concat()),
-    ];
+    let number = new_attribute(1, &[protocol.number()]);
+    let ports = [new_attribute(2, &from.to_be_bytes()), new_attribute(3, &to.to_be_bytes())].concat();
+    let tuple = [new_nest(CTA_TUPLE_IP, &ip), new_nest(CTA_TUPLE_PROTO, &[number, ports].concat())];
     // Without the entry's number a new connection from the same port in this very moment would be meant too; its next
     // packet makes it anew, by the same rules.
     let mut key = vec![family, 0, 0, 0];
-    key.extend(attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, &tuple.concat()));
+    key.extend(new_nest(CTA_TUPLE_ORIG, &tuple.concat()));
     Some(Entry { protocol, destination: SocketAddr::new(destination, to), answered_by, key })
 }

@@ -1,10 +1,11 @@
-//! Messages and attributes of netlink, read out of the kernel's bytes without trust: no input makes it panic, what it does
-//! not know it skips.
+//! Messages and attributes of netlink: written, and read out of the kernel's bytes without trust.
+//!
+//! No input makes a reader panic; what a reader does not know it skips.
 
-use nix::errno::Errno;
+use netlink_packet_core::Emitable;
 
 /// A netlink message's header, and where its payload is.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
     /// Type.
     pub kind: u16,
@@ -21,7 +22,45 @@ pub const NLMSG_ERROR: u16 = 2;
 /// The end of a dump.
 pub const NLMSG_DONE: u16 = 3;
 
-const HEADER: usize = 16;
+/// The length of a message's header.
+pub(crate) const HEADER: usize = 16;
+/// The flag of an attribute whose value is attributes.
+const NLA_F_NESTED: u16 = 1 << 15;
+
+impl Message<'_> {
+    /// Appends the message's bytes, with the length that it has.
+    pub fn write(&self, bytes: &mut Vec<u8>) {
+        let begin = bytes.len();
+        bytes.extend(u32::try_from(HEADER + self.payload.len()).unwrap_or(u32::MAX).to_ne_bytes());
+        bytes.extend(self.kind.to_ne_bytes());
+        bytes.extend(self.flags.to_ne_bytes());
+        bytes.extend(self.sequence.to_ne_bytes());
+        // The port, which the kernel fills in.
+        bytes.extend([0; 4]);
+        bytes.extend(self.payload);
+        bytes.resize(begin + align(bytes.len() - begin), 0);
+    }
+}
+
+/// What the packet crates write of it.
+pub fn emitted(object: &(impl Emitable + ?Sized)) -> Vec<u8> {
+    let mut bytes = vec![0; object.buffer_len()];
+    object.emit(&mut bytes);
+    bytes
+}
+
+/// An attribute, padded.
+pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+    let len = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
+    let mut bytes = [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat();
+    bytes.resize(align(bytes.len()), 0);
+    bytes
+}
+
+/// An attribute that consists of attributes.
+pub fn new_nest(kind: u16, attributes: &[u8]) -> Vec<u8> {
+    new_attribute(kind | NLA_F_NESTED, attributes)
+}
 
 /// A length, padded as attributes and messages are.
 pub fn align(len: usize) -> usize {
@@ -91,14 +130,12 @@ pub fn number(bytes: &[u8], wanted: u16) -> Option<u32> {
     attribute(bytes, wanted).and_then(u32_be)
 }
 
-/// The kernel's answer to one message, or the end of a dump: an errno, or none if all went well, and the extended
-/// text.
-pub fn answer(message: &Message<'_>) -> Option<(Option<Errno>, Option<String>)> {
+/// The kernel's answer to one message, or the end of a dump: an errno, 0 if all went well, and the extended text.
+pub fn answer(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     const NLM_F_CAPPED: u16 = 0x100;
     const NLM_F_ACK_TLVS: u16 = 0x200;
     const NLMSGERR_ATTR_MSG: u16 = 1;
     let code = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
-    let errno = (code != 0).then(|| Errno::from_raw(code.saturating_neg()));
     let mut said = None;
     if message.flags & NLM_F_ACK_TLVS != 0 {
         // The request comes back before the attributes: its header alone if capped, else all of it. The end of a dump
@@ -111,5 +148,71 @@ pub fn answer(message: &Message<'_>) -> Option<(Option<Errno>, Option<String>)> 
         let tlvs = message.payload.get(align(request).saturating_add(4)..).unwrap_or_default();
         said = attribute(tlvs, NLMSGERR_ATTR_MSG).map(text);
     }
-    Some((errno, said))
+    Some((code.saturating_neg().max(0), said))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An attribute that says it is that long.
+    fn attribute(len: u16, kind: u16, value: &[u8]) -> Vec<u8> {
+        [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat()
+    }
+
+    /// The answer to a request of which the header alone comes back.
+    fn refused(code: i32, attributes: &[u8]) -> Option<(i32, Option<String>)> {
+        let payload = [&code.to_ne_bytes(), &[0; HEADER][..], attributes].concat();
+        answer(&Message { kind: NLMSG_ERROR, flags: 0x300, sequence: 0, payload: &payload })
+    }
+
+    #[test]
+    fn an_explanation_is_read_out_of_its_attributes() {
+        // NLMSGERR_ATTR_OFFS (2), four bytes; then NLMSGERR_ATTR_MSG (1), padded.
+        let bytes = [attribute(8, 2, &[9, 0, 0, 0]), attribute(9, 1, b"nope\0\0\0\0")].concat();
+        let explanation = |bytes: &[u8]| refused(-17, bytes).unwrap().1;
+        assert_eq!(explanation(&bytes).as_deref(), Some("nope"));
+        assert_eq!(explanation(&bytes[..8]), None);
+        assert_eq!(explanation(&[]), None);
+        assert_eq!(explanation(&[255, 255, 1]), None);
+    }
+
+    #[test]
+    fn an_acknowledgement_is_no_refusal() {
+        assert_eq!(refused(0, &[]), Some((0, None)));
+        assert_eq!(refused(-17, &attribute(8, 1, b"why\0")), Some((17, Some("why".to_owned()))));
+        // An errno that libc has no name for (ENOTSUPP) stays what it is.
+        assert_eq!(refused(-524, &[]), Some((524, None)));
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let value = new_nest(7, &[new_attribute(1, b"abc"), new_attribute(2, &[])].concat());
+        let mut bytes = Vec::new();
+        for sequence in [3, 4] {
+            Message { kind: 16, flags: 5, sequence, payload: &value }.write(&mut bytes);
+            Message { kind: 17, flags: 0, sequence, payload: b"x" }.write(&mut bytes);
+        }
+        let read: Vec<_> = messages(&bytes).map(|message| (message.kind, message.flags, message.sequence)).collect();
+        assert_eq!(read, [(16, 5, 3), (17, 0, 3), (16, 5, 4), (17, 0, 4)]);
+        let inner = super::attribute(messages(&bytes).next().unwrap().payload, 7).unwrap();
+        assert_eq!(attributes(inner).collect::<Vec<_>>(), [(1, &b"abc"[..]), (2, &[])]);
+    }
+
+    #[test]
+    fn a_datagram_is_taken_apart_and_no_length_leads_out_of_it() {
+        let message = |length: u32, size: usize| {
+            let mut bytes = length.to_ne_bytes().to_vec();
+            bytes.resize(size, 7);
+            bytes
+        };
+        let lengths = |bytes: &[u8]| messages(bytes).map(|message| HEADER + message.payload.len()).collect::<Vec<_>>();
+        assert_eq!(lengths(&[message(18, 20), message(16, 16)].concat()), [18, 16]);
+        // The last one's padding may be missing.
+        assert_eq!(lengths(&[message(16, 16), message(18, 18)].concat()), [16, 18]);
+        for (length, size) in [(0, 16), (15, 16), (17, 16), (u32::MAX, 16), (16, 3)] {
+            let bytes = message(length, size.max(4));
+            assert_eq!(lengths(&bytes[..size]), [0; 0], "{length} {size}");
+        }
+    }
 }
