@@ -8,8 +8,8 @@
 //!   [`conntrack`], [`watch`] and `cni-firewall`.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
-//! - [`logging`]: where the log goes, if anybody asked for one.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
+//! - [`stream`]: standard input and output, with a deadline.
 //! - [`conntrack`]: forgetting connections that a mapping has made wrong.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
@@ -27,7 +27,6 @@ pub mod error;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod link;
-pub mod logging;
 pub mod mac;
 pub mod machine;
 pub mod mark;
@@ -35,9 +34,8 @@ pub mod neigh;
 pub mod netlink;
 pub mod netns;
 mod patience;
-pub mod process;
 pub mod route;
-mod stream;
+pub mod stream;
 mod sys;
 pub mod sysctl;
 #[cfg(test)]

@@ -15,10 +15,11 @@ use nix::poll::{PollFd, PollFlags};
 use crate::machine::{LinuxMachine, wait_ready};
 
 /// For all that is read or written, from the first wait on. Whoever has not sent a configuration by then has gone.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One end of the conversation with whoever called. Fails with [`ErrorKind::TimedOut`] at a signal and at the deadline.
-pub(crate) struct Stream<'m, F> {
+#[derive(Debug)]
+pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,
     fd: F,
     patience: Duration,
@@ -26,7 +27,8 @@ pub(crate) struct Stream<'m, F> {
 }
 
 impl<'m, F: AsFd> Stream<'m, F> {
-    pub(crate) fn new(machine: &'m LinuxMachine, fd: F, patience: Duration) -> Stream<'m, F> {
+    /// A stream over one descriptor; no wait for the other end is longer than `patience`.
+    pub fn new(machine: &'m LinuxMachine, fd: F, patience: Duration) -> Stream<'m, F> {
         Stream { machine, fd, patience, deadline: None }
     }
 

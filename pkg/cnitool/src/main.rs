@@ -12,7 +12,7 @@ fn main() -> ExitCode {
     let notes = Notes::new(|line| {
         let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is nobody's problem
     });
-    cni_linux::logging::install("cnitool");
+    cni_plugin::logging::install("cnitool");
     let machine = match LinuxMachine::install() {
         Ok(machine) => machine,
         Err(error) => {

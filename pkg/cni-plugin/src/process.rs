@@ -1,12 +1,11 @@
-//! `main` of every plugin: the log if one is asked for, the machine made ready, then the skeleton.
+//! The start of a plugin's process: the log if one is asked for, the signals, then the skeleton.
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 use cni::skel::{self, Plugin};
-
-use crate::LinuxMachine;
-use crate::stream::{PATIENCE, Stream};
+use cni_linux::LinuxMachine;
+use cni_linux::stream::{PATIENCE, Stream};
 
 /// Runs a plugin as this process.
 pub fn run(plugin: &dyn Plugin) -> ExitCode {
