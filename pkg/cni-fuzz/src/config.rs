@@ -12,12 +12,12 @@ use std::os::unix::ffi::OsStringExt as _;
 use std::path::Path;
 
 use cni::Result;
-use cni::config::ValidAttachments;
+use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::find_plugin;
-use cni::json::Json;
+use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::rollback::Notes;
-use cni::skel::{Added, Call, Environment, Plugin, Streams, dispatch};
+use cni::skel::{Added, Call, Environment, Plugin, Role, Streams, dispatch};
 use cni::version::Version;
 
 use crate::input::Input;
@@ -71,6 +71,23 @@ impl Plugin for Reader {
             Portmap => "portmap",
             Tuning => "tuning",
         }
+    }
+
+    fn role(&self) -> Role {
+        match self {
+            Bridge => Role::Interface,
+            HostLocal => Role::Ipam,
+            Loopback => Role::Namespace,
+            Portmap | Tuning => Role::Chained,
+        }
+    }
+
+    fn examine(&self, _: &NetConf) -> Result<()> {
+        Ok(())
+    }
+
+    fn unknown_keys(&self, _: &Json) -> Vec<UnknownKey> {
+        Vec::new()
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

@@ -7,6 +7,7 @@
 //! - `doctor`: what on the node keeps networks from working, and what mends it.
 //! - `explain`: a verb of a network with the steps of each plugin.
 //! - `ipam`: the reservations of host-local.
+//! - `plugins`: the plugins of this project, in one table.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
 //! - `target`: a network namespace's path and the container ID that goes with it.
@@ -28,6 +29,7 @@ mod inspect;
 mod ipam;
 mod network;
 mod node;
+mod plugins;
 mod report;
 mod target;
 #[cfg(test)]

@@ -28,7 +28,7 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig};
-use cni::skel::{Added, Call, Plugin};
+use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Mark, Netlink};
@@ -42,37 +42,31 @@ use layer3::Layer3;
 #[derive(Clone, Copy, Debug)]
 pub struct Bridge;
 
-/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
-///
-/// # Errors
-/// ADD's.
-pub fn examine(conf: &NetConf) -> Result<()> {
-    let parsed = Conf::parse(conf, "")?;
-    match parsed.ipam {
-        Some(_) => cni::delegate::timeout(conf).map(drop),
-        None => Ok(()),
-    }
-}
-
-/// Checks an IPAM plugin's answer for this configuration. `before`: the networks that the
-/// container's addresses from earlier plugins reach.
-///
-/// # Errors
-/// ADD's.
-pub fn examine_answer(conf: &NetConf, ipam: &AddResult, before: &[Cidr]) -> Result<()> {
-    let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
-    let before: Vec<IpConfig> = before.iter().map(address).collect();
-    Layer3::new(ipam, &Conf::parse(conf, "")?, 2, &before).map(drop)
-}
-
-/// The keys of a configuration that this plugin does not know. Those of `ipam` are IPAM's to know.
-pub fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    conf::unknown_keys(json)
-}
-
 impl Plugin for Bridge {
     fn name(&self) -> &'static str {
         "bridge"
+    }
+
+    fn role(&self) -> Role {
+        Role::Interface
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        let parsed = Conf::parse(conf, "")?;
+        match parsed.ipam {
+            Some(_) => cni::delegate::timeout(conf).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        conf::unknown_keys(json)
+    }
+
+    fn examine_answer(&self, conf: &NetConf, answer: &AddResult, earlier: &[Cidr]) -> Result<()> {
+        let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
+        let earlier: Vec<IpConfig> = earlier.iter().map(address).collect();
+        Layer3::new(answer, &Conf::parse(conf, "")?, 2, &earlier).map(drop)
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

@@ -16,9 +16,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig};
 use cni::rollback::Notes;
-use cni::skel::{Added, Call, Plugin};
+use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_ipam::{Host, Options, Owner, RangeSets, Store};
 
@@ -30,28 +31,6 @@ pub struct HostLocal;
 
 /// A rollback waits for the lock no longer than this: the caller's own deadline is near by then.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
-
-/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
-///
-/// # Errors
-/// ADD's.
-pub fn examine(conf: &NetConf) -> Result<()> {
-    let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
-    let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
-    for (position, (set, requested)) in conf.sets.sets().iter().zip(requested).enumerate() {
-        let failed = |why: String| Error::config(format!("failed to allocate for range {position}: {why}"));
-        match requested {
-            Some(address) if set.is_gateway(address) => {
-                return Err(failed(format!("requested ip {address} is subnet's gateway")));
-            }
-            None if set.capacity() == 0 => {
-                return Err(failed(format!("no IP addresses available in range set: {set}")));
-            }
-            Some(_) | None => {}
-        }
-    }
-    Ok(())
-}
 
 /// Returns the possible results of an ADD of this configuration, as far as routes and gateways
 /// matter: in each one, every set gives an address of another of its ranges. Empty without ranges,
@@ -75,11 +54,6 @@ pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
         AddResult { ips: ips.collect(), routes: conf.routes.clone(), ..AddResult::default() }
     };
     Ok((0..most).map(nth).collect())
-}
-
-/// The keys of `ipam` and of `runtimeConfig` that this plugin does not know.
-pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
-    conf::unknown_keys(json)
 }
 
 /// What a network's configuration says about its addresses.
@@ -107,6 +81,33 @@ impl Pool {
 impl Plugin for HostLocal {
     fn name(&self) -> &'static str {
         "host-local"
+    }
+
+    fn role(&self) -> Role {
+        Role::Ipam
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
+        let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
+        for (position, (set, requested)) in conf.sets.sets().iter().zip(requested).enumerate() {
+            let failed = |why: String| Error::config(format!("failed to allocate for range {position}: {why}"));
+            match requested {
+                Some(address) if set.is_gateway(address) => {
+                    return Err(failed(format!("requested ip {address} is subnet's gateway")));
+                }
+                None if set.capacity() == 0 => {
+                    return Err(failed(format!("no IP addresses available in range set: {set}")));
+                }
+                Some(_) | None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Those of `ipam` and of `runtimeConfig`: the plugin that delegates has keys of its own.
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        conf::unknown_keys(json)
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

@@ -3,21 +3,40 @@
 //! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. Easy to get wrong: an earlier plugin's result is
 //! passed through as it is, without an entry for `lo`.
 
-use cni::config::ValidAttachments;
+use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, Interface, IpConfig};
-use cni::skel::{Added, Call, Plugin};
+use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_linux::{Addr, Netlink, Netns};
+use serde::Deserialize;
 
 /// The plugin.
 #[derive(Clone, Copy, Debug)]
 pub struct Loopback;
+
+/// The keys that this plugin reads.
+#[derive(Deserialize)]
+struct NoKeys {}
 
 const LO: &str = "lo";
 
 impl Plugin for Loopback {
     fn name(&self) -> &'static str {
         "loopback"
+    }
+
+    fn role(&self) -> Role {
+        Role::Namespace
+    }
+
+    /// No key of its own can be wrong.
+    fn examine(&self, _: &NetConf) -> Result<()> {
+        Ok(())
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        json.unknown_keys::<NoKeys>()
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

@@ -16,9 +16,10 @@ mod forward;
 #[doc(hidden)]
 pub mod fuzzing;
 
-use cni::config::ValidAttachments;
+use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
-use cni::skel::{Added, Call, Plugin};
+use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::Iptables;
 use cni_firewall::nft_usable;
@@ -31,22 +32,9 @@ use conf::{Backend, Conf};
 #[derive(Clone, Copy, Debug)]
 pub struct Portmap;
 
-/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
-///
-/// # Errors
-/// ADD's.
-pub fn examine(conf: &cni::config::NetConf) -> Result<()> {
-    Conf::new(conf).map(drop)
-}
-
-/// The keys of a configuration that this plugin does not know.
-pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
-    conf::unknown_keys(json)
-}
-
 /// The host ports that a configuration takes whoever asks for it, because they stand in it; none where it says that others
 /// may have them too.
-pub fn fixed_ports(conf: &cni::config::NetConf) -> Vec<Mapping> {
+pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
         Ok(Conf { policy: Policy::Judge, mappings, .. }) => mappings,
         Ok(_) | Err(_) => Vec::new(),
@@ -56,6 +44,18 @@ pub fn fixed_ports(conf: &cni::config::NetConf) -> Vec<Mapping> {
 impl Plugin for Portmap {
     fn name(&self) -> &'static str {
         "portmap"
+    }
+
+    fn role(&self) -> Role {
+        Role::Chained
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        Conf::new(conf).map(drop)
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        conf::unknown_keys(json)
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

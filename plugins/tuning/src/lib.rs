@@ -25,8 +25,9 @@ mod value;
 use std::path::{Path, PathBuf};
 
 use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
 use cni::rollback::Notes;
-use cni::skel::{Added, Call, Plugin};
+use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 
 use allowlist::AllowList;
@@ -39,19 +40,6 @@ pub struct Tuning;
 
 /// Where the node's administrator says which sysctls may be set. Without the file: all below `net`.
 const ALLOW_LIST: &str = "/etc/cni/tuning/allowlist.conf";
-
-/// What is wrong with a configuration, without a node to run it on: as ADD would refuse it.
-///
-/// # Errors
-/// ADD's.
-pub fn examine(conf: &NetConf) -> Result<()> {
-    Conf::of_network(conf).map(drop)
-}
-
-/// The keys of a configuration that this plugin does not know.
-pub fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
-    conf::unknown_keys(json)
-}
 
 /// What was saved of an attachment, for whoever looks at a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,6 +76,18 @@ pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
 impl Plugin for Tuning {
     fn name(&self) -> &'static str {
         "tuning"
+    }
+
+    fn role(&self) -> Role {
+        Role::Chained
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        Conf::of_network(conf).map(drop)
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        conf::unknown_keys(json)
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

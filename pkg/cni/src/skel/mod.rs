@@ -16,14 +16,14 @@ use serde::Serialize;
 
 use crate::args::CniArgs;
 use crate::config::{self, NetConf, ValidAttachments};
-use crate::json::Json;
+use crate::json::{Json, UnknownKey};
 use crate::machine::Machine;
 use crate::release::release;
 use crate::result::{AddResult, pretty};
 use crate::rollback::{Notes, Rollback};
 use crate::steps::{Called, Quoted};
 use crate::version::{Version, parse_triple};
-use crate::{Code, Error, Result, ident};
+use crate::{Cidr, Code, Error, Result, ident};
 
 mod environment;
 #[cfg(test)]
@@ -38,6 +38,27 @@ pub const MAX_STDIN: usize = 16 << 20;
 pub trait Plugin {
     /// The name of the binary.
     fn name(&self) -> &'static str;
+
+    /// What the plugin does in a list of plugins.
+    fn role(&self) -> Role;
+
+    /// Checks a configuration without a node to run it on, as ADD would.
+    ///
+    /// # Errors
+    /// ADD's.
+    fn examine(&self, conf: &NetConf) -> Result<()>;
+
+    /// Returns the keys of a configuration that this plugin does not read.
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey>;
+
+    /// Checks an IPAM plugin's answer for a configuration, as ADD would. `earlier`: the networks that
+    /// the container's addresses from earlier plugins reach.
+    ///
+    /// # Errors
+    /// ADD's. A plugin that asks no IPAM plugin has none.
+    fn examine_answer(&self, _conf: &NetConf, _answer: &AddResult, _earlier: &[Cidr]) -> Result<()> {
+        Ok(())
+    }
 
     /// Attaches the container. What was done is in [`Added::rollback`] until the result has been written.
     ///
@@ -70,6 +91,19 @@ pub trait Plugin {
     /// shortage that passes, and turns the codes of configurations, files and unsupported keys into
     /// 50.
     fn status(&self, call: &Call<'_>) -> Result<()>;
+}
+
+/// What a plugin does in a list of plugins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Creates CNI_IFNAME.
+    Interface,
+    /// Hands out addresses to a plugin that creates an interface.
+    Ipam,
+    /// Changes or completes what an earlier plugin of the list created, and needs that one's result.
+    Chained,
+    /// Sets up what every network namespace has.
+    Namespace,
 }
 
 /// A finished ADD: the result, and how to undo it.

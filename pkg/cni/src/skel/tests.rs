@@ -49,6 +49,15 @@ impl Plugin for Recorder {
     fn name(&self) -> &'static str {
         "recorder"
     }
+    fn role(&self) -> Role {
+        Role::Interface
+    }
+    fn examine(&self, _: &NetConf) -> Result<()> {
+        Ok(())
+    }
+    fn unknown_keys(&self, _: &Json) -> Vec<UnknownKey> {
+        Vec::new()
+    }
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         self.record("add", call);
         let mut rollback = call.rollback();

@@ -4,6 +4,7 @@
 use cni::Cidr;
 use cni::config::NetConf;
 use cni::rollback::Notes;
+use cni::skel::{Plugin, Role};
 use cni::version::Version;
 use cni_ipam::{Range, RangeSet, RangeSets};
 use libcni::NetworkList;
@@ -12,9 +13,7 @@ use serde_json::{Value, json};
 
 use super::rules::request;
 use super::{Problem, blame};
-
-/// The plugins known here that cannot be delegated to for addresses.
-const NO_IPAM: [&str; 4] = ["bridge", "loopback", "portmap", "tuning"];
+use crate::plugins;
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
 const VETH_MTU: std::ops::RangeInclusive<i64> = 68..=65535;
@@ -27,9 +26,9 @@ const IPV6_MTU: i64 = 1280;
 struct Earlier {
     /// The path of the first bridge plugin, and the bridge.
     bridge: Option<(String, String)>,
-    /// Whether a plugin may have created the interface: any but loopback and host-local.
+    /// Whether a plugin may have created the interface.
     interface: bool,
-    /// Whether any plugin but loopback came before, whose addresses are not known here.
+    /// Whether a plugin came before whose addresses are not known here.
     addresses: bool,
     /// The reservations of addresses: the plugin's path, the folder, the ranges.
     reserved: Vec<(String, Pool)>,
@@ -66,7 +65,9 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         problems.extend(one.reservation(&earlier));
         if kind == "bridge" {
             problems.extend(one.second_bridge(&earlier, version));
-            problems.extend(one.layer3(&earlier, version));
+        }
+        if let Some(reader) = plugins::find(&kind).filter(|reader| reader.role() == Role::Interface) {
+            problems.extend(one.layer3(reader, &earlier, version));
         }
         problems.extend(one.tuned(&earlier));
         one.leave(&mut earlier);
@@ -83,6 +84,11 @@ fn version(document: &Value) -> Option<Version> {
 }
 
 impl One<'_> {
+    /// The plugin's role; `None` if it is another project's.
+    fn role(&self) -> Option<Role> {
+        plugins::role(self.kind)
+    }
+
     fn below(&self, key: &str) -> String {
         match self.at {
             "" => key.to_owned(),
@@ -100,7 +106,7 @@ impl One<'_> {
 
     /// Checks the plugin as the first of the list.
     fn first(&self) -> Option<Problem> {
-        let needs_result = ["portmap", "tuning"].contains(&self.kind) && self.plugin["prevResult"].is_null();
+        let needs_result = self.role() == Some(Role::Chained) && self.plugin["prevResult"].is_null();
         needs_result.then(|| {
             let what = format!(
                 "{} needs the result of an earlier plugin: put it behind the plugin that creates the interface, for \
@@ -113,7 +119,7 @@ impl One<'_> {
 
     /// Checks the plugin as a later one of the list.
     fn interface(&self, earlier: &Earlier) -> Option<Problem> {
-        let needs_interface = ["portmap", "tuning"].contains(&self.kind) && !earlier.interface;
+        let needs_interface = self.role() == Some(Role::Chained) && !earlier.interface;
         needs_interface
             .then(|| self.warning("type", format!("no plugin before {} creates the container's interface", self.kind)))
     }
@@ -121,12 +127,15 @@ impl One<'_> {
     /// Checks the plugin as one that reserves addresses.
     fn reservation(&self, earlier: &Earlier) -> Vec<Problem> {
         let mut problems = Vec::new();
-        if self.kind == "host-local" {
-            let what = "host-local reserves addresses and creates no interface: it belongs in \"ipam\" of the plugin \
-                        that creates the interface, for example bridge";
+        if self.role() == Some(Role::Ipam) {
+            let what = format!(
+                "{} reserves addresses and creates no interface: it belongs in \"ipam\" of the plugin that creates the \
+                 interface, for example bridge",
+                self.kind
+            );
             problems.push(self.warning("type", what));
         }
-        if NO_IPAM.contains(&self.ipam) {
+        if plugins::role(self.ipam).is_some_and(|role| role != Role::Ipam) {
             problems.push(self.error("ipam.type", format!("{} is not an IPAM plugin", self.ipam)));
         }
         let Some(pool) = self.pool().filter(|_| self.plugin["ipam"]["reuse"] != json!(true)) else { return problems };
@@ -165,8 +174,8 @@ impl One<'_> {
         }
     }
 
-    /// Checks a bridge's addresses, routes and gateways.
-    fn layer3(&self, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
+    /// Checks the addresses, routes and gateways of a plugin that creates an interface.
+    fn layer3(&self, reader: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.ipam.is_empty() {
             let is_set = |value: &Value| value.as_object().is_some_and(|keys| !keys.is_empty());
@@ -191,7 +200,7 @@ impl One<'_> {
         // The networks that the addresses of an earlier plugin reach are not known here.
         let everything = ["0.0.0.0", "::"].map(|zero| zero.parse().ok().map(Cidr::default_route));
         let before: Vec<Cidr> = everything.into_iter().flatten().filter(|_| earlier.addresses).collect();
-        problems.extend(self.routes(&before));
+        problems.extend(self.routes(reader, &before));
         if earlier.addresses {
             return problems;
         }
@@ -203,18 +212,15 @@ impl One<'_> {
         problems
     }
 
-    /// Reports routes and gateways that no address of the ranges reaches, as bridge judges
+    /// Reports routes and gateways that no address of the ranges reaches, as the plugin judges
     /// host-local's answers.
-    fn routes(&self, before: &[Cidr]) -> Vec<Problem> {
+    fn routes(&self, reader: &dyn Plugin, before: &[Cidr]) -> Vec<Problem> {
         const NO_RANGES: &str = "no ranges in the configuration";
         let refused = |value: &Value| -> Vec<Option<String>> {
             let results = NetConf::parse(value.to_string()).and_then(|conf| {
                 let is_host_local = conf.ipam_type() == "host-local";
                 let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
-                Ok(results
-                    .iter()
-                    .map(|one| plugin_bridge::examine_answer(&conf, one, before).err())
-                    .collect::<Vec<_>>())
+                Ok(results.iter().map(|one| reader.examine_answer(&conf, one, before).err()).collect::<Vec<_>>())
             });
             match results {
                 Ok(results) if results.is_empty() => vec![Some(NO_RANGES.to_owned())],
@@ -224,7 +230,7 @@ impl One<'_> {
         };
         // Defects that either plugin refuses by itself have been reported already.
         let by_itself = |conf: NetConf| {
-            plugin_bridge::examine(&conf)?;
+            reader.examine(&conf)?;
             plugin_host_local::possible_results(&conf).map(|results| results.is_empty())
         };
         if NetConf::parse(self.request.to_string()).and_then(by_itself).unwrap_or(true) {
@@ -266,8 +272,8 @@ impl One<'_> {
         if self.kind == "bridge" && earlier.bridge.is_none() {
             earlier.bridge = Some((self.at.to_owned(), self.bridge()));
         }
-        earlier.interface |= !["loopback", "host-local"].contains(&self.kind);
-        earlier.addresses |= self.kind != "loopback";
+        earlier.interface |= !matches!(self.role(), Some(Role::Namespace | Role::Ipam));
+        earlier.addresses |= self.role() != Some(Role::Namespace);
     }
 }
 

@@ -4,10 +4,12 @@ use cni::config::NetConf;
 use cni::delegate::check_plugin_name;
 use cni::ident;
 use cni::json::{Json, UnknownKey};
+use cni::skel::{Plugin, Role};
 use libcni::NetworkList;
 use serde_json::{Value, json};
 
 use super::{Problem, blame};
+use crate::plugins;
 
 /// The longest name of a network, in bytes. A runtime's result cache has a file
 /// `<network>-<container ID>-<interface>` for each attachment: 255 bytes, of which 64 are left to
@@ -20,21 +22,6 @@ const LIST: [&str; 8] =
 /// The keys that every plugin's object may have.
 const STANDARD: [&str; 9] =
     ["cniVersion", "name", "type", "capabilities", "ipam", "dns", "args", "runtimeConfig", "prevResult"];
-
-type Unknown = fn(&Json) -> Vec<UnknownKey>;
-type Examine = fn(&NetConf) -> cni::Result<()>;
-
-/// The plugins whose reading is known here.
-const PLUGINS: [(&str, Unknown, Examine); 4] = [
-    ("bridge", plugin_bridge::unknown_keys, plugin_bridge::examine),
-    ("host-local", plugin_host_local::unknown_keys, plugin_host_local::examine),
-    ("portmap", plugin_portmap::unknown_keys, plugin_portmap::examine),
-    ("tuning", plugin_tuning::unknown_keys, plugin_tuning::examine),
-];
-
-fn known(kind: &str) -> Option<(Unknown, Examine)> {
-    PLUGINS.iter().find(|(name, ..)| *name == kind).map(|(_, unknown, examine)| (*unknown, *examine))
-}
 
 /// Everything that is wrong with a document by itself.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
@@ -103,10 +90,10 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
         }
     }
     for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
-        let Some((unknown, examine)) = known(kind) else { continue };
-        let is_ipam = kind == "host-local";
+        let Some(reader) = plugins::find(kind) else { continue };
+        let is_ipam = reader.role() == Role::Ipam;
         let Ok(json) = Json::parse(whole.to_string().as_bytes()) else { continue };
-        for UnknownKey { path, known } in unknown(&json) {
+        for UnknownKey { path, known } in reader.unknown_keys(&json) {
             let standard = !path.contains('.') && STANDARD.iter().any(|name| name.eq_ignore_ascii_case(&path));
             if standard
                 || path.starts_with("runtimeConfig.")
@@ -125,7 +112,7 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
         }
         let by_runtime = plugin["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
-            let outcome = NetConf::parse(value.to_string()).and_then(|conf| examine(&conf));
+            let outcome = NetConf::parse(value.to_string()).and_then(|conf| reader.examine(&conf));
             match outcome {
                 // The runtime brings them.
                 Err(error) if is_ipam && by_runtime && error.msg() == "no IP ranges specified" => Ok(()),
@@ -168,24 +155,22 @@ pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
 /// Capabilities that neither the plugin nor its IPAM plugin would look at.
 fn capabilities(plugin: &Value, kind: &str, ipam: &str, below: &dyn Fn(&str) -> String) -> Vec<Problem> {
     let Some(declared) = plugin["capabilities"].as_object() else { return Vec::new() };
-    let readers: Vec<Unknown> =
-        [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(|kind| Some(known(kind)?.0)).collect();
-    let others = [kind, ipam].into_iter().any(|kind| !kind.is_empty() && known(kind).is_none() && kind != "loopback");
-    if others {
-        return Vec::new(); // nobody knows what they read
-    }
+    let readers: Option<Vec<&dyn Plugin>> =
+        [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).map(plugins::find).collect();
+    // What another project's plugin reads is not known.
+    let Some(readers) = readers else { return Vec::new() };
     let mut problems = Vec::new();
     for name in declared.keys() {
         let probe = json!({"runtimeConfig": {name.as_str(): null}});
         let Ok(probe) = Json::parse(probe.to_string().as_bytes()) else { continue };
         let path = format!("runtimeConfig.{name}");
         let mut names: Vec<&str> = Vec::new();
-        let ignores = |reader: &Unknown, names: &mut Vec<&str>| {
-            let unknown = reader(&probe).into_iter().find(|key| key.path == path);
+        let ignores = |reader: &dyn Plugin, names: &mut Vec<&str>| {
+            let unknown = reader.unknown_keys(&probe).into_iter().find(|key| path.starts_with(&key.path));
             names.extend(unknown.iter().flat_map(|key| key.known));
             unknown.is_some()
         };
-        if readers.iter().all(|reader| ignores(reader, &mut names)) {
+        if readers.iter().all(|reader| ignores(*reader, &mut names)) {
             let what = format!("{kind} does not use this capability{}", suggestion(name, &names));
             problems.push(Problem::warning(below(&format!("capabilities.{name}")), what));
         }

@@ -202,6 +202,17 @@ fn what_a_file_says_twice_or_in_vain_is_reported() {
 }
 
 #[test]
+fn validate_covers_a_plugin_without_keys_of_its_own() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let text = r#"{"cniVersion": "1.1.0", "name": "lo", "plugins": [{"type": "loopback", "mtu": 9000, "dns": {}}]}"#;
+    let file = operator.node.file("lo.conflist", text);
+    let said = operator.done(&["validate", file.to_str().unwrap()]);
+    assert!(said.contains(": warning: plugins[0].mtu: unknown key, which is ignored"), "{said}");
+    assert!(!said.contains("plugins[0].dns"), "{said}");
+}
+
+#[test]
 fn a_file_is_judged_as_a_runtime_reads_it() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();

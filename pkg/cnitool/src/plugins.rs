@@ -1,0 +1,22 @@
+//! The plugins of this project, by whose own reading configurations are judged.
+
+use cni::skel::{Plugin, Role};
+
+/// Every plugin. One more line here, and `validate` covers it.
+const PLUGINS: [&dyn Plugin; 5] = [
+    &plugin_bridge::Bridge,
+    &plugin_host_local::HostLocal,
+    &plugin_loopback::Loopback,
+    &plugin_portmap::Portmap,
+    &plugin_tuning::Tuning,
+];
+
+/// Returns the plugin of that `type`, unless it is another project's.
+pub(crate) fn find(kind: &str) -> Option<&'static dyn Plugin> {
+    PLUGINS.into_iter().find(|plugin| plugin.name() == kind)
+}
+
+/// Returns the role of the plugin of that `type`, unless it is another project's.
+pub(crate) fn role(kind: &str) -> Option<Role> {
+    find(kind).map(Plugin::role)
+}
