@@ -1,5 +1,7 @@
 //! Steps that one side does and the other refuses.
 
+use serde_json::Value;
+
 use super::{Explanation, bridges, mappings, outcome, plugins, said, two_interfaces};
 
 pub(super) const OUTCOMES: &[Explanation] = &[
@@ -53,6 +55,19 @@ pub(super) const OUTCOMES: &[Explanation] = &[
             it.verb == "CHECK"
                 && outcome(it, "not found in routing table", "done")
                 && !it.expected.as_deref().unwrap_or_default().contains("Table:<nil>")
+        },
+    },
+    Explanation {
+        name: "Go's CHECK knows no IPv6 route over several paths",
+        reason: "differences, bridge: several gateways of one destination make one route over several paths",
+        covers: |case, it| {
+            let mut routes = plugins(case).filter_map(|plugin| said(plugin, "ipam")["routes"].as_array());
+            let twice = |routes: &Vec<Value>| {
+                let ipv6 = routes.iter().filter_map(|route| route["dst"].as_str()).filter(|dst| dst.contains(':'));
+                let ipv6: Vec<&str> = ipv6.collect();
+                ipv6.iter().any(|dst| ipv6.iter().filter(|other| *other == dst).count() > 1)
+            };
+            it.verb == "CHECK" && outcome(it, "not found in routing table", "done") && routes.any(twice)
         },
     },
     Explanation {
