@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 
 use crate::json::Json;
 use crate::result::{AddResult, Dns};
+use crate::rollback::Notes;
 use crate::version::Version;
 use crate::{Code, Error, Result, ident};
 
@@ -142,9 +143,17 @@ impl From<RuntimeDns> for Dns {
 
 /// Returns what replaces IPAM's name resolution in the result of a plugin that creates an
 /// interface: `runtimeConfig.dns` as a whole if it is present, else `dns` of the configuration as a
-/// whole if it has a value. `None` leaves IPAM's.
-pub fn dns_override(of_runtime: Option<RuntimeDns>, of_conf: Dns) -> Option<Dns> {
-    of_runtime.map(Dns::from).or_else(|| Some(of_conf).filter(|dns| !dns.is_empty()))
+/// whole if it has a value. `None` leaves IPAM's. Go's plugins ignore `runtimeConfig.dns`, so a value
+/// of a wrong type is ignored too, with a note.
+pub fn dns_override(of_runtime: Option<&Json>, of_conf: Dns, notes: &Notes) -> Option<Dns> {
+    let of_runtime = of_runtime.and_then(|json| match json.decode::<RuntimeDns>() {
+        Ok(dns) => Some(Dns::from(dns)),
+        Err(error) => {
+            notes.note(format_args!("runtimeConfig.dns is ignored: {error}"));
+            None
+        }
+    });
+    of_runtime.or_else(|| Some(of_conf).filter(|dns| !dns.is_empty()))
 }
 
 /// The document as an object.
@@ -291,12 +300,17 @@ mod tests {
     #[test]
     fn the_runtimes_dns_replaces_the_configurations_as_a_whole() {
         let chosen = |of_runtime: &str, of_conf: &str| {
-            let of_runtime = Json::parse(of_runtime.as_bytes()).unwrap().decode::<Option<RuntimeDns>>().unwrap();
-            dns_override(of_runtime, Json::parse(of_conf.as_bytes()).unwrap().decode().unwrap())
+            let of_runtime = Json::parse(of_runtime.as_bytes()).unwrap().decode::<Option<Json>>().unwrap();
+            dns_override(
+                of_runtime.as_ref(),
+                Json::parse(of_conf.as_bytes()).unwrap().decode().unwrap(),
+                &Notes::silent(),
+            )
         };
         let of_conf = r#"{"nameservers":["192.0.2.9"],"domain":"conf.example","search":["c"],"options":["rotate"]}"#;
         let dns = |text: &str| Some(Json::parse(text.as_bytes()).unwrap().decode::<Dns>().unwrap());
         assert_eq!(chosen("null", of_conf), dns(of_conf));
+        assert_eq!(chosen(r#"{"servers":"192.0.2.1"}"#, of_conf), dns(of_conf), "of a wrong type");
         assert_eq!(chosen("null", "{}"), None);
         assert_eq!(chosen("null", r#"{"nameservers":[]}"#), None);
         assert_eq!(chosen(r#"{"servers":["192.0.2.1"]}"#, of_conf), dns(r#"{"nameservers":["192.0.2.1"]}"#));

@@ -3,8 +3,9 @@
 //! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the configuration, and no mistake
 //! in it, can keep them from cleaning.
 
-use cni::config::{self, NetConf, RuntimeDns};
+use cni::config::{self, NetConf};
 use cni::result::Dns;
+use cni::rollback::Notes;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result, ident};
 use cni_firewall::Backend;
@@ -135,7 +136,7 @@ struct RawRuntime {
     mac: String,
     #[serde(rename = "ipRanges")]
     ip_ranges: Option<cni::json::Json>,
-    dns: Option<RuntimeDns>,
+    dns: Option<cni::json::Json>,
 }
 
 /// What host-local's keys say about gateways. Wrong types in there are IPAM's to complain about.
@@ -155,10 +156,10 @@ impl Conf {
     pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
         let args = call.args()?;
         args.check_known(&["MAC", "IP"])?;
-        Conf::parse(&call.conf, args.get("MAC").unwrap_or_default())
+        Conf::parse(&call.conf, args.get("MAC").unwrap_or_default(), &call.notes)
     }
 
-    pub(crate) fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
+    pub(crate) fn parse(conf: &NetConf, mac_of_args: &str, notes: &Notes) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
         let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
         ident::check_host_link_name("bridge", &bridge)?;
@@ -191,7 +192,7 @@ impl Conf {
             mtu: mtu(raw.mtu)?,
             mac: mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])?,
             own_gateways: own_gateways(&raw.ipam, raw.runtime_config.ip_ranges.as_ref()),
-            dns: config::dns_override(raw.runtime_config.dns, raw.dns),
+            dns: config::dns_override(raw.runtime_config.dns.as_ref(), raw.dns, notes),
             bridge,
             gateway,
             force_address: raw.force_address,
@@ -210,7 +211,7 @@ impl Conf {
     /// The configuration alone, without a call around it.
     #[cfg(test)]
     pub(crate) fn parse_for_test(conf: &NetConf) -> Conf {
-        Conf::parse(conf, "").unwrap()
+        Conf::parse(conf, "", &Notes::silent()).unwrap()
     }
 
     /// Whether ADD puts the gateway's address on the bridge itself, and not on an interface of its
@@ -347,7 +348,7 @@ mod tests {
 
     fn parse(keys: &str, mac_of_args: &str) -> Result<Conf> {
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#);
-        Conf::parse(&NetConf::parse(conf)?, mac_of_args)
+        Conf::parse(&NetConf::parse(conf)?, mac_of_args, &Notes::silent())
     }
 
     fn refusal(keys: &str) -> String {

@@ -28,6 +28,7 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig};
+use cni::rollback::Notes;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
@@ -52,7 +53,7 @@ impl Plugin for Bridge {
     }
 
     fn examine(&self, conf: &NetConf) -> Result<()> {
-        let parsed = Conf::parse(conf, "")?;
+        let parsed = Conf::parse(conf, "", &Notes::silent())?;
         match parsed.ipam {
             Some(_) => cni::delegate::timeout(conf).map(drop),
             None => Ok(()),
@@ -66,7 +67,7 @@ impl Plugin for Bridge {
     fn examine_answer(&self, conf: &NetConf, answer: &AddResult, earlier: &[Cidr]) -> Result<()> {
         let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
         let earlier: Vec<IpConfig> = earlier.iter().map(address).collect();
-        Layer3::new(answer, &Conf::parse(conf, "")?, 2, &earlier).map(drop)
+        Layer3::new(answer, &Conf::parse(conf, "", &Notes::silent())?, 2, &earlier).map(drop)
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

@@ -199,7 +199,10 @@ fn dns_of_the_runtime_replaces_all_other_as_a_whole() {
     let container = node.container();
     let wrong = patched(layer2, json!({"runtimeConfig": {"dns": {"servers": "192.0.2.7"}}}));
     let attachment = Attachment::new(&node, &container, wrong);
-    attachment.add().fails_naming(6, &["runtimeConfig.dns.servers"]);
+    // Go ignores the key, so a value of a wrong type must not fail the ADD.
+    let added = attachment.add();
+    assert_eq!(added.success()["dns"], json!({"nameservers": ["192.0.2.9"], "options": ["rotate"]}));
+    assert!(added.stderr.contains("runtimeConfig.dns is ignored: servers"), "{}", added.report());
     attachment.del().success();
 }
 
