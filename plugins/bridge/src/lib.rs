@@ -64,10 +64,11 @@ impl Plugin for Bridge {
         conf::unknown_keys(json)
     }
 
-    fn examine_answer(&self, conf: &NetConf, answer: &AddResult, earlier: &[Cidr]) -> Result<()> {
+    fn examine_answers(&self, conf: &NetConf, answers: &[AddResult], earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
         let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
         let earlier: Vec<IpConfig> = earlier.iter().map(address).collect();
-        Layer3::new(answer, &Conf::parse(conf, "", &Notes::silent())?, 2, &earlier).map(drop)
+        let conf = Conf::parse(conf, "", &Notes::silent())?;
+        Ok(answers.iter().map(|answer| Layer3::new(answer, &conf, 2, &earlier).err()).collect())
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {

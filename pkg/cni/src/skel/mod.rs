@@ -51,13 +51,14 @@ pub trait Plugin {
     /// Returns the keys of a configuration that this plugin does not read.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey>;
 
-    /// Checks an IPAM plugin's answer for a configuration, as ADD would. `earlier`: the networks that
-    /// the container's addresses from earlier plugins reach.
+    /// Checks possible answers of an IPAM plugin for a configuration, as ADD would, and returns what
+    /// is wrong with each one. `earlier`: the networks that the container's addresses from earlier
+    /// plugins reach.
     ///
     /// # Errors
-    /// ADD's. A plugin that asks no IPAM plugin has none.
-    fn examine_answer(&self, _conf: &NetConf, _answer: &AddResult, _earlier: &[Cidr]) -> Result<()> {
-        Ok(())
+    /// ADD's, for the configuration itself. A plugin that asks no IPAM plugin has none.
+    fn examine_answers(&self, _: &NetConf, answers: &[AddResult], _earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
+        Ok(answers.iter().map(|_| None).collect())
     }
 
     /// Attaches the container. What was done is in [`Added::rollback`] until the result has been written.

@@ -3,6 +3,8 @@
 //! A plugin's reading stops at the first thing that is wrong. So that is taken out, and the plugin asked again, until
 //! nothing is wrong; what had to be taken out is the path. No knowledge of any key is needed for it.
 
+use std::ops::Range;
+
 use serde_json::Value;
 
 /// A step into a document.
@@ -11,6 +13,9 @@ enum Step {
     Key(String),
     Index(usize),
 }
+
+/// In a list longer than this not every element is taken out on its own.
+const LONG: usize = 64;
 
 /// No document is asked about more often than this.
 const MOST: usize = 32;
@@ -72,11 +77,10 @@ fn descend(
     let Some(here) = get(document, path) else { return };
     let steps: Vec<Step> = match here {
         Value::Object(members) => members.keys().map(|key| Step::Key(key.clone())).collect(),
-        Value::Array(items) => (0..items.len()).map(Step::Index).collect(),
+        Value::Array(items) if items.len() <= LONG => (0..items.len()).map(Step::Index).collect(),
+        Value::Array(items) => halve(document, items.len(), error, check, path).map(Step::Index).to_vec(),
         _ => return,
     };
-    // Without a list's element the same error may speak of another number.
-    let unnumbered = |error: &str| error.replace(|c: char| c.is_ascii_digit(), "");
     let mut best: Option<(u8, Step)> = None;
     for step in steps {
         if path.is_empty() && matches!(&step, Step::Key(key) if kept.contains(&key.as_str())) {
@@ -112,6 +116,51 @@ fn descend(
     }
 }
 
+/// Returns the first and the last element that the error needs of a list of `len` at `path`, by
+/// halving.
+fn halve(
+    document: &Value,
+    len: usize,
+    error: &str,
+    check: &dyn Fn(&Value) -> Result<(), String>,
+    path: &[Step],
+) -> [usize; 2] {
+    let is_same = |kept: Range<usize>| {
+        let mut document = document.clone();
+        if let Some(Value::Array(items)) = get_mut(&mut document, path) {
+            items.truncate(kept.end);
+            items.drain(..kept.start.min(items.len()));
+        }
+        check(&document).is_err_and(|other| unnumbered(&other) == unnumbered(error))
+    };
+    // The error is there with the elements up to `end`, and not with those up to `before`.
+    let (mut before, mut end) = (0, len);
+    while end - before > 1 {
+        let middle = before + (end - before) / 2;
+        if is_same(0..middle) { end = middle } else { before = middle }
+    }
+    // It is there with the elements from `start` on, and not with those from `behind` on.
+    let (mut start, mut behind) = (0, end);
+    while behind - start > 1 {
+        let middle = start + (behind - start) / 2;
+        if is_same(middle..end) { start = middle } else { behind = middle }
+    }
+    [start, end - 1]
+}
+
+/// Returns the error without numbers: without a list's element the same error may speak of another
+/// number.
+fn unnumbered(error: &str) -> String {
+    error.replace(|c: char| c.is_ascii_digit(), "")
+}
+
+fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> {
+    path.iter().try_fold(document, |value, step| match step {
+        Step::Key(key) => value.get_mut(key),
+        Step::Index(index) => value.get_mut(index),
+    })
+}
+
 fn get<'v>(document: &'v Value, path: &[Step]) -> Option<&'v Value> {
     path.iter().try_fold(document, |value, step| match step {
         Step::Key(key) => value.get(key),
@@ -121,10 +170,7 @@ fn get<'v>(document: &'v Value, path: &[Step]) -> Option<&'v Value> {
 
 fn remove(document: &mut Value, path: &[Step]) {
     let Some((last, before)) = path.split_last() else { return };
-    let parent = before.iter().try_fold(document, |value, step| match step {
-        Step::Key(key) => value.get_mut(key),
-        Step::Index(index) => value.get_mut(index),
-    });
+    let parent = get_mut(document, before);
     match (parent, last) {
         (Some(Value::Object(members)), Step::Key(key)) => drop(members.remove(key)),
         (Some(Value::Array(items)), Step::Index(index)) if *index < items.len() => drop(items.remove(*index)),
@@ -133,11 +179,7 @@ fn remove(document: &mut Value, path: &[Step]) {
 }
 
 fn empty(document: &mut Value, path: &[Step]) {
-    let place = path.iter().try_fold(document, |value, step| match step {
-        Step::Key(key) => value.get_mut(key),
-        Step::Index(index) => value.get_mut(index),
-    });
-    if let Some(value) = place {
+    if let Some(value) = get_mut(document, path) {
         *value = Value::Null;
     }
 }
@@ -154,6 +196,28 @@ fn text(path: &[Step]) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn a_long_list_is_asked_about_a_few_times() {
+        let asked = std::cell::Cell::new(0);
+        let check = |value: &Value| -> Result<(), String> {
+            asked.set(asked.get() + 1);
+            let ids: Vec<i64> =
+                value["list"].as_array().into_iter().flatten().filter_map(|one| one["id"].as_i64()).collect();
+            match ids.iter().find(|id| **id < 0) {
+                Some(id) => Err(format!("id {id} is negative")),
+                None if ids.contains(&1000) && ids.contains(&1700) => Err("not both".into()),
+                None => Ok(()),
+            }
+        };
+        let mut list: Vec<Value> = (0..2000).map(|id| json!({ "id": id })).collect();
+        list[300] = json!({"id": -1});
+        list[1900] = json!({"id": -2});
+        let found = all(&json!({ "list": list }), &[], &check);
+        let paths: Vec<&str> = found.iter().map(|(path, _)| path.as_str()).collect();
+        assert_eq!(paths, ["list[300].id", "list[1900].id", "list[1000].id"]);
+        assert!(asked.get() < 200, "{}", asked.get());
+    }
 
     #[test]
     fn each_error_is_blamed_on_the_smallest_part_it_hangs_on() {

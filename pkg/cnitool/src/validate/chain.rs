@@ -220,7 +220,7 @@ impl One<'_> {
             let results = NetConf::parse(value.to_string()).and_then(|conf| {
                 let is_host_local = conf.ipam_type() == "host-local";
                 let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
-                Ok(results.iter().map(|one| reader.examine_answer(&conf, one, before).err()).collect::<Vec<_>>())
+                reader.examine_answers(&conf, &results, before)
             });
             match results {
                 Ok(results) if results.is_empty() => vec![Some(NO_RANGES.to_owned())],
