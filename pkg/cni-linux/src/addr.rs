@@ -102,8 +102,30 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if the interface has it already.
     pub fn add_address(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
-        let message = message(index, cidr, dad);
-        self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL)
+        self.add_message(&message(index, cidr, dad), cidr)
+    }
+
+    /// Adds an address without the kernel's route to its network.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if the interface has it already.
+    pub fn add_address_without_route(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
+        let mut message = message(index, cidr, dad);
+        let mut flags = AddressFlags::Noprefixroute;
+        message.attributes.retain(|attribute| match attribute {
+            AddressAttribute::Flags(others) => {
+                flags |= *others;
+                false
+            }
+            _ => true,
+        });
+        message.attributes.push(AddressAttribute::Flags(flags));
+        self.add_message(&message, cidr)
+    }
+
+    fn add_message(&self, message: &AddressMessage, cidr: Cidr) -> Result<()> {
+        let index = message.header.index;
+        self.request(Kind::NewAddress, message, NLM_F_CREATE | NLM_F_EXCL)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to add {cidr} to {}", self.label(index)), cause))
     }
@@ -177,6 +199,20 @@ mod tests {
 
     fn cidr(text: &str) -> Cidr {
         text.parse().unwrap()
+    }
+
+    #[test]
+    fn an_address_may_come_without_a_route() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
+            for text in ["10.1.2.3/24", "fd00::5/64"] {
+                netlink.add_address_without_route(bridge.index, cidr(text), Dad::Skip).unwrap();
+                assert!(netlink.list_addresses(bridge.index).unwrap().iter().any(|addr| addr.cidr == cidr(text)));
+            }
+            assert_eq!((output("ip -4 route show"), output("ip -6 route show root fd00::/16")), Default::default());
+            assert!(!output("ip -6 address show br0").contains("tentative"));
+        });
     }
 
     #[test]

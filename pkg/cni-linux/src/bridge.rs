@@ -7,7 +7,6 @@
 use std::thread;
 use std::time::Instant;
 
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
 use nix::sched::{CloneFlags, unshare};
 use rtnetlink::packet_route::link::{
     InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoPortKind, LinkAttribute, LinkFlags, LinkInfo,
@@ -15,18 +14,10 @@ use rtnetlink::packet_route::link::{
 };
 
 use crate::error::{Cause, Error, Result};
-use crate::link::{self, Link, OperState, PortState};
+use crate::link::{Link, OperState, PortState};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 use crate::watch::Watch;
-
-/// Whether the kernel has noticed that the interface has a carrier.
-///
-/// A bridge that has never lost its carrier is in state "unknown" for ever, and works. A veth is in that state for a moment
-/// after it was made, before the kernel has noticed that it has none.
-fn has_carrier(link: &Link) -> bool {
-    link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
-}
 
 /// A bridge to be made.
 #[derive(Clone, Copy, Debug)]
@@ -100,16 +91,6 @@ impl Netlink {
         self.create_link(message, spec.name).map_err(failed)
     }
 
-    /// RTM_NEWLINK, exclusively; returns the new link.
-    pub(crate) fn create_link(&self, message: LinkMessage, name: &str) -> Result<Link, Cause> {
-        let answer = self.request(Kind::NewLink, &message, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
-        // Kernels since 6.2 answer with the link they made; the others are asked.
-        match answer.iter().find_map(link::decode) {
-            Some(link) => Ok(link),
-            None => self.get_link(0, Some(name))?.ok_or(Cause::LinkNotFound),
-        }
-    }
-
     /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once: the caller has
     /// made sure that there is none.
     ///
@@ -169,29 +150,6 @@ impl Netlink {
                     Err(Error::new(format_args!("failed to wait for {}", link.name), Cause::text("it is on no bridge")))
                 }
             }
-        })
-    }
-}
-
-impl Netlink {
-    /// Waits until an interface has its carrier and takes frames. `watch` must have been opened in this connection's
-    /// namespace, before anything was done about the carrier.
-    ///
-    /// A bridge needs this as much as its ports: without any of them it has no carrier, and until the kernel's worker
-    /// has noticed the first one, everything the host sends through it is dropped (its queue is the one that drops).
-    ///
-    /// # Errors
-    /// [`Error::is_deadline`], [`Error::is_terminated`], or the interface is gone.
-    pub fn wait_carrier(
-        &self,
-        watch: &Watch,
-        index: u32,
-        deadline: Instant,
-        machine: &dyn cni::machine::Machine,
-    ) -> Result<()> {
-        watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
-            Some(link) => Ok(has_carrier(&link).then_some(())),
-            None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
         })
     }
 }

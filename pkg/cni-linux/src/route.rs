@@ -67,6 +67,9 @@ pub struct Route {
     pub table: Option<u32>,
     /// How far the destination is: 0 beyond, 253 on the link, 254 on this host. `None`: 0. IPv6 ignores it.
     pub scope: Option<u8>,
+    /// The address that the host's own packets along it have as their source, or the kernel's choice. Not set in a
+    /// route that was read.
+    pub source: Option<IpAddr>,
     /// Whether the gateway is taken to be on the link although no route says so.
     pub onlink: bool,
     /// Who made it: 3 ("boot") is what Go's plugins write, and [`Route::new`].
@@ -85,6 +88,7 @@ impl Route {
             priority: None,
             table: None,
             scope: None,
+            source: None,
             onlink: false,
             protocol: RouteProtocol::Boot.into(),
         }
@@ -298,6 +302,7 @@ fn message(route: &Route) -> RouteMessage {
     attributes.extend(route.gw.map(|gw| RouteAttribute::Gateway(gw.into())));
     attributes.push(RouteAttribute::Oif(route.oif));
     attributes.extend(route.priority.map(RouteAttribute::Priority));
+    attributes.extend(route.source.map(|source| RouteAttribute::PrefSource(source.into())));
     let mut metrics = Vec::new();
     metrics.extend(route.mtu.map(RouteMetric::Mtu));
     metrics.extend(route.advmss.map(RouteMetric::Advmss));

@@ -1,10 +1,11 @@
-//! Interfaces: what they are (here) and how they are changed (`change`).
+//! Interfaces: what they are (here), how they are created (`create`) and changed (`change`).
 //!
 //! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can be given away and
 //! indexes, within a boot, practically cannot. The newcomer's mistake: reading [`Link::up`] as "works". It is the
 //! administrator's wish; [`Link::running`] and, for a bridge's port, [`PortState::Forwarding`] are the fact.
 
 mod change;
+mod create;
 
 use std::fmt;
 

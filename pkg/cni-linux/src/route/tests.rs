@@ -49,6 +49,9 @@ fn every_field_reaches_the_kernel_and_comes_back() {
         assert!(netlink.add_route(&far).is_err());
         assert!(round_trip(netlink, Route { onlink: true, ..far }).onlink);
         round_trip(netlink, route("0.0.0.0/0", Some("10.1.0.1"), oif));
+        round_trip(netlink, Route { source: Some([10, 1, 0, 2].into()), ..plain });
+        netlink.add_route(&Route { source: Some([10, 1, 0, 2].into()), ..plain }).unwrap();
+        assert!(output("ip route show 10.5.0.0/24").contains("via 10.1.0.1 dev br0 src 10.1.0.2"));
     });
 }
 

@@ -1,0 +1,93 @@
+//! Creating interfaces, and the first moments of one.
+
+use std::time::Instant;
+
+use cni::machine::Machine;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
+use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
+
+use super::{Link, OperState};
+use crate::error::{Cause, Error, Result};
+use crate::mac::Mac;
+use crate::netlink::{Kind, Netlink};
+use crate::netns::Netns;
+use crate::watch::Watch;
+
+/// Whether the kernel has noticed that the interface has a carrier.
+///
+/// A bridge that has never lost its carrier is in state "unknown" for ever, and works. A veth is in that state for a moment
+/// after it was made, before the kernel has noticed that it has none.
+fn has_carrier(link: &Link) -> bool {
+    link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
+}
+
+impl Netlink {
+    /// Makes a dummy interface, down, in this connection's namespace.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel has no dummies.
+    pub fn create_dummy(&self, name: &str, mac: Mac) -> Result<Link> {
+        let mut message = LinkMessage::default();
+        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        message.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
+        message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Dummy)]));
+        self.create_link(message, name)
+            .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
+    }
+
+    /// RTM_NEWLINK, exclusively; returns the new link.
+    pub(crate) fn create_link(&self, message: LinkMessage, name: &str) -> Result<Link, Cause> {
+        let answer = self.request(Kind::NewLink, &message, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
+        // Kernels since 6.2 answer with the link they made; the others are asked.
+        match answer.iter().find_map(super::decode) {
+            Some(link) => Ok(link),
+            None => self.get_link(0, Some(name))?.ok_or(Cause::LinkNotFound),
+        }
+    }
+
+    /// Waits until an interface has its carrier and takes frames. `watch` must have been opened in this connection's
+    /// namespace, before anything was done about the carrier.
+    ///
+    /// A bridge needs this as much as its ports: without any of them it has no carrier, and until the kernel's worker
+    /// has noticed the first one, everything the host sends through it is dropped (its queue is the one that drops).
+    ///
+    /// # Errors
+    /// [`Error::is_deadline`], [`Error::is_terminated`], or the interface is gone.
+    pub fn wait_carrier(&self, watch: &Watch, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
+        watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
+            Some(link) => Ok(has_carrier(&link).then_some(())),
+            None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
+        })
+    }
+
+    /// Waits for the carrier of an interface in `netns`, this connection's namespace, which is visited only if the
+    /// interface has no carrier yet.
+    ///
+    /// # Errors
+    /// Those of [`wait_carrier`](Netlink::wait_carrier).
+    pub fn wait_carrier_in(&self, netns: &Netns, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
+        if self.find_link_by_index(index)?.is_some_and(|link| link.oper_state == OperState::Up) {
+            return Ok(());
+        }
+        self.wait_carrier(&Watch::open_in(netns)?, index, deadline, machine)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::in_new_netns;
+    use cni_testkit::{probe, require};
+
+    #[test]
+    fn a_dummy_is_made_with_its_address() {
+        require!(probe::dummy());
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let mac = Mac([2, 0, 0, 0, 0, 7]);
+            let link = netlink.create_dummy("eth0", mac).unwrap();
+            assert_eq!((link.mac, link.up, link.kind.to_string().as_str()), (Some(mac), false, "dummy"));
+            assert!(netlink.create_dummy("eth0", mac).unwrap_err().is_exists());
+        });
+    }
+}
