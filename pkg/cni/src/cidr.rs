@@ -90,6 +90,16 @@ impl Cidr {
         self.0.contains(address)
     }
 
+    /// The address after the network's own, with the network's prefix: the gateway unless another one is
+    /// configured. `None` if there is no higher address.
+    pub fn first(&self) -> Option<Cidr> {
+        let first = match self.network().address() {
+            IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),
+            IpAddr::V6(v6) => IpAddr::V6(u128::from(v6).checked_add(1)?.into()),
+        };
+        Cidr::new(first, self.prefix())
+    }
+
     /// The highest address of the network: IPv4's broadcast.
     pub fn last(&self) -> IpAddr {
         self.0.broadcast()

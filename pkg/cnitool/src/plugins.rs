@@ -1,10 +1,11 @@
 //! The plugins of this project, by whose own reading configurations are judged.
 
 use cni::skel::{Plugin, Role};
+use cni_plugin::InterfacePlugin;
 
 /// Every plugin. One more line here, and `validate` covers it.
 const PLUGINS: [&dyn Plugin; 5] = [
-    &plugin_bridge::Bridge,
+    &InterfacePlugin(plugin_bridge::Bridge),
     &plugin_host_local::HostLocal,
     &plugin_loopback::Loopback,
     &plugin_portmap::Portmap,

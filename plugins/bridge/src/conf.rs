@@ -3,13 +3,15 @@
 //! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the configuration, and no mistake
 //! in it, can keep them from cleaning.
 
+use cni::args::CniArgs;
 use cni::config::{self, NetConf};
 use cni::result::Dns;
 use cni::rollback::Notes;
-use cni::skel::Call;
 use cni::{Cidr, Error, Result, ident};
-use cni_firewall::Backend;
+use cni_linux::Dad;
 use cni_linux::mac::Mac;
+use cni_plugin::interface::Gateway;
+use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
 
 /// The bridge that is meant when none is named.
@@ -17,7 +19,7 @@ pub const DEFAULT_BRIDGE: &str = "cni0";
 
 /// A sound configuration.
 #[derive(Clone, Debug)]
-pub(crate) struct Conf {
+pub struct Conf {
     /// The bridge's name.
     pub(crate) bridge: String,
     /// Whether the bridge is the containers' gateway.
@@ -52,26 +54,6 @@ pub(crate) struct Conf {
     pub(crate) own_gateways: Vec<Cidr>,
 }
 
-/// The bridge's role in layer 3.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Gateway {
-    /// It has no address.
-    None,
-    /// It has the gateway's address.
-    Address,
-    /// And the containers' default route goes there.
-    DefaultRoute,
-}
-
-/// Whether what leaves the network goes with the host's address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Masquerading {
-    /// It does not.
-    Off,
-    /// It does, by this backend, or by whichever the host has.
-    On(Option<Backend>),
-}
-
 /// The VLANs of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Vlans {
@@ -83,9 +65,10 @@ pub(crate) struct Vlans {
     pub(crate) keep_default: bool,
 }
 
-#[derive(Default, Deserialize)]
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Raw {
+pub struct Keys {
     bridge: String,
     is_gateway: bool,
     is_default_gateway: bool,
@@ -103,12 +86,11 @@ struct Raw {
     disable_container_interface: bool,
     port_isolation: bool,
     dns: Dns,
-    args: RawArgs,
-    runtime_config: RawRuntime,
-    ipam: RawIpam,
+    args: keys::Args,
+    runtime_config: keys::RuntimeConfig,
 }
 
-#[derive(Default, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct RawTrunk {
     #[serde(rename = "minID")]
@@ -118,49 +100,19 @@ struct RawTrunk {
     id: Option<i64>,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawArgs {
-    cni: RawMac,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawMac {
-    mac: String,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawRuntime {
-    mac: String,
-    #[serde(rename = "ipRanges")]
-    ip_ranges: Option<cni::json::Json>,
-    dns: Option<cni::json::Json>,
-}
-
-/// What host-local's keys say about gateways. Wrong types in there are IPAM's to complain about.
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawIpam {
-    subnet: Option<cni::json::Json>,
-    gateway: Option<cni::json::Json>,
-    ranges: Option<cni::json::Json>,
-}
-
 impl Conf {
     /// Reads the configuration, CNI_ARGS' `MAC` included.
     ///
     /// # Errors
     /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
-    pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
-        let args = call.args()?;
+    pub(crate) fn new(conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
+        let args = CniArgs::parse(args)?;
         args.check_known(&["MAC", "IP"])?;
-        Conf::parse(&call.conf, args.get("MAC").unwrap_or_default(), &call.notes)
+        Conf::parse(conf, args.get("MAC").unwrap_or_default(), notes)
     }
 
     pub(crate) fn parse(conf: &NetConf, mac_of_args: &str, notes: &Notes) -> Result<Conf> {
-        let raw: Raw = conf.decode()?;
+        let raw: Keys = conf.decode()?;
         let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
         ident::check_host_link_name("bridge", &bridge)?;
         if raw.hairpin_mode && raw.promisc_mode {
@@ -172,14 +124,11 @@ impl Conf {
             (true, false) => Gateway::Address,
             (false, false) => Gateway::None,
         };
-        let ipam = Some(conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty());
+        let ipam = keys::ipam(conf);
         if raw.disable_container_interface && ipam.is_some() {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }
-        let backend: Option<Backend> = match raw.ip_masq_backend.filter(|backend| !backend.is_empty()) {
-            Some(name) => Some(name.parse().map_err(|_| Error::config(format!("unknown ipmasq backend {name:?}")))?),
-            None => None,
-        };
+        let backend = keys::masquerade_backend(raw.ip_masq_backend)?;
         if let (Some(vlan), false) = (vlans.as_ref().and_then(|vlans| vlans.access), gateway == Gateway::None) {
             let name = vlan_gateway_name(&bridge, vlan);
             if name.len() > 15 {
@@ -189,9 +138,10 @@ impl Conf {
             }
         }
         Ok(Conf {
-            mtu: mtu(raw.mtu)?,
-            mac: mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])?,
-            own_gateways: own_gateways(&raw.ipam, raw.runtime_config.ip_ranges.as_ref()),
+            mtu: keys::mtu(raw.mtu, keys::VETH_MTU)?,
+            mac: keys::mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])
+                .map_err(|why| Error::config(format!("failed to make veth pair: {why}")))?,
+            own_gateways: cni_ipam::configured_gateways(conf),
             dns: config::dns_override(raw.runtime_config.dns.as_ref(), raw.dns, notes),
             bridge,
             gateway,
@@ -208,16 +158,15 @@ impl Conf {
         })
     }
 
-    /// The configuration alone, without a call around it.
-    #[cfg(test)]
-    pub(crate) fn parse_for_test(conf: &NetConf) -> Conf {
-        Conf::parse(conf, "", &Notes::silent()).unwrap()
-    }
-
     /// Whether ADD puts the gateway's address on the bridge itself, and not on an interface of its
     /// own in a VLAN.
     pub(crate) fn puts_gateway_on_bridge(&self) -> bool {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
+    }
+
+    /// Whether addresses are looked for on the link before they are used.
+    pub(crate) fn dad(&self) -> Dad {
+        if self.dad { Dad::Normal } else { Dad::Skip }
     }
 
     /// The VLAN that the gateway is in, if it has one of its own.
@@ -226,39 +175,9 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads.
-pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
-    let mut unknown = json.unknown_keys::<Raw>();
-    // The delegation's own, read where the delegate is run; and what belongs to others.
-    unknown.retain(|key| {
-        key.path != "delegateTimeout" && !key.path.starts_with("ipam.") && !key.path.starts_with("args.")
-    });
-    unknown
-}
-
 /// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name looks like.
 pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
     format!("{bridge}.{vlan}")
-}
-
-fn mtu(mtu: i64) -> Result<Option<u32>> {
-    match mtu {
-        0 => Ok(None),
-        // What the kernel takes for a veth.
-        68..=65535 => Ok(u32::try_from(mtu).ok()),
-        other => Err(Error::config(format!("invalid MTU {other} (must be between 68 and 65535, or 0)"))),
-    }
-}
-
-/// The first that is given: runtimeConfig, args.cni, CNI_ARGS.
-fn mac(sources: [&str; 3]) -> Result<Option<Mac>> {
-    let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
-    let refused = |why: String| Error::config(format!("failed to make veth pair: {why}"));
-    let mac: Mac = text.parse().map_err(|_| refused(format!("address {text}: invalid MAC address")))?;
-    if mac.is_multicast() || mac.is_zero() {
-        return Err(refused(format!("cannot assign requested address: {mac} is no unicast address")));
-    }
-    Ok(Some(mac))
 }
 
 fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<Option<Vlans>> {
@@ -310,41 +229,10 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
     Ok(Some(Vlans { access, trunk: trunk.collect(), keep_default }))
 }
 
-/// The gateways of host-local's ranges. Two ranges of one family give a bridge two addresses, and neither of them is
-/// a stranger that `forceAddress` would have to remove.
-fn own_gateways(ipam: &RawIpam, of_runtime: Option<&cni::json::Json>) -> Vec<Cidr> {
-    use cni::json::Json;
-    let gateway = |subnet: Option<&Json>, gateway: Option<&Json>| {
-        let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
-        match gateway.and_then(Json::as_str) {
-            Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
-            None => first_address(subnet),
-        }
-    };
-    let mut gateways: Vec<Cidr> = gateway(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
-    for sets in [ipam.ranges.as_ref(), of_runtime].into_iter().flatten() {
-        let Json::Array(sets) = sets else { continue };
-        for set in sets {
-            let Json::Array(ranges) = set else { continue };
-            gateways.extend(ranges.iter().filter_map(|range| gateway(range.get("subnet"), range.get("gateway"))));
-        }
-    }
-    gateways
-}
-
-/// The address after the network's own: the gateway if nobody says otherwise.
-pub(crate) fn first_address(network: Cidr) -> Option<Cidr> {
-    use std::net::IpAddr;
-    let first = match network.network().address() {
-        IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),
-        IpAddr::V6(v6) => IpAddr::V6(u128::from(v6).checked_add(1)?.into()),
-    };
-    Cidr::new(first, network.prefix())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cni_firewall::Backend;
 
     fn parse(keys: &str, mac_of_args: &str) -> Result<Conf> {
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#);
@@ -441,15 +329,5 @@ mod tests {
             let mac = parse(keys, "02:00:00:00:00:03").unwrap().mac.unwrap();
             assert_eq!(mac, Mac([2, 0, 0, 0, 0, expected]));
         }
-    }
-
-    #[test]
-    fn the_gateways_of_the_ranges_are_known() {
-        let conf = parse(
-            r#","runtimeConfig":{"ipRanges":[[{"subnet":"10.3.0.0/24"}]]},"ipam":{"type":"host-local","subnet":"10.1.0.0/24","ranges":[[{"subnet":"10.2.0.0/16","gateway":"10.2.9.9"},{"Subnet":"fd00::/64"}],5]}"#,
-            "",
-        );
-        let texts: Vec<String> = conf.unwrap().own_gateways.iter().map(Cidr::to_string).collect();
-        assert_eq!(texts, ["10.1.0.1/24", "10.2.9.9/16", "fd00::1/64", "10.3.0.1/24"]);
     }
 }

@@ -6,9 +6,12 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use cni::result::Interface;
 use cni::skel::{Call, MachineRef};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, Watch, sysctl};
+use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, Watch};
+use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
+use cni_plugin::interface::{PortMark, host_interface};
 
 use crate::conf::Conf;
 use crate::record;
@@ -74,17 +77,6 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Re
         host.set_promisc(link.index, Promisc::On).map_err(wrapped)?;
     }
     Ok(link)
-}
-
-/// As Go does: an interface of a node must not learn its routes from its containers. Kernels without IPv6 have no
-/// such file, and that is fine.
-pub(crate) fn no_router_advertisements(link: &str) {
-    let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
-}
-
-/// A random MAC of our own, given at birth so that no policy of udev's rewrites it.
-pub(crate) fn made_up_mac() -> Result<Mac> {
-    Mac::random().map_err(|error| Error::caused(Code::IO, "failed to make up a MAC", error))
 }
 
 /// Code 2 naming key and value.
@@ -169,21 +161,20 @@ fn belongs_to_cni(host: &Netlink, link: &Link) -> bool {
     ports.iter().all(|port| is_cni_port(port, &record)) && (!ports.is_empty() || link.mac.is_none_or(Mac::is_zero))
 }
 
-/// The bridge's MAC for the result, once all ports are there: one that is not pinned may have become a port's. Go's CHECK
+/// The bridge as the result lists it, once all ports are there: a MAC that is not pinned may have become a port's. Go's CHECK
 /// compares it.
-pub(crate) fn final_mac(host: &Netlink, bridge: &Link) -> Result<Option<Mac>> {
-    if bridge.alias.as_deref() == Some(PINNED) {
-        return Ok(bridge.mac);
-    }
-    Ok(host.find_link_by_index(bridge.index)?.and_then(|bridge| bridge.mac))
+pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
+    let mac = match bridge.alias.as_deref() {
+        Some(PINNED) => bridge.mac,
+        _ => host.find_link_by_index(bridge.index)?.and_then(|bridge| bridge.mac),
+    };
+    Ok(host_interface(&bridge.name, mac))
 }
 
 /// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin made.
 fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
-    let marked = port
-        .alias
-        .as_deref()
-        .is_some_and(|alias| Mark::parse(alias).is_some() || crate::chained::PortMark::parse(alias).is_some());
+    let marked =
+        port.alias.as_deref().is_some_and(|alias| Mark::parse(alias).is_some() || PortMark::parse(alias).is_some());
     marked || (port.is_veth() && record.contains(&port.name))
 }
 

@@ -10,7 +10,7 @@ use crate::conf::Conf;
 /// # Errors
 /// What ADD would refuse it with.
 pub fn read(call: &Call<'_>) -> Result<()> {
-    let conf = Conf::new(call)?;
+    let conf = Conf::new(&call.conf, &call.environment.args, &call.notes)?;
     assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is not a bridge's name", conf.bridge);
     assert!(conf.mtu.is_none_or(|mtu| (68..=65535).contains(&mtu)));
     assert!(!(conf.hairpin && conf.promiscuous));

@@ -6,16 +6,38 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::rc::Rc;
 
-use cni::rollback::{Notes, Rollback};
+use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Link, Netlink, sysctl};
+use cni_linux::{Link, Mark, Netlink, Target, VethSpec, VlanFlags, sysctl};
+use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
+use cni_plugin::interface::{Gateway, Layer3, Made, Served, Site, forwarding, host_interface};
 
-use crate::conf::{self, Conf};
-use crate::layer3::{Layer3, dad};
+use crate::attach::Plugged;
+use crate::conf::{Conf, vlan_gateway_name};
+
+/// The alias of the bridge's end of a VLAN gateway.
+const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
+
+/// Puts the gateways' addresses onto the link that is to have them, if the bridge is to be the gateway. A link of their
+/// own is added to the result.
+pub(crate) fn serve<'a>(
+    site: &Site<'a, Conf>,
+    made: &mut Made<Plugged>,
+    layer3: &Layer3,
+    rollback: &mut Rollback<'a>,
+) -> Result<Served> {
+    let link = gateway_link(&site.host, &made.link.bridge, &site.conf)?;
+    made.link.gateway = Some(link.index);
+    if link.index != made.link.bridge.index {
+        made.result.interfaces.push(host_interface(&link.name, link.mac));
+    }
+    let neighbours_on = Some(link.index);
+    let added = Plan::new(site, link, layer3)?.serve(site, rollback)?;
+    Ok(Served { added, neighbours_on })
+}
 
 /// The gateways of an attachment, once nothing can be refused any more.
-pub(crate) struct Plan<'a> {
-    host: &'a Rc<Netlink>,
+struct Plan {
     link: Link,
     missing: Vec<Cidr>,
     in_the_way: Vec<Cidr>,
@@ -23,20 +45,15 @@ pub(crate) struct Plan<'a> {
     families: BTreeSet<bool>,
 }
 
-/// The link that has the gateways' addresses, and those that it did not have before.
-pub(crate) struct Served {
-    pub(crate) link: Link,
-    pub(crate) added: Vec<IpAddr>,
-}
-
-impl<'a> Plan<'a> {
+impl Plan {
     /// Finds which gateways' addresses `link` lacks and which other addresses are in their way.
     ///
     /// # Errors
     /// 102 with Go's text if an address is in the way and `forceAddress` is not set.
-    pub(crate) fn new(host: &'a Rc<Netlink>, link: Link, conf: &Conf, layer3: &Layer3) -> Result<Plan<'a>> {
-        let mut plan = Plan { host, link, missing: Vec::new(), in_the_way: Vec::new(), families: BTreeSet::new() };
-        if conf.gateway == conf::Gateway::None {
+    fn new(site: &Site<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
+        let (host, conf) = (&site.host, &site.conf);
+        let mut plan = Plan { link, missing: Vec::new(), in_the_way: Vec::new(), families: BTreeSet::new() };
+        if conf.gateway == Gateway::None {
             return Ok(plan);
         }
         let gateways = layer3.gateways();
@@ -64,9 +81,11 @@ impl<'a> Plan<'a> {
         Ok(plan)
     }
 
-    /// Removes the addresses that are in the way, adds the missing ones and lets the host forward.
-    pub(crate) fn serve(self, conf: &Conf, notes: &Notes, rollback: &mut Rollback<'_>) -> Result<Served> {
-        let Plan { host, link, missing, in_the_way, families } = self;
+    /// Removes the addresses that are in the way, adds the missing ones and lets the host forward. Returns those that
+    /// were missing.
+    fn serve<'a>(self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
+        let (host, conf, notes) = (&site.host, &site.conf, &site.call.notes);
+        let Plan { link, missing, in_the_way, families } = self;
         if !in_the_way.is_empty() {
             let saved = host.save_addresses(link.index, &in_the_way)?;
             let undo = Rc::clone(host);
@@ -83,7 +102,7 @@ impl<'a> Plan<'a> {
         }
         let mut added = Vec::new();
         for gateway in missing {
-            match host.add_address(link.index, gateway, dad(conf)) {
+            match host.add_address(link.index, gateway, conf.dad()) {
                 Err(error) if !error.is_exists() => return Err(error.into()),
                 Err(_) => {}
                 Ok(()) => added.push(gateway.address()),
@@ -92,13 +111,8 @@ impl<'a> Plan<'a> {
         for is_ipv4 in families {
             sysctl::ensure(forwarding(is_ipv4), "1")?;
         }
-        Ok(Served { link, added })
+        Ok(added)
     }
-}
-
-/// The sysctl that lets the host forward a family.
-pub(crate) fn forwarding(is_ipv4: bool) -> &'static str {
-    if is_ipv4 { "net/ipv4/ip_forward" } else { "net/ipv6/conf/all/forwarding" }
 }
 
 /// Whether `existing` keeps the gateway from the link. As in Go: any other IPv4 address, an IPv6 one
@@ -110,6 +124,60 @@ fn is_in_the_way(existing: Cidr, gateway: Cidr) -> bool {
     gateway.is_ipv4()
         || existing.network().contains(gateway.address())
         || gateway.network().contains(existing.address())
+}
+
+/// The link that has the gateway's address: the bridge, or for a VLAN a veth whose other end is in that VLAN.
+fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
+    let (Some(vlan), true) = (conf.gateway_vlan(), conf.gateway != Gateway::None) else {
+        return Ok(bridge.clone());
+    };
+    let name = vlan_gateway_name(&bridge.name, vlan);
+    let port_name = Mark::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
+    if let Some(link) = host.find_link(&name)? {
+        // Down: whoever made it was cut off, or is at it this moment. Up is what the making ends with.
+        if !link.up
+            && let Some(port) = link.peer_index.map(|port| host.find_link_by_index(port)).transpose()?.flatten()
+        {
+            let unmarked = port.alias.is_none() && port.name == port_name;
+            if unmarked {
+                host.set_alias(port.index, VLAN_GATEWAY)?;
+            }
+            if unmarked || port.alias.as_deref() == Some(VLAN_GATEWAY) {
+                ready_vlan_gateway(host, port.index, link.index, vlan)?;
+            }
+        }
+        return Ok(link);
+    }
+    let (mac, peer_mac) = (made_up_mac()?, made_up_mac()?);
+    let spec = VethSpec {
+        mtu: conf.mtu,
+        alias: Some(VLAN_GATEWAY),
+        master: Some(bridge.index),
+        up: true,
+        ..VethSpec::new(&port_name, peer_mac, &name, mac)
+    };
+    match host.create_veth(&spec) {
+        Ok(veth) => {
+            if let Err(error) = ready_vlan_gateway(host, veth.index, veth.peer_index, vlan) {
+                host.purge_link(veth.index)?;
+                return Err(error);
+            }
+            no_router_advertisements(&name);
+        }
+        // Another first ADD was faster.
+        Err(error) if error.is_exists() => {}
+        Err(error) => return Err(error.into()),
+    }
+    Ok(host.link(&name)?)
+}
+
+/// Puts the port of a VLAN gateway into its VLAN, and last of all the gateway's end up. May be done again.
+fn ready_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
+    for old in host.vlans(port)?.iter().filter(|old| old.vid != vlan) {
+        host.del_vlan(port, old.vid, Target::Master)?;
+    }
+    host.add_vlan(port, vlan, VlanFlags::Access, Target::Master)?;
+    Ok(host.set_up(gateway)?)
 }
 
 #[cfg(test)]

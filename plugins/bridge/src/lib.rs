@@ -1,9 +1,10 @@
 //! `bridge`: a container's network namespace gets a port on a Linux bridge, an address from an IPAM plugin, and, if
 //! the bridge is to be the gateway, a way out.
 //!
-//! Rooms: `conf` reads the configuration; `device` finds or makes the bridge, `port` the veth pair, `layer3` the
-//! addresses and routes, `gateway` the bridge's own addresses, `masquerade` the rules for what leaves the network; `attach` puts them together for ADD, `chained` for a use after another plugin; `check`,
-//! `detach` (DEL) and `collect` (GC) are the other verbs.
+//! Rooms: `conf` reads the configuration; `device` finds or makes the bridge, `port` says which frames may pass the
+//! port, `gateway` puts the gateway's addresses onto the bridge; `attach` puts them together for ADD, `chained` for a use
+//! after another plugin; `check` compares, `spoof` removes the rules of `macspoofchk`. Everything else around the link is
+//! [`cni_plugin::interface`]'s.
 //!
 //! Easy to get wrong: the bridge is everybody's. It, its gateway addresses and the forwarding sysctls are never undone;
 //! only what carries this attachment's mark is.
@@ -11,89 +12,122 @@
 mod attach;
 mod chained;
 mod check;
-mod collect;
 mod conf;
-mod detach;
 mod device;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod gateway;
-mod layer3;
-mod masquerade;
 mod port;
 mod record;
+mod spoof;
 
 use cni::config::{NetConf, ValidAttachments};
-use cni::delegate::Delegate;
-use cni::json::{Json, UnknownKey};
-use cni::result::{AddResult, IpConfig};
-use cni::rollback::Notes;
-use cni::skel::{Added, Call, Plugin, Role};
-use cni::{Cidr, Code, Error, Result};
+use cni::json::Json;
+use cni::result::AddResult;
+use cni::rollback::{Notes, Rollback};
+use cni::skel::Call;
+use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Mark, Netlink};
+use cni_linux::{Link, Mark, Netlink, Watch};
+use cni_plugin::interface::{Check, HostEnd, Interface, Layer3, Layer3Policy, LinkState, Made, Served, Site};
 
 pub use conf::DEFAULT_BRIDGE;
 
-use conf::Conf;
-use layer3::Layer3;
+use attach::Plugged;
+use conf::{Conf, Keys};
 
-/// The plugin.
+/// The plugin's part that is not every interface plugin's.
 #[derive(Clone, Copy, Debug)]
 pub struct Bridge;
 
-impl Plugin for Bridge {
-    fn name(&self) -> &'static str {
-        "bridge"
+impl Interface for Bridge {
+    type Keys = Keys;
+    type Conf = Conf;
+    type Link = Plugged;
+
+    const NAME: &'static str = "bridge";
+    const KIND: &'static str = "veth";
+    /// The bridge comes before the port.
+    const HOST_END: HostEnd = HostEnd::Veth { listed_after: 1 };
+
+    fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
+        Conf::new(conf, args, notes)
     }
 
-    fn role(&self) -> Role {
-        Role::Interface
-    }
-
-    fn examine(&self, conf: &NetConf) -> Result<()> {
-        let parsed = Conf::parse(conf, "", &Notes::silent())?;
-        match parsed.ipam {
-            Some(_) => cni::delegate::timeout(conf).map(drop),
-            None => Ok(()),
+    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
+        Layer3Policy {
+            ipam: conf.ipam.as_deref(),
+            dns: conf.dns.as_ref(),
+            masquerade: conf.masquerade,
+            gateway: conf.gateway,
+            dad: conf.dad(),
+            state: if conf.container_down { LinkState::Down } else { LinkState::Up },
+            ..Layer3Policy::default()
         }
     }
 
-    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
-        conf::unknown_keys(json)
+    fn earlier(&self, call: &Call<'_>) -> Result<Option<AddResult>> {
+        chained::earlier(call)
     }
 
-    fn examine_answers(&self, conf: &NetConf, answers: &[AddResult], earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
-        let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
-        let earlier: Vec<IpConfig> = earlier.iter().map(address).collect();
-        let conf = Conf::parse(conf, "", &Notes::silent())?;
-        Ok(answers.iter().map(|answer| Layer3::new(answer, &conf, 2, &earlier).err()).collect())
-    }
-
-    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let conf = Conf::new(call)?;
-        match chained::earlier(call)? {
-            Some(prev) => chained::add(call, &conf, prev),
-            None => attach::add(call, &conf),
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Plugged>> {
+        match &site.earlier {
+            Some(earlier) => chained::plug_in(site, earlier, rollback),
+            None => attach::create(site, rollback),
         }
     }
 
-    fn check(&self, call: &Call<'_>) -> Result<()> {
-        let conf = Conf::new(call)?;
-        check::check(call, &conf)
+    fn serve<'a>(
+        &self,
+        site: &Site<'a, Conf>,
+        made: &mut Made<Plugged>,
+        layer3: &Layer3,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Served> {
+        if site.earlier.is_some() {
+            chained::note_addresses(site, made, layer3, rollback)?;
+        }
+        gateway::serve(site, made, layer3, rollback)
     }
 
-    fn del(&self, call: &Call<'_>) -> Result<()> {
-        detach::del(call)
+    fn wait_for_frames(&self, site: &Site<'_, Conf>, made: &Made<Plugged>, watch: &Watch) -> Result<()> {
+        attach::wait_for_frames(site, made, watch)
     }
 
-    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        collect::gc(call, valid)
+    fn finish(&self, site: &Site<'_, Conf>, made: &mut Made<Plugged>) -> Result<()> {
+        let bridge = &made.link.bridge;
+        let interfaces = &mut made.result.interfaces;
+        if site.earlier.is_none() {
+            interfaces[0] = device::interface(&site.host, bridge)?;
+        } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
+            // At the end, so that no index into the earlier plugins' list changes its meaning.
+            interfaces.push(device::interface(&site.host, bridge)?);
+        }
+        Ok(())
     }
 
-    fn status(&self, call: &Call<'_>) -> Result<()> {
-        let conf = Conf::new(call)?;
+    fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
+        check::check(check)
+    }
+
+    /// What Go made is a port of the bridge that the configuration names, as far as it can be read.
+    fn owns_unmarked(&self, call: &Call<'_>, host: &Netlink, outer: Option<&Link>) -> Result<bool> {
+        let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
+        let named = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
+        let bridge = host.find_link(named.unwrap_or(DEFAULT_BRIDGE))?;
+        Ok(bridge.is_some_and(|bridge| bridge.index == master))
+    }
+
+    fn clean(&self, call: &Call<'_>, mark: &Mark) -> Result<()> {
+        spoof::purge(call, mark)
+    }
+
+    fn collect(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        spoof::collect(call.conf.name(), valid)
+    }
+
+    fn ready(&self, call: &Call<'_>, conf: &Conf) -> Result<()> {
         let not_ready = |error: Error| error.with_code(Code::NOT_AVAILABLE);
         let host = Netlink::open().map_err(|error| not_ready(error.into()))?;
         let mut filters_vlans = false;
@@ -109,21 +143,12 @@ impl Plugin for Bridge {
         }
         // A bridge that filters proves that the kernel can, and costs nothing to look at.
         if !filters_vlans {
-            device::check_vlan_filtering(call, &conf)?;
+            device::check_vlan_filtering(call, conf)?;
         }
         if conf.spoof_check {
             let probed = SpoofCheck::open().and_then(|mut spoof| spoof.probe());
             probed.map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
         }
-        masquerade::status(call, &conf)?;
-        match &conf.ipam {
-            Some(kind) => Delegate::find(call, kind).map_err(not_ready)?.status(),
-            None => Ok(()),
-        }
+        Ok(())
     }
-}
-
-/// The mark of this call's attachment.
-fn mark(call: &Call<'_>) -> Mark {
-    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
 }

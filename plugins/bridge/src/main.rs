@@ -1,3 +1,3 @@
 //! The CNI plugin `bridge`: a container's network namespace gets a port on a Linux bridge.
 
-cni_plugin::main!(plugin_bridge::Bridge);
+cni_plugin::main!(cni_plugin::InterfacePlugin(plugin_bridge::Bridge));

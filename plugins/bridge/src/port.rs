@@ -1,98 +1,13 @@
-//! The port: the veth pair between the container and the bridge.
+//! The port: what decides which frames may pass.
 //!
-//! Everything that decides which frames may pass is set while the container's end is still down.
-
-use std::cell::Cell;
-use std::rc::Rc;
+//! All of it is set while the container's end is still down.
 
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::veth::HOST_NAME_ATTEMPTS;
-use cni_linux::{Link, Mac, Mark, Netlink, Netns, PortFlags, Taken, Target, VethSpec, VlanFlags};
+use cni_linux::{Link, Mac, Mark, Netlink, PortFlags, Target, VlanFlags};
 
 use crate::conf::{Conf, Vlans};
-use crate::device::{self, made_up_mac};
-
-/// A veth pair on the bridge.
-#[derive(Debug)]
-pub(crate) struct Port {
-    /// The host's end.
-    pub(crate) index: u32,
-    /// Its name.
-    pub(crate) name: String,
-    /// Its address.
-    pub(crate) mac: Mac,
-    /// The container's end, in its namespace.
-    pub(crate) peer_index: u32,
-    /// Its address.
-    pub(crate) peer_mac: Mac,
-}
-
-/// Makes the pair, already a port of the bridge, the container's end down.
-///
-/// # Errors
-/// 102 with Go's text if the container has an interface of that name.
-pub(crate) fn create<'a>(
-    host: &Rc<Netlink>,
-    netns: &Netns,
-    bridge: &Link,
-    mark: &Mark,
-    conf: &Conf,
-    rollback: &mut Rollback<'a>,
-) -> Result<Port> {
-    let (mac, peer_mac) = (made_up_mac()?, conf.mac.map_or_else(made_up_mac, Ok)?);
-    let alias = mark.alias();
-    let mut attempt = 0;
-    let (name, veth) = loop {
-        let name = mark.host_name(attempt);
-        let spec = VethSpec {
-            mtu: conf.mtu,
-            alias: Some(&alias),
-            master: Some(bridge.index),
-            up: true,
-            peer_netns: Some(netns),
-            ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
-        };
-        attempt += 1;
-        // Registered before the effect: if the kernel's answer is lost, the pair may exist.
-        let made = undo_creation(host, &name, mac, rollback);
-        match host.create_veth(&spec) {
-            Ok(veth) => {
-                made.set(Some(veth.index));
-                break (name, veth);
-            }
-            Err(error) => match error.taken() {
-                Some(Taken::ContainerName) => return Err(name_taken(&mark.ifname, &name)),
-                Some(Taken::HostName) if attempt < HOST_NAME_ATTEMPTS => {}
-                _ => return Err(Error::from(error).context("failed to make veth pair")),
-            },
-        }
-    };
-    device::no_router_advertisements(&name);
-    Ok(Port { index: veth.index, name, mac, peer_index: veth.peer_index, peer_mac })
-}
-
-/// Registers the deletion of the pair that is about to be made: by its index, once that is known,
-/// else by its name and the MAC that no other interface has.
-fn undo_creation<'a>(host: &Rc<Netlink>, name: &str, mac: Mac, rollback: &mut Rollback<'a>) -> Rc<Cell<Option<u32>>> {
-    let made = Rc::new(Cell::new(None));
-    let (host, index, name) = (Rc::clone(host), Rc::clone(&made), name.to_owned());
-    rollback.push(format!("delete {name}"), move || match index.get() {
-        Some(index) => host.purge_link(index).map(drop),
-        None => match host.find_link(&name)?.filter(|link| link.mac == Some(mac)) {
-            Some(link) => host.purge_link(link.index).map(drop),
-            None => Ok(()),
-        },
-    });
-    made
-}
-
-/// Go's words for an interface that is there already.
-pub(crate) fn name_taken(ifname: &str, host_name: &str) -> Error {
-    let msg = format!("container veth name ({ifname:?}) peer provided ({host_name:?}) already exists");
-    Error::new(Code::CONFLICT, msg).with_details("the interface was left untouched")
-}
 
 /// Flags, VLANs and spoof rules of a port.
 ///

@@ -303,7 +303,7 @@ pub(crate) fn on_or_off(on: bool) -> Promisc {
 /// prevResult, with what was changed in the entry of this interface: the name alone does not make it ours, other
 /// sandboxes may have one that is called the same.
 fn tuned(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
-    let path = &call.environment.netns;
+    let path = call.sandbox();
     let is_ours = |sandbox: &str| {
         // A runtime may spell the path to one namespace in two ways.
         let is_same = || Netns::open(Path::new(sandbox)).is_ok_and(|other| other.is_same(netns));

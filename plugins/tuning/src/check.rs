@@ -24,10 +24,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     for (sysctl, value) in conf.sysctls.iter().zip(values) {
         errors.extend(check_sysctl(sysctl, value, &record).err());
     }
-    let expected = prev
-        .interfaces
-        .iter()
-        .any(|interface| interface.name == call.ifname && interface.sandbox == call.environment.netns);
+    let expected = prev.find_interface(&call.ifname, call.sandbox()).is_some();
     match netlink?.find_link(&call.ifname)? {
         Some(link) => errors.extend(check_link(&link, &conf.link, &record)),
         None if expected || !conf.link.is_empty() => {

@@ -183,6 +183,11 @@ impl AddResult {
         wire::decode(json, family)
     }
 
+    /// Returns the index of a container's interface: CNI_IFNAME in CNI_NETNS, compared as texts.
+    pub fn find_interface(&self, name: &str, sandbox: &str) -> Option<usize> {
+        self.interfaces.iter().position(|interface| interface.name == name && interface.sandbox == sandbox)
+    }
+
     /// Writes the result in the shape of `version`: four spaces of indentation, no newline at the end, as Go writes.
     ///
     /// # Errors

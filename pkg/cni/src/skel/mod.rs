@@ -170,6 +170,11 @@ impl Call<'_> {
         self.netns.as_deref().ok_or_else(|| environment::missing(&["CNI_NETNS"]))
     }
 
+    /// CNI_NETNS as it was given, to be compared with the `sandbox` of a result.
+    pub fn sandbox(&self) -> &str {
+        &self.environment.netns
+    }
+
     /// A new stack of undos whose failures are told to this call's notes.
     pub fn rollback<'a>(&self) -> Rollback<'a> {
         Rollback::new(self.notes.clone())

@@ -11,24 +11,24 @@ use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::masquerade::Former;
 use cni_firewall::{Backend, Masquerade};
-use cni_linux::Mark;
 
-use crate::conf::{Conf, Masquerading};
+use super::Site;
+use crate::keys::Masquerading;
 
 /// Masquerading on this host, for one call.
-pub(crate) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
+pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
     Masquerade::new(call.machine.0, call.notes.clone())
 }
 
 /// ADD: puts the rules in force, if they are wanted.
-pub(crate) fn ensure<'a>(
-    call: &'a Call<'_>,
-    conf: &Conf,
-    mark: &Mark,
+pub(super) fn ensure<'a, C>(
+    site: &Site<'a, C>,
+    wanted: Masquerading,
     addresses: &[Cidr],
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let Masquerading::On(backend) = conf.masquerade else { return Ok(()) };
+    let Masquerading::On(backend) = wanted else { return Ok(()) };
+    let (call, mark) = (site.call, &site.mark);
     // Registered before the effect, because one family may be done when the other fails. Rules that
     // an earlier ADD of the attachment made, into another namespace, stay.
     let former = Rc::new(Former::default());
@@ -43,8 +43,8 @@ pub(crate) fn ensure<'a>(
 }
 
 /// STATUS: whether the next ADD's rules could be made.
-pub(crate) fn status(call: &Call<'_>, conf: &Conf) -> Result<()> {
-    let Masquerading::On(backend) = conf.masquerade else { return Ok(()) };
+pub(super) fn status(call: &Call<'_>, wanted: Masquerading) -> Result<()> {
+    let Masquerading::On(backend) = wanted else { return Ok(()) };
     open(call).probe(backend).map_err(|error| Error::from(error).context(key(backend)).with_code(Code::NOT_AVAILABLE))
 }
 

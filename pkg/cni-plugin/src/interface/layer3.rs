@@ -9,9 +9,9 @@ use cni::rollback::Notes;
 use cni::skel::{Call, MachineRef};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
-use cni_linux::{Dad, Netlink, Netns, Route, Watch, announce, sysctl};
+use cni_linux::{Dad, Netlink, Route, Watch, announce, sysctl};
 
-use crate::conf::{Conf, Gateway, first_address};
+use super::{Gateway, Layer3Policy, Site, SubnetRoute};
 
 /// How long duplicate address detection may take.
 const DAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -24,11 +24,13 @@ const SCOPE_LINK: u8 = 253;
 
 /// What is to be configured, once nothing can be wrong with it any more.
 #[derive(Clone, Debug)]
-pub(crate) struct Layer3 {
+pub struct Layer3 {
     /// The container's addresses, each with its gateway.
-    pub(crate) ips: Vec<IpConfig>,
+    pub ips: Vec<IpConfig>,
     /// The routes as they will stand in the result.
-    pub(crate) routes: Vec<ResultRoute>,
+    pub routes: Vec<ResultRoute>,
+    /// How the container reaches its own subnets.
+    pub(super) subnet: SubnetRoute,
 }
 
 impl Layer3 {
@@ -37,18 +39,33 @@ impl Layer3 {
     ///
     /// # Errors
     /// 7 for an answer without addresses and for routes that could not work, before anything is configured.
-    pub(crate) fn new(ipam: &AddResult, conf: &Conf, interface: usize, before: &[IpConfig]) -> Result<Layer3> {
+    pub(super) fn new(
+        ipam: &AddResult,
+        policy: &Layer3Policy<'_>,
+        interface: usize,
+        before: &[IpConfig],
+    ) -> Result<Layer3> {
         if ipam.ips.is_empty() {
             return Err(Error::config("IPAM plugin returned missing IP config"));
         }
-        let mut layer3 = Layer3 { ips: ipam.ips.clone(), routes: ipam.routes.clone() };
+        let mut layer3 = Layer3 { ips: ipam.ips.clone(), routes: ipam.routes.clone(), subnet: policy.subnet };
         for ip in &mut layer3.ips {
             ip.interface = Some(interface);
-            if conf.gateway != Gateway::None && ip.gateway.is_none() {
-                ip.gateway = first_address(ip.address).map(|first| first.address());
+            match policy.gateway {
+                _ if ip.gateway.is_some() => {}
+                Gateway::None => {}
+                Gateway::Address | Gateway::DefaultRoute => {
+                    ip.gateway = ip.address.first().map(|first| first.address());
+                }
+                Gateway::Required => {
+                    return Err(Error::config(format!(
+                        "IPAM plugin returned address {} without a gateway",
+                        ip.address
+                    )));
+                }
             }
         }
-        if conf.gateway == Gateway::DefaultRoute {
+        if policy.gateway == Gateway::DefaultRoute {
             layer3.add_default_routes();
         }
         let before = before.iter().filter(|ip| ip.interface.is_none_or(|index| index == interface));
@@ -57,12 +74,12 @@ impl Layer3 {
     }
 
     /// The container's addresses, with their prefixes.
-    pub(crate) fn addresses(&self) -> Vec<Cidr> {
+    pub fn addresses(&self) -> Vec<Cidr> {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
     /// The gateways, each with the prefix of its address.
-    pub(crate) fn gateways(&self) -> Vec<Cidr> {
+    pub fn gateways(&self) -> Vec<Cidr> {
         let mut gateways = Vec::new();
         for ip in &self.ips {
             if let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix()))
@@ -116,6 +133,9 @@ impl Layer3 {
 
     fn check_routes<'a>(&'a self, before: impl Iterator<Item = &'a IpConfig>) -> Result<()> {
         let mut on_link: Vec<Cidr> = self.ips.iter().chain(before).map(|ip| ip.address.network()).collect();
+        if self.subnet == SubnetRoute::ThroughGateway {
+            on_link.extend(self.ips.iter().filter_map(|ip| ip.gateway.map(Cidr::host)));
+        }
         for route in &self.routes {
             let ResultRoute { dst, .. } = route;
             if !dst.is_network() {
@@ -145,15 +165,37 @@ impl Layer3 {
     }
 
     /// The routes as the kernel is to have them.
-    pub(crate) fn kernel_routes(&self, interface_index: u32) -> impl Iterator<Item = Route> + '_ {
-        self.routes.iter().map(move |route| Route {
+    pub(super) fn kernel_routes(&self, interface_index: u32) -> impl Iterator<Item = Route> + '_ {
+        self.subnet_routes(interface_index).into_iter().chain(self.routes.iter().map(move |route| Route {
             mtu: route.mtu,
             advmss: route.advmss,
             priority: route.priority,
             table: route.table,
             scope: route.scope,
             ..Route::new(route.dst, self.next_hop(route), interface_index)
-        })
+        }))
+    }
+
+    /// The routes to the gateways and, through them, to the subnets, where the kernel adds none with the addresses.
+    fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
+        let mut routes: Vec<Route> = Vec::new();
+        if self.subnet == SubnetRoute::OnLink {
+            return routes;
+        }
+        for ip in &self.ips {
+            let Some(gateway) = ip.gateway else { continue };
+            let source = Some(ip.address.address());
+            let to_gateway =
+                Route { scope: Some(SCOPE_LINK), source, ..Route::new(Cidr::host(gateway), None, interface_index) };
+            let to_subnet = Route { source, ..Route::new(ip.address.network(), Some(gateway), interface_index) };
+            for route in [to_gateway, to_subnet] {
+                // Several addresses may share a gateway or a subnet, and a subnet may have no other address.
+                if route.dst != Cidr::host(ip.address.address()) && !routes.iter().any(|other| other.dst == route.dst) {
+                    routes.push(route);
+                }
+            }
+        }
+        routes
     }
 }
 
@@ -161,17 +203,18 @@ impl Layer3 {
 ///
 /// # Errors
 /// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
-pub(crate) fn prepare_namespace(netns: &Netns, ifname: &str, conf: &Conf, layer3: &Layer3) -> Result<()> {
-    netns
+pub(super) fn prepare_namespace<C>(site: &Site<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
+    let ifname = &site.call.ifname;
+    site.netns
         .run(|| {
-            let (accept, enhanced) = if conf.dad { ("1", Some("1")) } else { ("0", None) };
+            let (accept, enhanced) = if dad == Dad::Normal { ("1", Some("1")) } else { ("0", None) };
             if let Some(enhanced) = enhanced {
                 let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/enhanced_dad"), enhanced);
             }
             let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/accept_dad"), accept);
             let _ = announce::allow(ifname);
             if layer3.has_ipv6() {
-                for link in ["lo", ifname] {
+                for link in ["lo", ifname.as_str()] {
                     sysctl::ensure(&format!("net/ipv6/conf/{link}/disable_ipv6"), "0")?;
                 }
                 sysctl::ensure(&format!("net/ipv6/conf/{ifname}/keep_addr_on_down"), "1")?;
@@ -189,15 +232,12 @@ pub(crate) fn prepare_namespace(netns: &Netns, ifname: &str, conf: &Conf, layer3
 ///
 /// # Errors
 /// What the kernel refuses.
-pub(crate) fn configure(
-    container: &Netlink,
-    index: u32,
-    conf: &Conf,
-    layer3: &mut Layer3,
-    notes: &Notes,
-) -> Result<()> {
+pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut Layer3, notes: &Notes) -> Result<()> {
     for ip in &layer3.ips {
-        container.add_address(index, ip.address, dad(conf))?;
+        match layer3.subnet {
+            SubnetRoute::OnLink => container.add_address(index, ip.address, dad)?,
+            SubnetRoute::ThroughGateway => container.add_address_without_route(index, ip.address, dad)?,
+        }
     }
     container.set_up(index)?;
     let wanted: Vec<Route> = layer3.kernel_routes(index).collect();
@@ -241,7 +281,8 @@ pub(crate) fn configure(
             Err(error) => return Err(error.into()),
         }
     }
-    let mut position = 0;
+    // The result's own are behind those to the subnets.
+    let mut position = wanted.len() - layer3.routes.len();
     layer3.routes.retain(|_| {
         position += 1;
         !skipped.contains(&(position - 1))
@@ -249,15 +290,11 @@ pub(crate) fn configure(
     Ok(())
 }
 
-pub(crate) fn dad(conf: &Conf) -> Dad {
-    if conf.dad { Dad::Normal } else { Dad::Skip }
-}
-
 /// Waits until duplicate address detection has let every address pass.
 ///
 /// # Errors
 /// 102 for an address that somebody else has, 11 if it takes too long.
-pub(crate) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: MachineRef<'_>) -> Result<()> {
+pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: MachineRef<'_>) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
     let failed = watch.wait("duplicate address detection", deadline, machine.0, || {
         let addresses = container.list_addresses(index)?;
@@ -278,7 +315,7 @@ pub(crate) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
 ///
 /// # Errors
 /// The kernel's.
-pub(crate) fn wait_for_own(
+pub(super) fn wait_for_own(
     netlink: &Netlink,
     addresses: impl IntoIterator<Item = IpAddr>,
     call: &Call<'_>,
@@ -298,28 +335,27 @@ pub(crate) fn wait_for_own(
     Ok(())
 }
 
+/// The sysctl that lets the host forward a family.
+pub fn forwarding(is_ipv4: bool) -> &'static str {
+    if is_ipv4 { "net/ipv4/ip_forward" } else { "net/ipv6/conf/all/forwarding" }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cni::config::NetConf;
     use cni::json::Json;
     use cni::version::Version;
 
-    fn conf(keys: &str) -> Conf {
-        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#);
-        Conf::parse_for_test(&NetConf::parse(conf).unwrap())
-    }
-
-    fn layer3(ipam: &str, keys: &str) -> Result<Layer3> {
+    fn layer3(ipam: &str, gateway: Gateway) -> Result<Layer3> {
         let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
-        Layer3::new(&ipam, &conf(keys), 2, &[])
+        Layer3::new(&ipam, &Layer3Policy { gateway, ..Layer3Policy::default() }, 2, &[])
     }
 
     #[test]
     fn a_default_route_of_ipams_without_a_gateway_is_ours() {
         let made = layer3(
             r#"{"ips":[{"address":"10.1.0.5/24"},{"address":"fd00::5/64"}],"routes":[{"dst":"0.0.0.0/0"},{"dst":"::/0","table":7}]}"#,
-            r#","isDefaultGateway":true"#,
+            Gateway::DefaultRoute,
         )
         .unwrap();
         let routes: Vec<_> =
@@ -342,7 +378,7 @@ mod tests {
                 &format!(
                     r#"{{"ips":[{{"address":"10.1.0.5/24"}}],"routes":[{{"dst":"0.0.0.0/0","gw":"10.1.0.9",{route}}}]}}"#
                 ),
-                r#","isDefaultGateway":true"#,
+                Gateway::DefaultRoute,
             );
             assert_eq!(made.unwrap().routes.len(), 1, "{route}");
         }
@@ -350,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_bridge_that_is_no_gateway_invents_none() {
-        let made = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, "").unwrap();
+        let made = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, Gateway::None).unwrap();
         assert_eq!((made.ips[0].gateway, made.routes.len()), (None, 0));
     }
 
@@ -362,18 +398,23 @@ mod tests {
             (r#"{"dst":"10.9.0.0/16","gw":"10.2.0.1"}"#, "reaches the gateway"),
         ] {
             let ipam = format!(r#"{{"ips":[{{"address":"10.1.0.5/24"}}],"routes":[{routes}]}}"#);
-            let error = layer3(&ipam, "").unwrap_err();
+            let error = layer3(&ipam, Gateway::None).unwrap_err();
             assert_eq!(error.code(), Code::INVALID_CONFIG);
             assert!(error.msg().contains(why), "{error}");
         }
-        assert!(layer3(r#"{"ips":[]}"#, "").unwrap_err().msg().starts_with("IPAM plugin returned missing IP config"));
+        assert!(
+            layer3(r#"{"ips":[]}"#, Gateway::None)
+                .unwrap_err()
+                .msg()
+                .starts_with("IPAM plugin returned missing IP config")
+        );
     }
 
     #[test]
     fn a_route_on_the_link_may_carry_the_next_ones_gateway() {
         let made = layer3(
             r#"{"ips":[{"address":"10.1.0.5/32"}],"routes":[{"dst":"169.254.1.1/32","scope":253},{"dst":"0.0.0.0/0","gw":"169.254.1.1"},{"dst":"fd00:1::/64","gw":"fe80::1"}]}"#,
-            "",
+            Gateway::None,
         )
         .unwrap();
         let hops: Vec<_> = made.kernel_routes(1).map(|route| route.gw.is_some()).collect();
@@ -384,10 +425,13 @@ mod tests {
     fn the_unspecified_ipv4_address_is_no_gateway() {
         let made = layer3(
             r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"}],"routes":[{"dst":"10.9.0.0/16","gw":"0.0.0.0"}]}"#,
-            "",
+            Gateway::None,
         )
         .unwrap();
         assert_eq!(made.kernel_routes(1).map(|route| route.gw).collect::<Vec<_>>(), [None]);
-        assert!(layer3(r#"{"ips":[{"address":"fd00::5/64"}],"routes":[{"dst":"fd01::/64","gw":"::"}]}"#, "").is_err());
+        assert!(
+            layer3(r#"{"ips":[{"address":"fd00::5/64"}],"routes":[{"dst":"fd01::/64","gw":"::"}]}"#, Gateway::None)
+                .is_err()
+        );
     }
 }

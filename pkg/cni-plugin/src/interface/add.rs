@@ -1,0 +1,95 @@
+//! ADD: the link, the address, what the host does for it, and only then an interface that is up.
+//!
+//! The order is the point: no frame passes before the plugin's protection is in force, and nobody is told of an address
+//! before frames can reach it.
+
+use cni::Result;
+use cni::delegate::Delegate;
+use cni::rollback::Rollback;
+use cni::skel::{Added, Call};
+use cni_linux::{Dad, Watch};
+
+use super::layer3::{self, Layer3};
+use super::{HostEnd, Interface, LinkState, Made, Site, masquerade, name_taken};
+
+pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
+    let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
+    let earlier = plugin.earlier(call)?;
+    let site = Site::open(call, conf, earlier)?;
+    // The kernel would refuse this too, but only after links that are shared have been created for it.
+    if site.earlier.is_none() && site.container.find_link(&call.ifname)?.is_some() {
+        return Err(name_taken::<I>(&site.mark));
+    }
+    let policy = plugin.layer3(&site.conf);
+    // Dropped in reverse on failure: an address is given back only after the interface that had it is gone.
+    let mut lease = call.rollback();
+    let mut rollback = call.rollback();
+    let mut made = plugin.create(&site, &mut rollback)?;
+    if let Some(kind) = policy.ipam {
+        let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
+        let mut layer3 = Layer3::new(&ipam, &policy, made.interface, &made.result.ips)?;
+        masquerade::ensure(&site, policy.masquerade, &layer3.addresses(), &mut rollback)?;
+        bring_up(plugin, &site, &mut made, &mut layer3, &mut rollback)?;
+        made.result.ips.append(&mut layer3.ips);
+        made.result.routes.append(&mut layer3.routes);
+        if !ipam.dns.is_empty() {
+            made.result.dns = ipam.dns;
+        }
+    } else if policy.state == LinkState::Up && site.earlier.is_none() {
+        let watch = host_watch::<I>()?;
+        site.container.set_up(made.index)?;
+        if let Some(watch) = &watch {
+            plugin.wait_for_frames(&site, &made, watch)?;
+        }
+    }
+    plugin.finish(&site, &mut made)?;
+    if let Some(dns) = policy.dns {
+        made.result.dns = dns.clone();
+    }
+    lease.append(rollback);
+    Ok(Added { result: made.result, rollback: lease })
+}
+
+/// Layer 3: the host first, then the container's end, then, once frames pass, the announcement.
+fn bring_up<'a, I: Interface>(
+    plugin: &I,
+    site: &Site<'a, I::Conf>,
+    made: &mut Made<I::Link>,
+    layer3: &mut Layer3,
+    rollback: &mut Rollback<'a>,
+) -> Result<()> {
+    let dad = plugin.layer3(&site.conf).dad;
+    let served = plugin.serve(site, made, layer3, rollback)?;
+    layer3::prepare_namespace(site, dad, layer3)?;
+    // Listening starts before there is anything to hear.
+    let watch = host_watch::<I>()?;
+    let inner = if dad == Dad::Normal { Some(Watch::open_in(&site.netns)?) } else { None };
+    layer3::configure(&site.container, made.index, dad, layer3, &site.call.notes)?;
+    if let Some(watch) = &watch {
+        plugin.wait_for_frames(site, made, watch)?;
+    }
+    if let Some(inner) = &inner {
+        layer3::wait_for_dad(&site.container, inner, made.index, site.call.machine)?;
+    } else {
+        // With duplicate address detection the gateway's takes seconds more, and is nobody's first packet's business.
+        layer3::wait_for_own(&site.host, served.added, site.call, Watch::open)?;
+    }
+    let own = layer3.ips.iter().map(|ip| ip.address.address());
+    layer3::wait_for_own(&site.container, own, site.call, || Watch::open_in(&site.netns))?;
+    // An address that another container had a moment ago: its neighbours, and the host, still know the old MAC.
+    site.container.announce(made.index, made.mac)?;
+    if let Some(link) = served.neighbours_on {
+        for ip in &layer3.ips {
+            site.host.correct_neighbour(link, ip.address.address(), made.mac)?;
+        }
+    }
+    Ok(())
+}
+
+/// Listens to the host, if the link has an end there.
+fn host_watch<I: Interface>() -> Result<Option<Watch>> {
+    Ok(match I::HOST_END {
+        HostEnd::Veth { .. } => Some(Watch::open()?),
+        HostEnd::None => None,
+    })
+}

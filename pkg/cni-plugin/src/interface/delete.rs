@@ -1,0 +1,226 @@
+//! DEL: everything of the attachment that can be found, in whatever state it is.
+//!
+//! Nothing here needs an ADD to have worked, a namespace to exist or the configuration to be what it was: the host's
+//! end is found by its mark, rules by the attachment's name, and IPAM is always asked. Every step runs, whatever the ones
+//! before it met; the errors are told together.
+//!
+//! The masquerade rules go first: the kernel frees them after an RCU grace period, for which the closing of their sockets waits.
+//! The deletion of the link, which comes next, waits for one too, and so they wait together.
+
+use std::net::IpAddr;
+use std::path::Path;
+
+use cni::delegate::Delegate;
+use cni::result::AddResult;
+use cni::skel::Call;
+use cni::{Cidr, Error, Result};
+use cni_linux::{Link, Mac, Mark, Netlink, Netns};
+
+use super::adopted::take_off;
+use super::{HostEnd, Interface, PortMark, give_back, masquerade, purge_addresses, site};
+
+pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
+    let mark = site::mark(call);
+    let prev = prev_result(call);
+    let mut errors: Vec<Error> = Vec::new();
+    if I::HOST_END != HostEnd::None {
+        // Also without `ipMasq`: it may have been on at the time of the ADD.
+        let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
+        let masquerade = masquerade::open(call);
+        errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
+    }
+    let links = Links { plugin, call, mark: &mark, prev: prev.as_ref() };
+    errors.extend(links.remove().err());
+    let cleaned = plugin.clean(call, &mark);
+    // Only now: an address that is free again must not answer any more.
+    if !call.conf.ipam_type().is_empty() {
+        let released = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.del());
+        errors.extend(released.err());
+    }
+    errors.extend(cleaned.err());
+    match Error::join(errors) {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
+}
+
+/// `prevResult`, if there is one that can be read.
+fn prev_result(call: &Call<'_>) -> Option<AddResult> {
+    call.conf.prev_result().unwrap_or_else(|error| {
+        call.notes.note(format_args!("prevResult is not used: {error}"));
+        None
+    })
+}
+
+/// The links of the attachment that is to go.
+struct Links<'c, 'm, I> {
+    plugin: &'c I,
+    call: &'c Call<'m>,
+    mark: &'c Mark,
+    prev: Option<&'c AddResult>,
+}
+
+impl<I: Interface> Links<'_, '_, I> {
+    fn remove(&self) -> Result<()> {
+        let host = Netlink::open()?;
+        let netns = match self.call.netns.as_deref().map(Netns::open) {
+            None => None,
+            Some(Ok(netns)) => Some(netns),
+            // Gone, unmounted, or a path that never was one: nothing can be inside it.
+            Some(Err(error)) if error.is_no_netns() => None,
+            Some(Err(error)) => {
+                let outside = self.by_mark(&host, Port::TakenOff);
+                return Err(Error::join([error.into()].into_iter().chain(outside.err())).unwrap_or_else(no_error));
+            }
+        };
+        let Some(netns) = netns else { return self.by_mark(&host, Port::GivenBack) };
+        let inside = || -> Result<bool> {
+            let container = host.open_in(&netns)?;
+            let Some(inner) = container.find_link(&self.call.ifname)? else { return Ok(false) };
+            self.remove_inner(&host, &container, &inner).map(|()| true)
+        };
+        let inside = inside();
+        // And the host's end of an earlier ADD whose DEL was lost. Where there is no CNI_IFNAME either, somebody may have
+        // renamed both ends.
+        let outside = match inside {
+            Ok(true) => self.by_name(&host).map(drop),
+            Ok(false) => self.by_mark(&host, Port::GivenBack),
+            Err(_) => self.by_mark(&host, Port::TakenOff),
+        };
+        match Error::join([inside.err(), outside.err()].into_iter().flatten()) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Deletes CNI_IFNAME if it is ours as far as can be told (D3 of the decisions).
+    fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
+        let outer = match inner.peer_index {
+            Some(index) if I::HOST_END != HostEnd::None => {
+                host.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(inner.index))
+            }
+            _ => None,
+        };
+        if let (Some(outer), Some(port_mark)) = (&outer, outer.as_ref().and_then(PortMark::of)) {
+            if port_mark.is(self.mark) {
+                let (first, count) = port_mark.addresses;
+                let ours = self.prev.into_iter().flat_map(|prev| prev.ips.iter().skip(first).take(count));
+                let ours: Vec<Cidr> = ours.map(|ip| ip.address).collect();
+                // Where one cannot be taken away the port is taken off the bridge by its mark, and keeps that.
+                purge_addresses(container, inner.index, &ours)?;
+                give_back(host, outer)?;
+            }
+            return Ok(());
+        }
+        let marked = if I::HOST_END == HostEnd::None { Some(inner) } else { outer.as_ref() };
+        let alias = marked.and_then(|link| link.alias.as_deref());
+        let ours = match alias.filter(|alias| Mark::parse(alias).is_some()) {
+            Some(_) => self.mark.is_on(alias),
+            None => inner.kind.to_string() == I::KIND && self.owns_unmarked(host, inner, outer.as_ref())?,
+        };
+        if ours {
+            return self.plugin.remove(self.call, container, inner);
+        }
+        self.call.notes.note(format_args!(
+            "{} in {} was left: it is not the interface that this attachment made",
+            inner.name,
+            self.call.netns.as_deref().unwrap_or(Path::new("the container")).display()
+        ));
+        Ok(())
+    }
+
+    /// Whether a link that a Go plugin made, or whose ADD was cut off before it was marked, is ours.
+    fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
+        if let HostEnd::Veth { listed_after } = I::HOST_END
+            && let Some(place) = outer.and_then(|outer| self.place_in_prev(outer))
+        {
+            // What stands further ahead was made by an earlier plugin, and a chained use of ours has given it back
+            // already.
+            return Ok(place >= listed_after);
+        }
+        match self.expected_mac() {
+            Some(expected) => Ok(inner.mac == Some(expected)),
+            // Nothing says what it should look like: an ADD that failed because somebody else's interface has this name
+            // is followed by a DEL too.
+            None => self.plugin.owns_unmarked(self.call, host, outer),
+        }
+    }
+
+    /// Where `prevResult` names the host's end among the interfaces of the host. It knows it by name, which no later plugin
+    /// changes; the container end's MAC it may give as `tuning` set it, and has set it back since.
+    fn place_in_prev(&self, outer: &Link) -> Option<usize> {
+        let mut on_host = self.prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+        on_host.position(|interface| interface.name == outer.name)
+    }
+
+    /// The interface's MAC by `prevResult`, if that is there and says one.
+    fn expected_mac(&self) -> Option<Mac> {
+        let prev = self.prev?;
+        let place = prev.find_interface(&self.call.ifname, self.call.sandbox())?;
+        prev.interfaces[place].mac.parse().ok()
+    }
+
+    /// The host's end by the names it may have; several, where an ADD was cut off and another one followed. Returns whether
+    /// there was one.
+    fn by_name(&self, host: &Netlink) -> Result<bool> {
+        let mut found = false;
+        if I::HOST_END == HostEnd::None {
+            return Ok(found);
+        }
+        while let Some(link) = host.find_host_end(self.mark)? {
+            host.purge_link(link.index)?;
+            found = true;
+        }
+        Ok(found)
+    }
+
+    /// Without a namespace: the host's end by its names. If there is none, somebody may have renamed it, or a port that
+    /// another plugin made may still be on the bridge; either can have any name, so all links are looked at.
+    fn by_mark(&self, host: &Netlink, port: Port) -> Result<()> {
+        if I::HOST_END == HostEnd::None {
+            return Ok(());
+        }
+        let mut errors: Vec<Error> = Vec::new();
+        match self.by_name(host) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(error) => errors.push(error),
+        }
+        let links = host.list_links().unwrap_or_else(|error| {
+            errors.push(error.into());
+            Vec::new()
+        });
+        for link in links {
+            let done = if link.is_veth() && self.mark.is_on(link.alias.as_deref()) {
+                host.purge_link(link.index).map(drop)
+            } else if PortMark::of(&link).is_some_and(|port_mark| port_mark.is(self.mark)) {
+                match port {
+                    Port::GivenBack => give_back(host, &link),
+                    Port::TakenOff => take_off(host, &link),
+                }
+            } else {
+                Ok(())
+            };
+            errors.extend(done.err().map(Error::from));
+        }
+        match Error::join(errors) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+}
+
+/// [`Error::join`] of at least one error is some error.
+fn no_error() -> Error {
+    Error::new(cni::Code::INTERNAL, "no error to report")
+}
+
+/// What becomes of a port that another plugin made.
+#[derive(Clone, Copy)]
+enum Port {
+    /// It is off the bridge and has its own alias: nothing of ours is left on it.
+    GivenBack,
+    /// It is off the bridge, so that our addresses, which may still be in the container, answer nobody. By the mark that it
+    /// keeps the next DEL finds them.
+    TakenOff,
+}

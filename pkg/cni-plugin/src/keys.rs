@@ -1,0 +1,102 @@
+//! Keys that several plugins have, each read by one function.
+//!
+//! A plugin's own structure declares the keys it has, so that `cnitool validate` knows which those are; the
+//! functions here turn their values into sound ones.
+
+use std::ops::RangeInclusive;
+
+use cni::config::NetConf;
+use cni::json::Json;
+use cni::{Error, Result};
+use cni_firewall::Backend;
+use cni_linux::Mac;
+use serde::Deserialize;
+
+/// The MTUs that the kernel accepts for a veth, in bytes.
+pub const VETH_MTU: RangeInclusive<i64> = 68..=65535;
+
+/// The object `args`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Args {
+    /// The keys for CNI plugins. Other programs have other keys beside it.
+    pub cni: CniArgs,
+}
+
+/// The object `args.cni`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct CniArgs {
+    /// The hardware address of CNI_IFNAME.
+    pub mac: String,
+}
+
+/// The object `runtimeConfig`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct RuntimeConfig {
+    /// The hardware address of CNI_IFNAME.
+    pub mac: String,
+    /// The name resolution of the container.
+    pub dns: Option<Json>,
+}
+
+/// The object `runtimeConfig` of a plugin that takes no hardware address.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct RuntimeDnsConfig {
+    /// The name resolution of the container.
+    pub dns: Option<Json>,
+}
+
+/// Whether packets that leave the network get the host's address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Masquerading {
+    /// They keep their own.
+    #[default]
+    Off,
+    /// They do, by this backend, or by the one that the host has.
+    On(Option<Backend>),
+}
+
+/// Reads `ipMasqBackend`.
+///
+/// # Errors
+/// Code 7 with Go's text.
+pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
+    let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
+    name.parse().map(Some).map_err(|_| Error::config(format!("unknown ipmasq backend {name:?}")))
+}
+
+/// Reads `mtu`; 0 leaves the kernel's default.
+///
+/// # Errors
+/// Code 7 for a value outside `accepted`.
+pub fn mtu(mtu: i64, accepted: RangeInclusive<i64>) -> Result<Option<u32>> {
+    if mtu == 0 {
+        return Ok(None);
+    }
+    if accepted.contains(&mtu) {
+        return Ok(u32::try_from(mtu).ok());
+    }
+    let (least, most) = accepted.into_inner();
+    Err(Error::config(format!("invalid MTU {mtu} (must be between {least} and {most}, or 0)")))
+}
+
+/// Reads a hardware address: the first of `sources` that is not empty.
+///
+/// # Errors
+/// Go's text, without Go's prefix, which differs between plugins.
+pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
+    let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
+    let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
+    if mac.is_multicast() || mac.is_zero() {
+        return Err(format!("cannot assign requested address: {mac} is no unicast address"));
+    }
+    Ok(Some(mac))
+}
+
+/// Returns `ipam.type`, unless it is absent or empty.
+pub fn ipam(conf: &NetConf) -> Option<String> {
+    Some(conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty())
+}
