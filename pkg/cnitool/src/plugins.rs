@@ -4,11 +4,13 @@ use cni::skel::{Plugin, Role};
 use cni_plugin::InterfacePlugin;
 
 /// Every plugin. One more line here, and `validate` covers it.
-const PLUGINS: [&dyn Plugin; 5] = [
+const PLUGINS: [&dyn Plugin; 7] = [
     &InterfacePlugin(plugin_bridge::Bridge),
+    &InterfacePlugin(plugin_dummy::Dummy),
     &plugin_host_local::HostLocal,
     &plugin_loopback::Loopback,
     &plugin_portmap::Portmap,
+    &InterfacePlugin(plugin_ptp::Ptp),
     &plugin_tuning::Tuning,
 ];
 

@@ -7,6 +7,7 @@
 mod bridge;
 mod cnitool;
 mod delegation;
+mod dummy;
 mod files;
 mod gc;
 mod host_local;
@@ -22,6 +23,7 @@ mod paths;
 mod portmap;
 mod programs;
 mod protocol;
+mod ptp;
 mod rights;
 mod seccomp;
 mod status;

@@ -1,0 +1,67 @@
+//! `dummy`: a container's network namespace gets a dummy interface, which discards every frame, with addresses from an
+//! IPAM plugin.
+//!
+//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+
+use std::rc::Rc;
+
+use cni::config::{self, NetConf};
+use cni::result::{AddResult, Dns};
+use cni::rollback::{Notes, Rollback};
+use cni::{Error, Result};
+use cni_plugin::interface::veth::{made_up_mac, undo_creation};
+use cni_plugin::interface::{HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::keys;
+use serde::Deserialize;
+
+/// The plugin's part that is not every interface plugin's.
+#[derive(Clone, Copy, Debug)]
+pub struct Dummy;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub struct Conf {
+    ipam: String,
+    dns: Option<Dns>,
+}
+
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Keys {
+    dns: Dns,
+    runtime_config: keys::RuntimeDnsConfig,
+}
+
+impl Interface for Dummy {
+    type Keys = Keys;
+    type Conf = Conf;
+    type Link = ();
+
+    const NAME: &'static str = "dummy";
+    const KIND: &'static str = "dummy";
+    const HOST_END: HostEnd = HostEnd::None;
+
+    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+        let keys: Keys = conf.decode()?;
+        let ipam = keys::ipam(conf);
+        Ok(Conf {
+            ipam: ipam.ok_or_else(|| Error::config("dummy interface requires an IPAM configuration"))?,
+            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
+        })
+    }
+
+    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
+        Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+    }
+
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+        let (name, mac) = (&site.call.ifname, made_up_mac()?);
+        let created = undo_creation(&Rc::new(site.container.clone()), name, mac, rollback);
+        let link = site.container.create_dummy(name, mac)?;
+        created.set(Some(link.index));
+        site.container.set_alias(link.index, &site.mark.alias())?;
+        let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
+        Ok(Made { index: link.index, mac, result, interface: 0, link: () })
+    }
+}

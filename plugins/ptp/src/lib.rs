@@ -1,0 +1,163 @@
+//! `ptp`: a container's network namespace gets one end of a veth pair, and the host routes the container's addresses to
+//! the other end.
+//!
+//! The host's end has the gateway's address, alone: each pair on the host has the same one. In the container only the
+//! gateway is on the link; the container reaches its own subnet through the gateway. Everything around the link is
+//! [`cni_plugin::interface`]'s.
+//!
+//! The host's addresses and routes are not undone one by one: they end with the host's end of the pair.
+
+use std::time::Duration;
+
+use cni::config::{self, NetConf};
+use cni::result::{AddResult, Dns, IpConfig};
+use cni::rollback::{Notes, Rollback};
+use cni::{Cidr, Error, Result};
+use cni_linux::{Dad, Link, Netlink, Route, Watch, sysctl};
+use cni_plugin::interface::veth::{self, Choices};
+use cni_plugin::interface::{
+    Check, Gateway, HostEnd, Interface, Layer3, Layer3Policy, Made, Served, Site, SubnetRoute, failed, forwarding,
+    host_interface,
+};
+use cni_plugin::keys::{self, Masquerading};
+use serde::Deserialize;
+
+/// How long the pair may take to get its carrier. It takes milliseconds; this is for a machine under stress.
+const CARRIER_DEADLINE: Duration = Duration::from_secs(5);
+
+/// The scope of a route to an address that is on this host, as Go sets it.
+const SCOPE_HOST: u8 = 254;
+
+/// The plugin's part that is not every interface plugin's.
+#[derive(Clone, Copy, Debug)]
+pub struct Ptp;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub struct Conf {
+    ipam: String,
+    dns: Option<Dns>,
+    masquerade: Masquerading,
+    mtu: Option<u32>,
+}
+
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Keys {
+    ip_masq: bool,
+    ip_masq_backend: Option<String>,
+    mtu: i64,
+    dns: Dns,
+    runtime_config: keys::RuntimeDnsConfig,
+}
+
+impl Interface for Ptp {
+    type Keys = Keys;
+    type Conf = Conf;
+    /// The index of the host's end.
+    type Link = u32;
+
+    const NAME: &'static str = "ptp";
+    const KIND: &'static str = "veth";
+    const HOST_END: HostEnd = HostEnd::Veth { listed_after: 0 };
+
+    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+        let keys: Keys = conf.decode()?;
+        let backend = keys::masquerade_backend(keys.ip_masq_backend)?;
+        Ok(Conf {
+            ipam: keys::ipam(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
+            masquerade: if keys.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
+            mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,
+        })
+    }
+
+    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
+        Layer3Policy {
+            ipam: Some(&conf.ipam),
+            dns: conf.dns.as_ref(),
+            masquerade: conf.masquerade,
+            gateway: Gateway::Required,
+            subnet: SubnetRoute::ThroughGateway,
+            ..Layer3Policy::default()
+        }
+    }
+
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<u32>> {
+        let choices = Choices { mtu: site.conf.mtu, ..Choices::default() };
+        let pair = veth::create(site, &choices, rollback)?;
+        let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), site.container_interface(pair.peer_mac)];
+        let result = AddResult { interfaces, ..AddResult::default() };
+        Ok(Made { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair.index })
+    }
+
+    /// The host forwards, answers as the gateway and knows the way to each address.
+    fn serve<'a>(
+        &self,
+        site: &Site<'a, Conf>,
+        made: &mut Made<u32>,
+        layer3: &Layer3,
+        _rollback: &mut Rollback<'a>,
+    ) -> Result<Served> {
+        let mut served = Served::default();
+        for ip in &layer3.ips {
+            sysctl::ensure(forwarding(ip.address.is_ipv4()), "1")?;
+            let Some(gateway) = ip.gateway.filter(|gateway| !served.added.contains(gateway)) else { continue };
+            // Without duplicate address detection, so that the gateway answers at once.
+            site.host.add_address(made.link, Cidr::host(gateway), Dad::Skip)?;
+            served.added.push(gateway);
+        }
+        for ip in &layer3.ips {
+            site.host.add_route(&route_to(ip, made.link))?;
+        }
+        Ok(served)
+    }
+
+    fn wait_for_frames(&self, site: &Site<'_, Conf>, made: &Made<u32>, watch: &Watch) -> Result<()> {
+        let machine = site.call.machine.0;
+        let deadline = machine.now() + CARRIER_DEADLINE;
+        site.host.wait_carrier(watch, made.link, deadline, machine)?;
+        Ok(site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)?)
+    }
+
+    fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
+        let outer = check.host_end("the other end of the container's veth was not found on the host")?;
+        check.interface()?;
+        check.layer3()?;
+        check_host_end(&check.site.host, &outer, &check.layer3.ips)?;
+        check.masquerade(&check.layer3.ips)?;
+        check.settle(check.settle_deadline())
+    }
+}
+
+/// The host's route to one address of the container.
+fn route_to(ip: &IpConfig, host_end: u32) -> Route {
+    let dst = Cidr::host(ip.address.address());
+    Route { scope: dst.is_ipv4().then_some(SCOPE_HOST), ..Route::new(dst, None, host_end) }
+}
+
+/// CHECK: the host's end is up and has the gateways' addresses, and the host forwards to each address over it.
+fn check_host_end(host: &Netlink, outer: &Link, ips: &[IpConfig]) -> Result<()> {
+    let name = &outer.name;
+    if !outer.up {
+        return Err(failed(format!("{name} is down")));
+    }
+    let there = host.list_addresses(outer.index)?;
+    for ip in ips {
+        if let Some(gateway) = ip.gateway
+            && !there.iter().any(|address| address.cidr.address() == gateway)
+        {
+            return Err(failed(format!("{name} does not have the gateway's address {gateway}")));
+        }
+        let route = route_to(ip, outer.index);
+        if !host.find_rivals(&route)?.iter().any(|there| there.oif == outer.index) {
+            return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
+        }
+        let key = forwarding(ip.address.is_ipv4());
+        if sysctl::read(key)? != "1" {
+            return Err(failed(format!("sysctl {key} is off: the host does not forward")));
+        }
+    }
+    Ok(())
+}
