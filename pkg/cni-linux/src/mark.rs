@@ -3,7 +3,8 @@
 //! Every host end we make bears an alias that names network, container and interface, and a name that is derived
 //! from the same three. The alias is the proof; the name only makes the link findable without listing all links, and
 //! bridges the instant between the link's creation and the setting of its alias: the kernel (6.18) ignores
-//! `IFLA_IFALIAS` in the request that creates a link.
+//! `IFLA_IFALIAS` in the request that creates a link. It accepts `IFLA_GROUP` there, so a link without its alias has its
+//! network's [group](Mark::group), by which GC finds it.
 //!
 //! The newcomer's mistake: taking a prefix of the alias for a network's name without the final slash.
 
@@ -64,6 +65,15 @@ impl Mark {
         format!("cni:{network}/")
     }
 
+    /// The group of each link of `network` from its creation until its alias is set.
+    ///
+    /// 31 bits, because iproute2 refuses more; above 255, because small numbers are the administrator's.
+    pub fn group(network: &str) -> u32 {
+        let hash = Sha512::digest(network);
+        let number = hash.iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte)) & 0x7fff_ffff;
+        if number > 255 { number } else { number | 0x100 }
+    }
+
     /// Reads an alias. `None` if it is not one of ours.
     pub fn parse(alias: &str) -> Option<Marked> {
         let mut parts = alias.strip_prefix("cni:")?.split('/');
@@ -86,6 +96,12 @@ impl Mark {
         }
         hash.update(attempt.to_be_bytes());
         format!("veth{}", hex(&hash.finalize(), 8))
+    }
+
+    /// Whether a name looks like that of a host's end.
+    pub fn is_host_name(name: &str) -> bool {
+        let digits = name.strip_prefix("veth").unwrap_or_default();
+        digits.len() == 8 && digits.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     }
 }
 
@@ -163,5 +179,20 @@ mod tests {
     fn host_names_never_change_between_releases() {
         // A DEL by a newer release must find what an older one made. Computed with `sha512sum`.
         assert_eq!(Mark::new("net", "c1", "eth0").host_name(0), "vethfecdf07f");
+    }
+
+    #[test]
+    fn groups_never_change_between_releases() {
+        // As the host's names. The hash begins with a4861f4a.
+        assert_eq!(Mark::group("net"), 0x2486_1f4a);
+        assert_ne!(Mark::group("net2"), Mark::group("net"));
+    }
+
+    #[test]
+    fn only_our_names_are_host_names() {
+        assert!(Mark::is_host_name(&Mark::new("net", "c1", "eth0").host_name(3)));
+        for name in ["", "veth", "eth0", "veth0", "vethABCDEF01", "veth012345678", "veth0123456g", "xeth01234567"] {
+            assert!(!Mark::is_host_name(name), "{name}");
+        }
     }
 }

@@ -5,10 +5,13 @@
 //!
 //! The newcomer's mistake: believing that one request does it all. Names, addresses, MTUs, bridge and "up" of the
 //! host's end are taken from the request that creates the pair; an alias there is silently ignored (6.18), so it
-//! follows in a second one, and "up" for the other end is refused.
+//! follows in a second one, and "up" for the other end is refused. Between the two the host's end has its network's
+//! [group](Mark::group).
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::time::Duration;
 
+use cni::machine::Machine;
 use rtnetlink::packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
 use crate::error::{Cause, Error, Result, Taken};
@@ -17,10 +20,14 @@ use crate::mac::Mac;
 use crate::mark::Mark;
 use crate::netlink::Netlink;
 use crate::netns::Netns;
+use crate::watch::Watch;
 
 /// How many names for the host's end are tried. Each is taken with a chance of one in 4,000 million for every veth
 /// on the machine.
 pub const HOST_NAME_ATTEMPTS: u32 = 4;
+
+/// How long a pair may be without its alias. An ADD takes some 20 µs from its creation to the alias.
+const UNMARKED: Duration = Duration::from_secs(1);
 
 /// A pair to be made. The fields may be set directly.
 #[derive(Clone, Copy, Debug)]
@@ -84,7 +91,7 @@ impl Netlink {
             Error::new(format_args!("failed to create veth {} with peer {}", spec.name, spec.peer_name), cause)
         })?;
         let marked = match spec.alias {
-            Some(alias) => self.set_alias(made.index, alias),
+            Some(alias) => self.set_first_alias(made.index, alias),
             None => Ok(()),
         };
         let peer_index = made.peer_index.ok_or_else(|| {
@@ -113,6 +120,41 @@ impl Netlink {
             }
         }
         Ok(None)
+    }
+
+    /// Removes the host ends of a network that were left without their alias, because the ADD that made them was killed.
+    /// `listed` is the table of links from before; if a link in it is such a host end, waits up to a second for the alias
+    /// that an ADD at work sets.
+    ///
+    /// # Errors
+    /// The first; all the others have been tried. [`Error::is_terminated`] if SIGTERM ends the wait.
+    pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
+        let group = Mark::group(network);
+        let is_unmarked = |link: &Link| {
+            link.group == group && link.alias.is_none() && link.is_veth() && Mark::is_host_name(&link.name)
+        };
+        let mut left: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
+        if left.is_empty() {
+            return Ok(());
+        }
+        let what = format!("the alias of {}", left[0].name);
+        let waited = Watch::open()?.wait(&what, machine.now() + UNMARKED, machine, || {
+            let mut still = Vec::new();
+            for link in &left {
+                still.extend(self.find_link_by_index(link.index)?.filter(is_unmarked));
+            }
+            left = still;
+            Ok(left.is_empty().then_some(()))
+        });
+        match waited {
+            Err(error) if error.is_deadline() => {}
+            done => return done,
+        }
+        let mut done = Ok(());
+        for link in &left {
+            done = done.and(self.purge_link(link.index).map(drop));
+        }
+        done
     }
 
     /// The kernel says EEXIST for either name, so look which it was. The container's counts first: it is final, a host
@@ -149,6 +191,8 @@ fn message(spec: &VethSpec<'_>) -> LinkMessage {
     host.attributes.push(LinkAttribute::Address(spec.host_mac.0.to_vec()));
     host.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
     host.attributes.extend(spec.master.map(LinkAttribute::Controller));
+    let network = spec.alias.and_then(Mark::parse).map(|marked| marked.network);
+    host.attributes.extend(network.map(|network| LinkAttribute::Group(Mark::group(&network))));
     host.attributes.push(LinkAttribute::LinkInfo(vec![
         LinkInfo::Kind(InfoKind::Veth),
         LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
@@ -160,7 +204,7 @@ fn message(spec: &VethSpec<'_>) -> LinkMessage {
 mod tests {
     use super::*;
     use crate::BridgeSpec;
-    use crate::testing::{in_new_netns, new_netns};
+    use crate::testing::{in_new_netns, machine, new_netns};
 
     const HOST: Mac = Mac([2, 0, 0, 0, 0, 1]);
     const PEER: Mac = Mac([2, 0, 0, 0, 0, 2]);
@@ -186,7 +230,7 @@ mod tests {
             let outer = host.link("veth0").unwrap();
             assert_eq!((outer.index, outer.peer_index), (made.index, Some(made.peer_index)));
             assert_eq!((outer.mac, outer.mtu, outer.master), (Some(HOST), 1400, Some(bridge.index)));
-            assert_eq!(outer.alias.as_deref(), Some(alias.as_str()));
+            assert_eq!((outer.alias.as_deref(), outer.group), (Some(alias.as_str()), 0));
             assert!(outer.up && outer.is_veth() && outer.peer_netnsid.is_some() && outer.port.is_some());
 
             let inner = container.link("eth0").unwrap();
@@ -265,6 +309,76 @@ mod tests {
             assert_eq!(host.find_host_end(&mark).unwrap().unwrap().index, ours.index);
             host.set_alias(ours.index, "cni:net/c2/eth0").unwrap();
             assert_eq!(host.find_host_end(&mark).unwrap(), None);
+        });
+    }
+
+    /// A pair whose ADD was killed before it could set the alias, with both names and the index of the host's end.
+    fn unmarked(host: &Netlink, mark: &Mark) -> u32 {
+        let (name, alias) = (mark.host_name(0), mark.alias());
+        let peer_name = name.replace("veth", "peer");
+        let spec = VethSpec { alias: Some(&alias), ..VethSpec::new(&name, HOST, &peer_name, PEER) };
+        host.create_link(message(&spec), &name).unwrap().index
+    }
+
+    #[test]
+    fn what_stays_without_an_alias_is_removed() {
+        in_new_netns(|| {
+            let host = Netlink::open().unwrap();
+            unmarked(&host, &Mark::new("net", "c1", "eth0"));
+            unmarked(&host, &Mark::new("net", "c2", "eth0"));
+            unmarked(&host, &Mark::new("other", "c1", "eth0"));
+            let foreign = VethSpec::new("veth01234567", HOST, "foreign", PEER);
+            host.create_veth(&foreign).unwrap();
+            let renamed = unmarked(&host, &Mark::new("net", "c3", "eth0"));
+            host.set_name(renamed, "mine").unwrap();
+            host.purge_unmarked("net", &host.list_links().unwrap(), &machine()).unwrap();
+            let left: Vec<String> = host.list_links().unwrap().into_iter().map(|link| link.name).collect();
+            let other = Mark::new("other", "c1", "eth0").host_name(0);
+            assert!(
+                ["mine", "veth01234567", &other].iter().all(|name| left.iter().any(|left| left == name)),
+                "{left:?}"
+            );
+            // `lo` and both ends of three.
+            assert_eq!(left.len(), 7, "{left:?}");
+        });
+    }
+
+    #[test]
+    fn an_add_at_work_keeps_its_veth() {
+        in_new_netns(|| {
+            let host = Netlink::open().unwrap();
+            let mark = Mark::new("net", "c1", "eth0");
+            let index = unmarked(&host, &mark);
+            let listed = host.list_links().unwrap();
+            host.set_first_alias(index, &mark.alias()).unwrap();
+            host.purge_unmarked("net", &listed, &machine()).unwrap();
+            let link = host.find_link_by_index(index).unwrap().unwrap();
+            assert_eq!((link.alias, link.group), (Some(mark.alias()), 0));
+        });
+    }
+
+    /// The fact that finding an unmarked link rests on. The other end takes one too: a host's end that is made from inside
+    /// the container.
+    #[test]
+    fn the_kernel_takes_a_group_in_the_request_that_creates() {
+        in_new_netns(|| {
+            let host = Netlink::open().unwrap();
+            let netns = new_netns();
+            let spec = VethSpec { peer_netns: Some(&netns), ..VethSpec::new("veth0", HOST, "eth0", PEER) };
+            let mut message = message(&VethSpec { alias: Some("cni:net/c1/eth0"), ..spec });
+            for attribute in &mut message.attributes {
+                let LinkAttribute::LinkInfo(infos) = attribute else { continue };
+                for info in infos {
+                    let LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))) = info else { continue };
+                    peer.attributes.push(LinkAttribute::Group(4711));
+                }
+            }
+            host.create_link(message, "veth0").unwrap();
+            assert_eq!(
+                (host.link("veth0").unwrap().group, host.link("veth0").unwrap().alias),
+                (Mark::group("net"), None)
+            );
+            assert_eq!(host.open_in(&netns).unwrap().link("eth0").unwrap().group, 4711);
         });
     }
 

@@ -6,7 +6,7 @@ use cni_testkit::{require, rounds};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
-use crate::sweep::{self, Sweep, Verb, Victim};
+use crate::sweep::{self, Sweep, Verb, Victim, Way};
 use crate::world::Backend;
 use conformance::measure::{patience, soak};
 
@@ -70,12 +70,12 @@ fn losing_answers(backend: Backend, floor: u64) {
     require!(trace::supported());
     require!(backend.probe());
     let sweep = Sweep { backend, verb: Verb::Add, act: Act::Fail(Errno::ENOBUFS), share: 0, floor };
-    sweep::none(&sweep.at_each("recvfrom", &["bridge", "tuning", "portmap"]));
+    sweep::none(&sweep.at_each(Some("recvfrom"), Way::Del, &["bridge", "tuning", "portmap"]));
 }
 
 #[test]
 fn when_an_answer_is_lost_with_nftables() {
-    losing_answers(Backend::Nftables, 100);
+    losing_answers(Backend::Nftables, 65);
 }
 
 #[test]

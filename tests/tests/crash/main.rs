@@ -17,4 +17,5 @@ mod locks;
 mod orphans;
 mod storm;
 mod sweep;
+mod unmarked;
 mod world;

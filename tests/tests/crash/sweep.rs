@@ -34,6 +34,8 @@ pub(crate) enum Way {
     Del,
     /// The namespace is gone, the DEL lost: GC.
     Gc,
+    /// The DEL is lost, the namespace being there: GC.
+    GcAlive,
 }
 
 /// Which program is hit while which plugin is called, and how many calls it made, at least, when this was written.
@@ -195,29 +197,30 @@ impl Sweep {
         hit
     }
 
-    /// Tries every call of that name that the plugins of these names make, and returns what is to
-    /// be complained of.
-    pub(crate) fn at_each(self, call: &str, plugins: &[&'static str]) -> Vec<String> {
+    /// Tries every call (of that name, if it is given) that the plugins of these names make, and
+    /// returns what is to be complained of.
+    pub(crate) fn at_each(self, call: Option<&str>, way: Way, plugins: &[&'static str]) -> Vec<String> {
         let (mut complaints, mut world, began, mut tried) = (Vec::new(), World::new(self.backend), Instant::now(), 0);
         for plugin in plugins {
             let victim = Victim { plugin, program: plugin, floor: 0 };
             let whole = self.attempt(&world, &victim, u64::MAX, Way::Del, false);
             complaints.extend(whole.complaints);
-            let points: Vec<u64> =
-                (1..).zip(&whole.all).filter(|(_, hit)| hit.call == call && !hit.starting).map(|(at, _)| at).collect();
+            let is_meant = |hit: &Hit| call.is_none_or(|call| hit.call == call) && !hit.starting;
+            let points: Vec<u64> = (1..).zip(&whole.all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
             // All of them, but on a machine that is slow as many as it has time for.
             let count = points.len() as u64;
             let step = (count / rounds(count).max(1)).max(1) as usize;
             for at in points.into_iter().step_by(step) {
-                self.try_once(&mut world, &victim, (at, Way::Del), tried % 8 == 0, &mut complaints);
+                self.try_once(&mut world, &victim, (at, way), tried % 8 == 0, &mut complaints);
                 tried += 1;
             }
         }
         world.neighbour_lives();
         world.close();
         figure(&format!(
-            "{} at each {call} during {}, {:?}: tried {tried} points in {:.0} s",
+            "{} at each {} during {}, {:?}: tried {tried} points in {:.0} s",
             name(self.act),
+            call.unwrap_or("call"),
             self.verb.text(),
             self.backend,
             began.elapsed().as_secs_f64()
@@ -245,9 +248,15 @@ impl Sweep {
             Verb::Add => self.adding(world, &chain, &container, victim, &plan),
             Verb::Del => self.deleting(world, &chain, &container, victim, &plan, way),
         };
-        if way == Way::Gc {
-            container.destroy();
-            complaints.extend(chain.try_gc_all());
+        if way != Way::Del {
+            if way == Way::Gc {
+                container.destroy();
+                complaints.extend(chain.try_gc_all());
+            } else {
+                complaints.extend(chain.try_gc_all());
+                // A sysctl of the container goes with its namespace.
+                complaints.extend(left_inside(&container).into_iter().filter(|left| !left.starts_with(SYSCTL)));
+            }
             complaints.extend(world.left());
             if complaints.is_empty() && again {
                 let next = world.node.container();

@@ -79,6 +79,12 @@ impl Netlink {
         self.set(index, [attribute], |link| format!("failed to set the alias of {link} to {alias:?}"))
     }
 
+    /// Sets the alias and takes the interface out of its group, in one request.
+    pub(crate) fn set_first_alias(&self, index: u32, alias: &str) -> Result<()> {
+        let attributes = [LinkAttribute::IfAlias(alias.to_owned()), LinkAttribute::Group(0)];
+        self.set(index, attributes, |link| format!("failed to set the alias of {link} to {alias:?}"))
+    }
+
     /// Renames an interface.
     pub fn set_name(&self, index: u32, name: &str) -> Result<()> {
         let attribute = LinkAttribute::IfName(name.to_owned());

@@ -50,6 +50,8 @@ pub struct Link {
     pub allmulti: bool,
     /// The length of the transmit queue in packets.
     pub txqlen: u32,
+    /// The group; 0 unless it was given one.
+    pub group: u32,
     /// The alias: where ours carry their [mark](crate::mark).
     pub alias: Option<String>,
     /// The index of the bridge (or other device) it is a port of.
@@ -268,6 +270,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         promisc: header.flags.contains(LinkFlags::Promisc),
         allmulti: header.flags.contains(LinkFlags::Allmulti),
         txqlen: 0,
+        group: 0,
         alias: None,
         master: None,
         peer_index: None,
@@ -286,6 +289,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
             libc::IFLA_OPERSTATE => link.oper_state = judgement(State::from(*value.first()?)),
             libc::IFLA_PROMISCUITY => link.promiscuity = number(value)?,
             libc::IFLA_TXQLEN => link.txqlen = number(value)?,
+            libc::IFLA_GROUP => link.group = number(value)?,
             libc::IFLA_IFALIAS => link.alias = Some(text(value)),
             libc::IFLA_MASTER => link.master = Some(number(value)?),
             libc::IFLA_LINK => link.peer_index = Some(number(value)?),

@@ -43,6 +43,7 @@ impl Body for LinkMessage {
                     words.extend(Mac::from_slice(bytes).map(|mac| format!("address {mac}")))
                 }
                 LinkAttribute::IfAlias(alias) => words.push(format!("alias {alias:?}")),
+                LinkAttribute::Group(group) => words.push(format!("group {group}")),
                 LinkAttribute::TxQueueLen(packets) => words.push(format!("txqueuelen {packets}")),
                 LinkAttribute::Controller(0) => words.push("nomaster".to_owned()),
                 LinkAttribute::Controller(master) => words.push(format!("master {}", index(*master))),

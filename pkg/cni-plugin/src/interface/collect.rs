@@ -1,4 +1,5 @@
-//! GC: what has this network's mark and belongs to no valid attachment.
+//! GC: what has this network's mark and belongs to no valid attachment, and host ends whose ADD was killed before it set
+//! the mark.
 //!
 //! Links are known by their alias; what Go made has none. Masquerade rules name network and container in their comments,
 //! Go's too. IPAM gets the same request. A link without an end on the host ends with its container.
@@ -16,7 +17,7 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     let on_host = I::HOST_END != HostEnd::None;
     let mut errors = Vec::new();
     if on_host {
-        errors.extend(links(network, valid).err());
+        errors.extend(links(call, valid).err());
     }
     if !call.conf.ipam_type().is_empty() {
         let forwarded = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.gc());
@@ -33,22 +34,24 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     }
 }
 
-fn links(network: &str, valid: &ValidAttachments) -> Result<()> {
-    let host = Netlink::open()?;
+fn links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+    let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = Mark::network_prefix(network);
     // Whole aliases are compared, so that a container ID too long for one is as good as any other.
     let valid: Vec<String> = valid.iter().map(|(id, ifname)| Mark::new(network, id, ifname).alias()).collect();
     let is_garbage = |mark: &str| mark.starts_with(&prefix) && !valid.iter().any(|alias| alias == mark);
     let mut errors = Vec::new();
-    for link in host.list_links()? {
-        let Link { index, alias: Some(alias), .. } = &link else { continue };
+    let listed = host.list_links()?;
+    for link in &listed {
+        let Link { index, alias: Some(alias), .. } = link else { continue };
         let removed = match PortMark::parse(alias) {
-            Some(port_mark) if is_garbage(&port_mark.mark) => give_back(&host, &link),
+            Some(port_mark) if is_garbage(&port_mark.mark) => give_back(&host, link),
             None if is_garbage(alias) => host.purge_link(*index).map(drop),
             _ => Ok(()),
         };
         errors.extend(removed.err().map(Error::from));
     }
+    errors.extend(host.purge_unmarked(network, &listed, call.machine.0).err().map(Error::from));
     match Error::join(errors) {
         Some(error) => Err(error),
         None => Ok(()),
