@@ -271,7 +271,7 @@ impl SpoofCheck {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
                 if let Some(owner) = living(&id, &rules, host_veth)? {
                     let text = format!("they are those of {owner}");
-                    return Err(Error::new(format_args!("failed to make spoof rules {}", id.0), Cause::Held(text)));
+                    return Err(Error::new(format_args!("failed to make spoof rules {}", id.0), Cause::held(text)));
                 }
                 old = self.everything(&id, &rules)?;
             }

@@ -13,7 +13,7 @@ use rtnetlink::packet_route::link::{
     LinkMessage,
 };
 
-use crate::error::{Cause, Error, Result};
+use crate::error::{Cause, Error, Reason, Result};
 use crate::link::{Link, OperState, PortState};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
@@ -135,7 +135,7 @@ impl Netlink {
     ) -> Result<Link> {
         watch.wait("the bridge's port to forward", deadline, machine, || {
             let found = self.find_link_by_index(index)?;
-            let missing = || Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound);
+            let missing = || Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound);
             let link = found.ok_or_else(missing)?;
             match link.port {
                 // A port just made is taken to work until the kernel has judged it, and forwards for that moment.

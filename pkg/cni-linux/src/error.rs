@@ -33,7 +33,12 @@ pub enum Taken {
 
 /// Why it failed.
 #[derive(Debug, thiserror::Error)]
-pub enum Cause {
+#[error(transparent)]
+pub struct Cause(Reason);
+
+/// The kinds of causes.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Reason {
     /// The kernel refused; `ack` is its own explanation, if it gave one.
     #[error("{source}{}", Suffix(.ack))]
     Kernel {
@@ -88,9 +93,15 @@ impl fmt::Display for Suffix<'_> {
     }
 }
 
+impl From<Reason> for Cause {
+    fn from(reason: Reason) -> Cause {
+        Cause(reason)
+    }
+}
+
 impl From<io::Error> for Cause {
     fn from(source: io::Error) -> Cause {
-        Cause::Kernel { source, ack: None }
+        Cause(Reason::Kernel { source, ack: None })
     }
 }
 
@@ -103,19 +114,47 @@ impl From<Errno> for Cause {
 impl Cause {
     /// What has no errno.
     pub fn text(text: impl Into<String>) -> Cause {
-        Cause::Text(text.into())
+        Cause(Reason::Text(text.into()))
     }
 
     /// What the kernel refused with, and its own explanation, if it gave one.
     pub fn kernel(errno: i32, said: Option<String>) -> Cause {
-        Cause::Kernel { source: io::Error::from_raw_os_error(errno), ack: said.map(Into::into) }
+        Cause(Reason::Kernel { source: io::Error::from_raw_os_error(errno), ack: said.map(Into::into) })
+    }
+
+    /// An event that did not come within `limit`.
+    pub fn deadline(limit: Duration) -> Cause {
+        Cause(Reason::Deadline(limit))
+    }
+
+    /// SIGTERM, SIGINT or SIGHUP came first.
+    pub fn terminated() -> Cause {
+        Cause(Reason::Terminated)
+    }
+
+    /// Another attachment, named by `holder`, has it and lives.
+    pub fn held(holder: impl Into<String>) -> Cause {
+        Cause(Reason::Held(holder.into()))
+    }
+
+    /// Whether a wait was given up: at its deadline, or at a signal.
+    pub fn ended_wait(&self) -> bool {
+        matches!(self.0, Reason::Deadline(_) | Reason::Terminated)
+    }
+
+    /// The same, with which of a veth pair's names is in use.
+    pub(crate) fn taken(self, what: Taken) -> Cause {
+        match self.0 {
+            Reason::Kernel { source, ack } => Cause(Reason::Taken { what, source, ack }),
+            other => Cause(other),
+        }
     }
 
     fn io(&self) -> Option<&io::Error> {
-        match self {
-            Cause::Kernel { source, .. } | Cause::Taken { source, .. } => Some(source),
-            Cause::NoNetns { source, .. } => source.as_ref(),
-            Cause::LinkNotFound | Cause::Deadline(_) | Cause::Terminated | Cause::Held(_) | Cause::Text(_) => None,
+        match &self.0 {
+            Reason::Kernel { source, .. } | Reason::Taken { source, .. } => Some(source),
+            Reason::NoNetns { source, .. } => source.as_ref(),
+            Reason::LinkNotFound | Reason::Deadline(_) | Reason::Terminated | Reason::Held(_) | Reason::Text(_) => None,
         }
     }
 
@@ -148,7 +187,7 @@ impl Error {
 
     /// Whether the thing acted upon does not exist: no such interface, address, route, neighbour, file.
     pub fn is_not_found(&self) -> bool {
-        matches!(self.cause, Cause::LinkNotFound)
+        matches!(self.cause.0, Reason::LinkNotFound)
             || self.is(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
     }
 
@@ -164,31 +203,31 @@ impl Error {
 
     /// Whether a path was no network namespace, or nothing at all. DEL takes this for "already gone".
     pub fn is_no_netns(&self) -> bool {
-        matches!(self.cause, Cause::NoNetns { .. })
+        matches!(self.cause.0, Reason::NoNetns { .. })
     }
 
     /// Whether the event waited for did not come in time.
     pub fn is_deadline(&self) -> bool {
-        matches!(self.cause, Cause::Deadline(_))
+        matches!(self.cause.0, Reason::Deadline(_))
     }
 
     /// Whether SIGTERM ended the wait.
     pub fn is_terminated(&self) -> bool {
-        matches!(self.cause, Cause::Terminated)
+        matches!(self.cause.0, Reason::Terminated)
     }
 
     /// For a veth pair that could not be made because a name is in use: which one.
     pub fn taken(&self) -> Option<Taken> {
-        match self.cause {
-            Cause::Taken { what, .. } => Some(what),
+        match self.cause.0 {
+            Reason::Taken { what, .. } => Some(what),
             _ => None,
         }
     }
 
     /// The kernel's own explanation, where it gave one.
     pub fn explanation(&self) -> Option<&str> {
-        match &self.cause {
-            Cause::Kernel { ack, .. } | Cause::Taken { ack, .. } => ack.as_deref(),
+        match &self.cause.0 {
+            Reason::Kernel { ack, .. } | Reason::Taken { ack, .. } => ack.as_deref(),
             _ => None,
         }
     }
@@ -200,14 +239,14 @@ impl From<Error> for cni::Error {
     /// [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause } = error;
-        let code = match &cause {
-            Cause::NoNetns { .. } => {
+        let code = match &cause.0 {
+            Reason::NoNetns { .. } => {
                 // The text begins with Go's words and ends with the variable's name.
                 let text = format!("{doing}: {cause} (CNI_NETNS)");
                 return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text);
             }
-            Cause::Deadline(_) | Cause::Terminated => cni::Code::TRY_AGAIN,
-            Cause::Held(_) => cni::Code::CONFLICT,
+            Reason::Deadline(_) | Reason::Terminated => cni::Code::TRY_AGAIN,
+            Reason::Held(_) => cni::Code::CONFLICT,
             _ => cni::Code::KERNEL,
         };
         cni::Error::caused(code, doing, cause)
@@ -228,7 +267,7 @@ mod tests {
     use super::*;
 
     fn exists() -> Error {
-        let cause = Cause::Kernel { source: Errno::EEXIST.into(), ack: Some("because".into()) };
+        let cause = Reason::Kernel { source: Errno::EEXIST.into(), ack: Some("because".into()) };
         Error::new("failed to add 10.1.2.3/24 to eth0", cause)
     }
 
@@ -249,11 +288,11 @@ mod tests {
 
     #[test]
     fn codes_follow_the_meaning() {
-        let code = |cause| cni::Error::from(Error::new("x", cause)).code();
-        assert_eq!(code(Cause::Terminated), cni::Code::TRY_AGAIN);
-        assert_eq!(code(Cause::Deadline(Duration::from_secs(2))), cni::Code::TRY_AGAIN);
-        assert_eq!(code(Cause::LinkNotFound), cni::Code::KERNEL);
-        let gone = Cause::NoNetns { text: "failed to Statfs \"/x\": no such file or directory".into(), source: None };
+        let code = |reason: Reason| cni::Error::from(Error::new("x", reason)).code();
+        assert_eq!(code(Reason::Terminated), cni::Code::TRY_AGAIN);
+        assert_eq!(code(Reason::Deadline(Duration::from_secs(2))), cni::Code::TRY_AGAIN);
+        assert_eq!(code(Reason::LinkNotFound), cni::Code::KERNEL);
+        let gone = Reason::NoNetns { text: "failed to Statfs \"/x\": no such file or directory".into(), source: None };
         let error = cni::Error::from(Error::new("failed to open netns \"/x\"", gone));
         assert_eq!(error.code(), cni::Code::INVALID_ENVIRONMENT);
         assert_eq!(

@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 
-use crate::error::{Cause, Error, Result};
+use crate::error::{Cause, Error, Reason, Result};
 use crate::sys;
 
 /// The calling thread's own.
@@ -126,7 +126,9 @@ fn open(path: &Path) -> Result<Netns, Cause> {
         let source = Some(errno.into());
         match errno {
             // Of the last two nothing can be opened either, now or later: a DEL that waited for it would never end.
-            Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => Cause::NoNetns { text, source },
+            Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
+                Reason::NoNetns { text, source }.into()
+            }
             _ => Cause::from(errno),
         }
     })?;
@@ -150,7 +152,7 @@ fn open(path: &Path) -> Result<Netns, Cause> {
 }
 
 fn none(text: String) -> Cause {
-    Cause::NoNetns { text, source: None }
+    Reason::NoNetns { text, source: None }.into()
 }
 
 /// A path as Go's `%q` writes the ones that occur.

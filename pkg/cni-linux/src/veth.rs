@@ -14,7 +14,7 @@ use std::time::Duration;
 use cni::machine::Machine;
 use rtnetlink::packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
-use crate::error::{Cause, Error, Result, Taken};
+use crate::error::{Cause, Error, Reason, Result, Taken};
 use crate::link::Link;
 use crate::mac::Mac;
 use crate::mark::Mark;
@@ -95,7 +95,7 @@ impl Netlink {
             None => Ok(()),
         };
         let peer_index = made.peer_index.ok_or_else(|| {
-            Error::new(format_args!("failed to find the other end of {}", spec.name), Cause::LinkNotFound)
+            Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
         });
         match marked.and(peer_index) {
             Ok(peer_index) => Ok(Veth { index: made.index, peer_index }),
@@ -160,9 +160,8 @@ impl Netlink {
     /// The kernel says EEXIST for either name, so look which it was. The container's counts first: it is final, a host
     /// name can be tried anew.
     fn which_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
-        let Cause::Kernel { source, ack } = cause else { return cause };
-        if source.raw_os_error() != Some(libc::EEXIST) {
-            return Cause::Kernel { source, ack };
+        if cause.errno() != Some(libc::EEXIST) {
+            return cause;
         }
         let peer_exists = || -> Result<bool> {
             let there = match spec.peer_netns {
@@ -171,8 +170,7 @@ impl Netlink {
             };
             Ok(there.is_some())
         };
-        let what = if peer_exists().unwrap_or(false) { Taken::ContainerName } else { Taken::HostName };
-        Cause::Taken { what, source, ack }
+        cause.taken(if peer_exists().unwrap_or(false) { Taken::ContainerName } else { Taken::HostName })
     }
 }
 

@@ -12,7 +12,7 @@ use rtnetlink::packet_route::link::{
     AfSpecBridge, BridgeFlag, BridgeVlanInfo, BridgeVlanInfoFlags, LinkAttribute, LinkExtentMask, LinkMessage,
 };
 
-use crate::error::{Cause, Error, Result};
+use crate::error::{Error, Reason, Result};
 use crate::link;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
@@ -67,7 +67,7 @@ impl Netlink {
                 return Ok(unfold(found));
             }
         }
-        Err(failed(Cause::LinkNotFound))
+        Err(failed(Reason::LinkNotFound.into()))
     }
 
     /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.

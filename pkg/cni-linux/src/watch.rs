@@ -60,11 +60,11 @@ impl Watch {
                 return Ok(found);
             }
             if machine.terminated() {
-                return Err(failed(Cause::Terminated));
+                return Err(failed(Cause::terminated()));
             }
             let left = deadline.saturating_duration_since(machine.now());
             if left.is_zero() {
-                return Err(failed(Cause::Deadline(deadline.saturating_duration_since(begin))));
+                return Err(failed(Cause::deadline(deadline.saturating_duration_since(begin))));
             }
             let sigterm = match &sigterm {
                 Some(sigterm) => sigterm,
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn a_failing_check_ends_the_wait_with_its_own_error() {
         in_new_netns(|| {
-            let fail = || Err::<Option<()>, _>(Error::new("failed to look", Cause::LinkNotFound));
+            let fail = || Err::<Option<()>, _>(Error::new("failed to look", crate::error::Reason::LinkNotFound));
             let error = Watch::open().unwrap().wait("it", in_seconds(30), &machine(), fail).unwrap_err();
             assert_eq!(error.to_string(), "failed to look: Link not found");
         });

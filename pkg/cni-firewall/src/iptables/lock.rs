@@ -73,10 +73,7 @@ impl NetnsLock {
             };
             let locked = file.metadata().map_err(broken)?;
             let file = wait(file, machine, on_sigterm, Wait { deadline, limit }).map_err(|cause| {
-                let by = match cause {
-                    Cause::Deadline(_) | Cause::Terminated => holder(&locked),
-                    _ => String::new(),
-                };
+                let by = if cause.ended_wait() { holder(&locked) } else { String::new() };
                 Error::new(format_args!("failed to lock {place} for a change of iptables{by}"), cause)
             })?;
             let is_locked = |there: Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
@@ -86,7 +83,7 @@ impl NetnsLock {
             if machine.now() >= deadline {
                 let doing =
                     format!("failed to lock {place} for a change of iptables, which is removed again and again");
-                return Err(Error::new(doing, Cause::Deadline(limit)));
+                return Err(Error::new(doing, Cause::deadline(limit)));
             }
         }
     }
@@ -176,11 +173,11 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, until: Wait) -
         }
         // Asked where it does not matter too: the asking empties the descriptor.
         if machine.terminated() && on_sigterm == OnSigterm::Kill {
-            return Err(Cause::Terminated);
+            return Err(Cause::terminated());
         }
         let left = until.deadline.saturating_duration_since(machine.now());
         if left.is_zero() {
-            return Err(Cause::Deadline(until.limit));
+            return Err(Cause::deadline(until.limit));
         }
         let mut fds = vec![PollFd::new(woken.as_fd(), PollFlags::POLLIN)];
         if on_sigterm == OnSigterm::Kill {

@@ -7,7 +7,7 @@ use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
 use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
 
 use super::{Link, OperState};
-use crate::error::{Cause, Error, Result};
+use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
@@ -41,7 +41,7 @@ impl Netlink {
         // Kernels since 6.2 answer with the link they made; the others are asked.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),
-            None => self.get_link(0, Some(name))?.ok_or(Cause::LinkNotFound),
+            None => self.get_link(0, Some(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
         }
     }
 
@@ -56,7 +56,7 @@ impl Netlink {
     pub fn wait_carrier(&self, watch: &Watch, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
         watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
             Some(link) => Ok(has_carrier(&link).then_some(())),
-            None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
+            None => Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound)),
         })
     }
 

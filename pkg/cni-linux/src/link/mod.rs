@@ -16,7 +16,7 @@ use rtnetlink::packet_route::link::{
 
 pub use change::Promisc;
 
-use crate::error::{Cause, Error, Result};
+use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
 
@@ -172,7 +172,7 @@ impl Netlink {
     /// # Errors
     /// `failed to find NAME: Link not found`, with [`Error::is_not_found`].
     pub fn link(&self, name: &str) -> Result<Link> {
-        self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Cause::LinkNotFound))
+        self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Reason::LinkNotFound))
     }
 
     /// Whether the namespace of a veth's other end is being torn down. The kernel removes the link

@@ -20,7 +20,7 @@ pub struct Message<'a> {
 /// An answer: errno, then the request.
 pub const NLMSG_ERROR: u16 = 2;
 /// The end of a dump.
-pub const NLMSG_DONE: u16 = 3;
+pub(crate) const NLMSG_DONE: u16 = 3;
 
 /// The length of a message's header.
 pub(crate) const HEADER: usize = 16;
@@ -63,22 +63,22 @@ pub fn new_nest(kind: u16, attributes: &[u8]) -> Vec<u8> {
 }
 
 /// A length, padded as attributes and messages are.
-pub fn align(len: usize) -> usize {
+fn align(len: usize) -> usize {
     len.saturating_add(3) & !3
 }
 
 /// A number of the machine at that place.
-pub fn u16_ne(bytes: &[u8], at: usize) -> Option<u16> {
+fn u16_ne(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
 /// A number of the machine at that place.
-pub fn u32_ne(bytes: &[u8], at: usize) -> Option<u32> {
+fn u32_ne(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
 /// A number in the network's byte order, if there are just its bytes.
-pub fn u32_be(bytes: &[u8]) -> Option<u32> {
+fn u32_be(bytes: &[u8]) -> Option<u32> {
     Some(u32::from_be_bytes(bytes.try_into().ok()?))
 }
 
