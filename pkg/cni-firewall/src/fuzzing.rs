@@ -42,7 +42,7 @@ pub fn rule(words: Vec<String>) -> Rule {
 /// # Errors
 /// What cannot be written down.
 pub fn restore_text(edit: &Edit) -> Result<String> {
-    edit.everything()
+    edit.everything(iptables::Table::Nat)
 }
 
 /// The chains in what `iptables-save` wrote.

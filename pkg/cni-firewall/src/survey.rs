@@ -7,7 +7,7 @@
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{FAMILIES, Iptables, Nat, Rule, Variant, words};
+use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{self, Listed, Nft, Table};
 use super::portmap::identity::{self, Identity, Owner as Claimed};
@@ -114,7 +114,7 @@ pub fn survey(machine: &dyn Machine, notes: &Notes) -> Result<Vec<Held>> {
         Err(error) if error.is_unsupported() => {}
         done => done?,
     }
-    let mut iptables = Iptables::open(machine, notes.clone(), OnSigterm::Kill)?;
+    let mut iptables = Iptables::open(iptables::Table::Nat, machine, notes.clone(), OnSigterm::Kill)?;
     for family in FAMILIES {
         for variant in iptables.holders(family, &[masquerade_iptables::POSTROUTING, portmap_iptables::DNAT])? {
             match iptables.read(family, variant).and_then(|mut nat| in_iptables(&mut nat, variant, &mut held)) {
@@ -187,7 +187,7 @@ fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
     Ok(())
 }
 
-fn in_iptables(nat: &mut Nat<'_>, variant: Variant, held: &mut Vec<Held>) -> Result<()> {
+fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) -> Result<()> {
     let program = match nat.family() {
         Family::V4 => format!("iptables-{variant}"),
         Family::V6 => format!("ip6tables-{variant}"),
@@ -227,7 +227,7 @@ fn in_iptables(nat: &mut Nat<'_>, variant: Variant, held: &mut Vec<Held>) -> Res
 }
 
 /// The interface that the chain a rule leads to names: the first, if it holds several attachments of the container.
-fn named_in(nat: &mut Nat<'_>, rule: &Rule) -> Result<Option<String>> {
+fn named_in(nat: &mut Chains<'_>, rule: &Rule) -> Result<Option<String>> {
     let Some(chain) = rule.target() else { return Ok(None) };
     let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
     Ok(tags.filter_map(Mark::parse).map(|marked| marked.ifname).next())

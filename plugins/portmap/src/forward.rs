@@ -9,7 +9,7 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_firewall::iptables::Iptables;
+use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
 use cni_firewall::portmap::iptables::{IptablesPortMap, Unseen};
 use cni_firewall::portmap::nft::NftPortMap;
@@ -140,7 +140,7 @@ fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
         families.all(|family| iptables.probe(family).is_ok())
     };
-    let opened = Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    let opened = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill);
     opened.is_ok_and(|iptables| !works(&iptables)) && matches!(nft_usable(), Ok(true))
 }
 
@@ -226,7 +226,7 @@ pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
     }
-    let chosen = Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)?.chosen(Family::V4)?;
+    let chosen = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill)?.chosen(Family::V4)?;
     Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
 }
 
@@ -260,7 +260,7 @@ fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Erro
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
         families.any(|family| matches!(iptables.chosen(family), Ok(None)))
     };
-    let opened = Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    let opened = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill);
     let error = Error::from(error);
     if opened.is_ok_and(|iptables| is_missing(&iptables)) { absent(error, Backend::Iptables) } else { error }
 }

@@ -21,7 +21,7 @@ use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_firewall::iptables::Iptables;
+use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
 use cni_firewall::portmap::{Mapping, Policy};
 use cni_linux::{Mark, route};
@@ -84,7 +84,9 @@ impl Plugin for Portmap {
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
-        let iptables = || Iptables::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)?.probe(route::Family::V4);
+        let iptables = || {
+            Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill)?.probe(route::Family::V4)
+        };
         let nftables = || match nft_usable().map_err(not_ready) {
             Ok(true) => Ok(()),
             Ok(false) => Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables with NAT")),

@@ -1,12 +1,12 @@
-//! What is to be changed in the table `nat`, and its text for `iptables-restore`.
+//! What is to be changed in a table, and its text for `iptables-restore`.
 //!
 //! Every word is quoted or refused here, so that no value can end its line and become a command of its own. What users
 //! may write themselves ([`check_conditions`]) is refused wherever it could be more than a match.
 
 use std::fmt::Write as _;
 
-use super::Chain;
 use super::rule::{Rule, quote};
+use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
 
 /// Changes that belong together. With iptables-legacy they are one transaction; with iptables-nft what is added is one,
@@ -108,8 +108,8 @@ impl Edit {
     }
 
     /// The additions in the form that `iptables-restore` reads.
-    pub(crate) fn additions(&self) -> Result<String> {
-        let mut text = String::from("*nat\n");
+    pub(crate) fn additions(&self, table: Table) -> Result<String> {
+        let mut text = format!("*{}\n", table.name());
         for (name, new) in &self.chains {
             let name = word(name)?;
             // Writing to a String cannot fail.
@@ -129,8 +129,8 @@ impl Edit {
     }
 
     /// Everything in one text: what is added, then what is removed.
-    pub(crate) fn everything(&self) -> Result<String> {
-        let mut text = self.additions()?;
+    pub(crate) fn everything(&self, table: Table) -> Result<String> {
+        let mut text = self.additions(table)?;
         for (chain, rule) in &self.put_back {
             line(&mut text, "-A", chain, &rule.words)?;
         }
@@ -256,7 +256,7 @@ mod tests {
             -F CNI-OLD\n\
             -X CNI-OLD\n\
             COMMIT\n";
-        assert_eq!(edit.everything().unwrap(), expected);
+        assert_eq!(edit.everything(Table::Nat).unwrap(), expected);
     }
 
     #[test]
@@ -264,10 +264,10 @@ mod tests {
         for hostile in ["x\nCOMMIT\n*filter", "x\0", "x\r"] {
             let mut edit = Edit::new();
             edit.append("CNI-A", ["-m", "comment", "--comment", hostile]);
-            assert!(edit.everything().is_err(), "{hostile:?}");
+            assert!(edit.everything(Table::Nat).is_err(), "{hostile:?}");
             let mut edit = Edit::new();
             edit.create_chain(hostile);
-            assert!(edit.everything().is_err(), "{hostile:?}");
+            assert!(edit.everything(Table::Nat).is_err(), "{hostile:?}");
         }
     }
 

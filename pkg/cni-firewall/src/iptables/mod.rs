@@ -1,9 +1,9 @@
-//! The table `nat` of iptables: reading it without a process, changing it with one.
+//! A table of iptables: reading it without a process, changing it with one.
 //!
-//! There are two iptables. What **iptables-nft** makes lies in the nf_tables tables `ip nat` and `ip6 nat`: it is read
+//! There are two iptables. What **iptables-nft** makes lies in nf_tables tables, `ip nat` and `ip6 nat` say: it is read
 //! over netlink, and removed over netlink too, in one transaction by handles, so that neither needs a program. What
 //! **iptables-legacy** makes only its own programs can see; they run only where `/proc/net/ip{,6}_tables_names` says
-//! that there is a table `nat`, for looking would make one. Additions always go through one
+//! that there is such a table, for looking would make one. Additions always go through one
 //! `iptables-restore --noflush`. So a [`change`](Iptables::change) costs, per family and attempt:
 //!
 //! | | iptables-nft | iptables-legacy |
@@ -16,7 +16,7 @@
 //! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`] meanwhile, and plans anew when
 //! a program that does not know the lock came in between.
 //!
-//! A newcomer's mistakes: an edit based on anything but the [`Nat`] that the plan was given (a retry would repeat it
+//! A newcomer's mistakes: an edit based on anything but the [`Chains`] that the plan was given (a retry would repeat it
 //! blindly), and calling `change` within a plan (the lock is held).
 
 use std::collections::BTreeMap;
@@ -26,17 +26,18 @@ use std::time::Duration;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::nft::{self, Batch, Nft, Table};
+use super::nft::{self, Batch, Nft};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
+mod chains;
 mod compat;
 mod edit;
 mod lock;
-mod nat;
 mod rule;
 mod tool;
 
+pub use chains::Chains;
 #[cfg(feature = "fuzzing")]
 pub(crate) use compat::rule as rule_of_nft;
 pub(crate) use compat::words;
@@ -44,11 +45,10 @@ pub use edit::{Edit, check_conditions};
 pub use lock::NetnsLock;
 #[cfg(feature = "fuzzing")]
 pub(crate) use lock::holder_in as lock_holder_in;
-pub use nat::Nat;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
-use nat::find_chain;
+use chains::find_chain;
 use tool::{Job, Runner, Tool};
 
 /// How long a change waits for others' changes in this namespace.
@@ -57,6 +57,34 @@ pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
 const ATTEMPTS: usize = 8;
 /// Both families, in the order in which everything is done.
 pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
+
+/// A table of iptables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Table {
+    /// Which packets pass.
+    Filter,
+    /// Addresses and ports.
+    Nat,
+}
+
+impl Table {
+    /// As iptables has it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Table::Filter => "filter",
+            Table::Nat => "nat",
+        }
+    }
+
+    /// The table of nf_tables in which iptables-nft keeps it.
+    fn of(self, family: Family) -> nft::Table<'static> {
+        let family = match family {
+            Family::V4 => nft::Family::Ip,
+            Family::V6 => nft::Family::Ip6,
+        };
+        nft::Table { family, name: self.name() }
+    }
+}
 
 /// Which iptables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -84,8 +112,9 @@ pub struct Chain {
     pub(crate) handle: Option<u64>,
 }
 
-/// iptables in the network namespace of the thread that uses it.
+/// One table of iptables in the network namespace of the thread that uses it.
 pub struct Iptables<'m> {
+    table: Table,
     runner: Runner<'m>,
     folders: Folders,
     /// `None`: a kernel without nf_tables.
@@ -96,7 +125,11 @@ pub struct Iptables<'m> {
 
 impl fmt::Debug for Iptables<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Iptables").field("folders", &self.folders).field("nft", &self.nft).finish_non_exhaustive()
+        f.debug_struct("Iptables")
+            .field("table", &self.table)
+            .field("folders", &self.folders)
+            .field("nft", &self.nft)
+            .finish_non_exhaustive()
     }
 }
 
@@ -104,12 +137,13 @@ impl<'m> Iptables<'m> {
     /// Opens a connection in the calling thread's namespace; programs are looked for in PATH, then in the system's
     /// folders. SIGTERM ends the wait for the lock in an ADD or a CHECK ([`OnSigterm::Kill`]), not in what cleans up
     /// ([`OnSigterm::Finish`]); a program that runs is always finished. Remarks for the operator go to `notes`.
-    pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
-        Iptables::open_with(machine, notes, on_sigterm, Folders::new(std::env::var_os("PATH")))
+    pub fn open(table: Table, machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
+        Iptables::open_with(table, machine, notes, on_sigterm, Folders::new(std::env::var_os("PATH")))
     }
 
     /// The same with other folders.
     pub fn open_with(
+        table: Table,
         machine: &'m dyn Machine,
         notes: Notes,
         on_sigterm: OnSigterm,
@@ -120,7 +154,7 @@ impl<'m> Iptables<'m> {
             Err(error) if error.is_unsupported() => None,
             Err(error) => return Err(error),
         };
-        Ok(Iptables { runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
+        Ok(Iptables { table, runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
     /// From now on SIGTERM does not end the wait for the lock either: what follows takes back what an interrupted call did.
@@ -137,7 +171,7 @@ impl<'m> Iptables<'m> {
     /// Whether the chosen program can work here: runs it (one process) on a text that changes nothing.
     pub fn probe(&self, family: Family) -> Result<()> {
         match tool::chosen(&self.folders, self.runner, family)? {
-            Some(tool) => tool::restore(self.runner, &tool, "*nat\nCOMMIT\n"),
+            Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
             None => Err(missing(family, None)),
         }
     }
@@ -152,7 +186,7 @@ impl<'m> Iptables<'m> {
             }
         }
         // Where that cannot be told its reading tells it, or why not.
-        if legacy_has_nat(family).unwrap_or(true) {
+        if legacy_has(self.table, family).unwrap_or(true) {
             holders.push(Variant::Legacy);
         }
         Ok(holders)
@@ -165,17 +199,17 @@ impl<'m> Iptables<'m> {
     }
 
     /// The table as it is, without a lock. One process for iptables-legacy where there is a table, else none.
-    pub fn read(&mut self, family: Family, variant: Variant) -> Result<Nat<'_>> {
+    pub fn read(&mut self, family: Family, variant: Variant) -> Result<Chains<'_>> {
         let (mut nft, mut read) = (None, BTreeMap::new());
         match variant {
             Variant::Nft => nft = self.nft.as_mut(),
-            Variant::Legacy if legacy_has_nat(family)? => {
+            Variant::Legacy if legacy_has(self.table, family)? => {
                 let tool = self.tool(family, variant, Job::Save)?;
-                read = parse(&tool::save(self.runner, &tool)?);
+                read = parse(&tool::save(self.runner, &tool, self.table)?);
             }
             Variant::Legacy => {}
         }
-        Ok(Nat { family, nft, read })
+        Ok(Chains { table: self.table, family, nft, read })
     }
 
     /// Makes the changes that `plan` finds necessary, under the namespace's lock. `plan` is asked again when the table was
@@ -189,7 +223,7 @@ impl<'m> Iptables<'m> {
         &mut self,
         family: Family,
         variant: Variant,
-        mut plan: impl FnMut(&mut Nat<'_>) -> Result<Edit>,
+        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
         self.change_all(&[(family, variant)], |nat| plan(nat).map(Some)).map(drop).map_err(|(_, error)| error)
     }
@@ -204,7 +238,7 @@ impl<'m> Iptables<'m> {
     pub fn change_all(
         &mut self,
         families: &[(Family, Variant)],
-        plan: impl FnMut(&mut Nat<'_>) -> Result<Option<Edit>>,
+        plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
     ) -> Result<usize, (usize, Error)> {
         let mut changed = 0;
         match self.attempt_all(families, plan, &mut changed) {
@@ -216,7 +250,7 @@ impl<'m> Iptables<'m> {
     fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],
-        mut plan: impl FnMut(&mut Nat<'_>) -> Result<Option<Edit>>,
+        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
         changed: &mut usize,
     ) -> Result<()> {
         let Runner { machine, on_sigterm } = self.runner;
@@ -232,7 +266,7 @@ impl<'m> Iptables<'m> {
             let mut edits = Vec::new();
             for (family, variant) in left {
                 let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
-                let text = edit.everything()?;
+                let text = edit.everything(self.table)?;
                 edits.push((*family, *variant, edit, text));
             }
             for (family, variant, edit, text) in edits {
@@ -271,9 +305,9 @@ impl<'m> Iptables<'m> {
         }
         if edit.adds() {
             let tool = self.tool(family, variant, Job::Restore)?;
-            tool::restore(self.runner, &tool, &(edit.additions()? + "COMMIT\n"))?;
+            tool::restore(self.runner, &tool, &(edit.additions(self.table)? + "COMMIT\n"))?;
         }
-        let table = table(family);
+        let table = self.table.of(family);
         let mut batch = Batch::new();
         for (chain, rule) in &edit.put_back {
             if let Some(raw) = &rule.raw {
@@ -311,29 +345,21 @@ impl<'m> Iptables<'m> {
 
     fn find_chain(&mut self, family: Family, name: &str) -> Result<Option<nft::Chain>> {
         match &mut self.nft {
-            Some(nft) => find_chain(nft, family, name),
+            Some(nft) => find_chain(nft, self.table.of(family), name),
             None => Ok(None),
         }
     }
 }
 
-fn table(family: Family) -> Table<'static> {
-    let family = match family {
-        Family::V4 => nft::Family::Ip,
-        Family::V6 => nft::Family::Ip6,
-    };
-    Table { family, name: "nat" }
-}
-
-/// Whether the kernel has made a legacy table `nat` for this namespace. That of the thread, not of the process.
-fn legacy_has_nat(family: Family) -> Result<bool> {
+/// Whether the kernel has made the legacy table for this namespace. That of the thread, not of the process.
+fn legacy_has(table: Table, family: Family) -> Result<bool> {
     use std::io::ErrorKind::{NotFound, PermissionDenied};
     let path = match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",
         Family::V6 => "/proc/thread-self/net/ip6_tables_names",
     };
     match std::fs::read_to_string(path) {
-        Ok(names) => Ok(names.lines().any(|name| name == "nat")),
+        Ok(names) => Ok(names.lines().any(|name| name == table.name())),
         // Without legacy tables in the kernel there is no such file. And who may not read it may not change them either.
         Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
         Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),

@@ -37,7 +37,7 @@ impl Rig {
     }
 
     fn iptables(&self) -> Iptables<'_> {
-        Iptables::open_with(&self.machine, Notes::silent(), OnSigterm::Kill, self.folders()).unwrap()
+        Iptables::open_with(Table::Nat, &self.machine, Notes::silent(), OnSigterm::Kill, self.folders()).unwrap()
     }
 }
 
@@ -137,7 +137,7 @@ fn an_edit_adds_and_removes_what_it_says_and_nothing_else() {
         );
         let rig = Rig::new();
         let mut iptables = rig.iptables();
-        let change = |nat: &mut Nat<'_>| {
+        let change = |nat: &mut Chains<'_>| {
             let mut edit = Edit::new();
             if !nat.has("CNI-NEW")? {
                 edit.create_chain("CNI-NEW");
@@ -167,6 +167,48 @@ fn an_edit_adds_and_removes_what_it_says_and_nothing_else() {
 }
 
 #[test]
+fn another_table_is_changed_as_nat_is() {
+    with_each(|variant, family| {
+        let rig = Rig::new();
+        let open =
+            |table| Iptables::open_with(table, &rig.machine, Notes::silent(), OnSigterm::Kill, rig.folders()).unwrap();
+        let mut iptables = open(Table::Filter);
+        let filter = || {
+            let text = shell(&format!("{} -t filter 2>/dev/null", program(variant, family, "save")));
+            text.lines().filter(|line| line.starts_with("-A")).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let words = ["-m", "comment", "--comment", "x", "-j", "ACCEPT"];
+        iptables
+            .change(family, variant, |table| {
+                let mut edit = Edit::new();
+                if !table.has("CNI-FORWARD")? {
+                    edit.create_chain("CNI-FORWARD");
+                    edit.append("CNI-FORWARD", words);
+                    edit.insert("FORWARD", ["-j", "CNI-FORWARD"]);
+                }
+                Ok(edit)
+            })
+            .unwrap();
+        assert_eq!(filter(), ["-A FORWARD -j CNI-FORWARD", "-A CNI-FORWARD -m comment --comment x -j ACCEPT"]);
+        assert_eq!(iptables.holders(family, &["CNI-FORWARD"]).unwrap(), [variant]);
+        assert_eq!(open(Table::Nat).holders(family, &["CNI-FORWARD"]).unwrap(), []);
+        iptables
+            .change(family, variant, |table| {
+                let mut edit = Edit::new();
+                for rule in table.leading_to("FORWARD", "CNI-FORWARD")? {
+                    edit.delete("FORWARD", &rule);
+                }
+                if let Some(chain) = table.chain("CNI-FORWARD")? {
+                    edit.delete_chain("CNI-FORWARD", chain);
+                }
+                Ok(edit)
+            })
+            .unwrap();
+        assert_eq!(filter(), [""; 0]);
+    });
+}
+
+#[test]
 fn looking_makes_no_table() {
     in_new_netns(|| {
         let rig = Rig::new();
@@ -188,11 +230,12 @@ fn removing_over_netlink_needs_no_program() {
         restore(Variant::Nft, Family::V4, ":CNI-A - [0:0]\n-A CNI-A -j RETURN\n-A POSTROUTING -j CNI-A");
         let rig = Rig::new();
         let folders = Folders::only([]).with_locks(rig.locks.path());
-        let mut iptables = Iptables::open_with(&rig.machine, Notes::silent(), OnSigterm::Finish, folders).unwrap();
+        let mut iptables =
+            Iptables::open_with(Table::Nat, &rig.machine, Notes::silent(), OnSigterm::Finish, folders).unwrap();
         assert_eq!(iptables.chosen(Family::V4).unwrap(), None);
         assert!(iptables.can_remove(Family::V4, Variant::Nft).unwrap());
         assert!(!iptables.can_remove(Family::V4, Variant::Legacy).unwrap());
-        let remove = |nat: &mut Nat<'_>| {
+        let remove = |nat: &mut Chains<'_>| {
             let mut edit = Edit::new();
             edit.delete("POSTROUTING", &nat.rules("POSTROUTING")?[0]);
             edit.delete_chain("CNI-A", nat.chain("CNI-A")?.unwrap());
@@ -217,7 +260,7 @@ fn a_chain_somebody_made_meanwhile_is_seen_at_the_second_look() {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
         let mut looks = 0;
-        let plan = |nat: &mut Nat<'_>| {
+        let plan = |nat: &mut Chains<'_>| {
             looks += 1;
             let mut edit = Edit::new();
             if !nat.has("CNI-SHARED")? {
@@ -247,7 +290,7 @@ fn a_rule_somebody_removed_meanwhile_is_no_failure() {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
         let mut looks = 0;
-        let plan = |nat: &mut Nat<'_>| {
+        let plan = |nat: &mut Chains<'_>| {
             looks += 1;
             let mut edit = Edit::new();
             for rule in nat.rules("POSTROUTING")? {
@@ -269,7 +312,7 @@ fn what_can_never_work_is_told_with_the_programs_words_and_not_repeated() {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
         let mut looks = 0;
-        let plan = |_: &mut Nat<'_>| {
+        let plan = |_: &mut Chains<'_>| {
             looks += 1;
             let mut edit = Edit::new();
             edit.append("CNI-NONE", ["-j", "RETURN"]);
@@ -288,7 +331,7 @@ fn a_lock_that_anybody_can_hold_up_is_used_with_one_remark() {
         let sink = std::rc::Rc::clone(&told);
         let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
         let folders = Folders::only([]).with_locks("/proc/cni");
-        let mut iptables = Iptables::open_with(&machine, notes, OnSigterm::Kill, folders).unwrap();
+        let mut iptables = Iptables::open_with(Table::Nat, &machine, notes, OnSigterm::Kill, folders).unwrap();
         for family in FAMILIES {
             iptables.change(family, Variant::Nft, |_| Ok(Edit::new())).unwrap();
         }
@@ -312,7 +355,7 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                     assert!(cni_linux::Netns::current().unwrap().is_same(netns));
                     let machine = machine();
                     let chain = format!("CNI-{number}");
-                    let plan = |nat: &mut Nat<'_>| {
+                    let plan = |nat: &mut Chains<'_>| {
                         looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
                         let mut edit = Edit::new();
                         if !nat.has("CNI-SHARED")? {
@@ -324,7 +367,7 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                         Ok(edit)
                     };
                     let mut iptables =
-                        Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+                        Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
                     iptables.change(family, variant, plan).unwrap();
                 });
             }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use cni::machine::{Child, Exit, Machine, OnSigterm, RunError};
 
-use super::Variant;
+use super::{Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -161,8 +161,8 @@ pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()>
 }
 
 /// The table `nat`, as the save program writes it.
-pub(crate) fn save(runner: Runner<'_>, tool: &Tool) -> Result<String> {
-    run(runner, &tool.program, &["-t", "nat"], b"").map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+pub(crate) fn save(runner: Runner<'_>, tool: &Tool, table: Table) -> Result<String> {
+    run(runner, &tool.program, &["-t", table.name()], b"").map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Result<Vec<u8>> {

@@ -13,7 +13,7 @@
 //! Where there are two networks of one family, both ACCEPTs stand before MASQUERADE; Go, which appends, leaves the second
 //! where it is never reached.
 //!
-//! Pure planning: what is here gets a [`Nat`] to read and returns an [`Edit`].
+//! Pure planning: what is here gets a [`Chains`] to read and returns an [`Edit`].
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -21,7 +21,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use cni::Cidr;
 use sha2::{Digest as _, Sha512};
 
-use crate::iptables::{Edit, Nat, Rule};
+use crate::iptables::{Chains, Edit, Rule};
 use cni_linux::error::Result;
 use cni_linux::mark::Mark;
 use cni_linux::route::Family;
@@ -137,7 +137,7 @@ impl Tag {
 }
 
 /// What makes these the attachment's addresses, in the family of `nat`.
-pub(super) fn ensure(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
+pub(super) fn ensure(nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
     let (family, shape) = (nat.family(), Shape::new(mark));
     let mut edit = Edit::new();
     let mut networks: Vec<Cidr> = Vec::new();
@@ -215,7 +215,7 @@ pub(super) struct Had {
 
 impl Had {
     /// Reads the rules for the attachment and for the addresses that an ADD is about to give it.
-    pub(super) fn read(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Had> {
+    pub(super) fn read(nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Had> {
         let shape = Shape::new(mark);
         let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(Had::default()) };
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
@@ -229,7 +229,7 @@ impl Had {
     }
 
     /// Returns the edit that undoes an [`ensure`] of these addresses.
-    pub(super) fn put_back(&self, nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
+    pub(super) fn put_back(&self, nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
         if !self.tagged.is_empty() {
             return ensure(nat, mark, &self.tagged);
         }
@@ -255,7 +255,7 @@ impl Had {
 }
 
 /// What removes the attachment.
-pub(super) fn purge(nat: &mut Nat<'_>, mark: &Mark, addresses: &[IpAddr]) -> Result<Edit> {
+pub(super) fn purge(nat: &mut Chains<'_>, mark: &Mark, addresses: &[IpAddr]) -> Result<Edit> {
     let shape = Shape::new(mark);
     remove(
         nat,
@@ -273,7 +273,7 @@ pub(super) fn purge(nat: &mut Nat<'_>, mark: &Mark, addresses: &[IpAddr]) -> Res
 }
 
 /// What removes attachments of `network` that are not in `valid`.
-pub(super) fn gc(nat: &mut Nat<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
+pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
     let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
     let valid_tags: Vec<String> =
         valid.iter().map(|(container, ifname)| Mark::new(network, *container, *ifname).alias()).collect();
@@ -305,7 +305,7 @@ pub(super) fn gc(nat: &mut Nat<'_>, network: &str, valid: &[(&str, &str)]) -> Re
 /// jumps without a tag that are `unmarked_is_garbage`, given their source and whether any garbage was tagged. The chain
 /// goes when nothing leads to it and nobody has a tag in it.
 fn remove(
-    nat: &mut Nat<'_>,
+    nat: &mut Chains<'_>,
     name: &str,
     shape: Option<&Shape>,
     is_garbage: impl Fn(&str) -> bool,
@@ -362,7 +362,7 @@ fn remove(
 }
 
 /// What is not in force, in sentences. Who made it does not matter.
-pub(super) fn check(nat: &mut Nat<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
+pub(super) fn check(nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
     let (family, shape) = (nat.family(), Shape::new(mark));
     let Some(chain) = nat.chain(&shape.chain)?.cloned() else {
         return Ok(vec![format!("iptables chain {} is missing from table nat", shape.chain)]);

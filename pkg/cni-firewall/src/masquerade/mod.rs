@@ -18,7 +18,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::first_error;
-use super::iptables::{FAMILIES, Folders, Iptables, Variant};
+use super::iptables::{FAMILIES, Folders, Iptables, Table, Variant};
 use super::nft::{Listed, Nft};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mark::Mark;
@@ -221,7 +221,7 @@ impl<'m> Masquerade<'m> {
     fn clean(
         &self,
         chains: &[&str],
-        mut plan: impl FnMut(&mut super::iptables::Nat<'_>) -> Result<super::iptables::Edit>,
+        mut plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
     ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Finish)?;
         let mut results = Vec::new();
@@ -299,7 +299,7 @@ impl<'m> Masquerade<'m> {
     }
 
     fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
-        Iptables::open_with(self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
+        Iptables::open_with(Table::Nat, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::super::{Claim, Forwarding};
 use super::shape::{self, DNAT, Jump, Section};
-use super::{IptablesPortMap, Nat, is_own, shared_rules};
+use super::{Chains, IptablesPortMap, is_own, shared_rules};
 use crate::iptables::Rule;
 use cni::Cidr;
 use cni_linux::error::Result;
@@ -35,7 +35,7 @@ impl IptablesPortMap<'_> {
     }
 }
 
-fn differences_of(nat: &mut Nat<'_>, wanted: &Forwarding, container: Cidr, claims: &[Claim]) -> Result<Vec<String>> {
+fn differences_of(nat: &mut Chains<'_>, wanted: &Forwarding, container: Cidr, claims: &[Claim]) -> Result<Vec<String>> {
     let mut differences = Vec::new();
     let chain = shape::chain(&wanted.mark);
     for (chain, words) in shared_rules(wanted) {

@@ -6,7 +6,7 @@
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
 use super::{IptablesPortMap, delete_section, is_needed, plan_removal};
-use crate::iptables::{Edit, Nat, Rule, Variant};
+use crate::iptables::{Chains, Edit, Rule, Variant};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -28,7 +28,7 @@ struct Had {
 
 impl Former {
     /// Remembers the table as it is, unless it is remembered already.
-    pub(super) fn remember(&mut self, nat: &mut Nat<'_>, variant: Variant, wanted: &Forwarding) -> Result<()> {
+    pub(super) fn remember(&mut self, nat: &mut Chains<'_>, variant: Variant, wanted: &Forwarding) -> Result<()> {
         let family = nat.family();
         if self.families.iter().any(|had| had.family == family) {
             return Ok(());
@@ -92,7 +92,7 @@ impl IptablesPortMap<'_> {
 }
 
 impl Had {
-    fn plan(&self, nat: &mut Nat<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
+    fn plan(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain(&wanted.mark);
         if self.rules.is_empty() {
             return plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted)).map(drop);

@@ -16,7 +16,7 @@ use cni::rollback::Notes;
 use super::conflict::Judge;
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat, older_mapping};
 use crate::first_error;
-use crate::iptables::{Edit, FAMILIES, Iptables, Nat, Rule, Variant};
+use crate::iptables::{Chains, Edit, FAMILIES, Iptables, Rule, Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mark::Mark;
 use cni_linux::route::Family;
@@ -45,7 +45,7 @@ impl<'m> IptablesPortMap<'m> {
     /// Opens a connection in the calling thread's network namespace. `notes` and `on_sigterm` are
     /// [`Iptables::open`]'s.
     pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<IptablesPortMap<'m>> {
-        Ok(IptablesPortMap { iptables: Iptables::open(machine, notes, on_sigterm)? })
+        Ok(IptablesPortMap { iptables: Iptables::open(Table::Nat, machine, notes, on_sigterm)? })
     }
 
     /// The same on an iptables that is open already.
@@ -213,7 +213,7 @@ impl<'m> IptablesPortMap<'m> {
     fn everywhere(
         &mut self,
         chains: &[&str],
-        mut plan: impl FnMut(&mut Nat<'_>, &mut Edit) -> Result<Vec<Claim>>,
+        mut plan: impl FnMut(&mut Chains<'_>, &mut Edit) -> Result<Vec<Claim>>,
     ) -> Removal {
         let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
         for family in FAMILIES {
@@ -268,7 +268,7 @@ fn belongs(section: &Section, named: &Named, mark: &Mark) -> bool {
 /// Adds to `edit` the removal of the sections chosen, of the ways that then lead to nothing, and of the chain with the
 /// last of them. Returns what was claimed.
 fn plan_removal(
-    nat: &mut Nat<'_>,
+    nat: &mut Chains<'_>,
     edit: &mut Edit,
     chain: &str,
     choose: impl Fn(&Section, &Named) -> bool,
@@ -328,7 +328,7 @@ struct Plan {
 }
 
 fn plan(
-    nat: &mut Nat<'_>,
+    nat: &mut Chains<'_>,
     wanted: &Forwarding,
     container: Cidr,
     claims: &[Claim],
@@ -362,7 +362,7 @@ fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::Words)> {
 }
 
 /// Adds what is missing of what all share, and folds what is double.
-fn shared(nat: &mut Nat<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
+fn shared(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
     let rules = shared_rules(wanted);
     for chain in [SETMARK, MASQ, DNAT] {
         let needed = chain == DNAT || rules.iter().any(|(name, _)| *name == chain);
@@ -387,7 +387,7 @@ fn shared(nat: &mut Nat<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()>
 
 /// The container's own chain, and the ways to it.
 fn own(
-    nat: &mut Nat<'_>,
+    nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[Claim]),
     ways: &[Rule],
@@ -439,7 +439,7 @@ fn own(
 
 /// Returns the rules of [`DNAT`] that could be about a claimed port or lead to the attachment's own
 /// chain.
-fn ways(nat: &mut Nat<'_>, wanted: &Forwarding, claims: &[Claim]) -> Result<Vec<Rule>> {
+fn ways(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[Claim]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
     nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))
 }

@@ -9,7 +9,7 @@ use cni::Cidr;
 use super::super::conflict::{Fate, Judge};
 use super::super::{Claim, Forwarding, Holder};
 use super::shape::{self, DNAT, Group, Jump, Section};
-use super::{Nat, Plan, is_needed};
+use super::{Chains, Plan, is_needed};
 use crate::iptables::Rule;
 use cni_linux::error::Result;
 use cni_linux::mark::Mark;
@@ -18,7 +18,7 @@ use cni_linux::mark::Mark;
 /// stops at a living container that has a wanted port. `ways` are the rules of [`DNAT`] about the
 /// ports. If rules that only lead to the address cannot be read, the plan has a remark.
 pub(super) fn displace(
-    nat: &mut Nat<'_>,
+    nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[Claim]),
     ways: &[Rule],
@@ -52,7 +52,7 @@ pub(super) fn displace(
 
 /// The same for one chain. On failure nothing is planned.
 fn displace_of(
-    nat: &mut Nat<'_>,
+    nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[Claim]),
     chain: &str,

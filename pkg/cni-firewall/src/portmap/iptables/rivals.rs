@@ -4,7 +4,7 @@ use super::super::conflict::{Judge, Rivals, Then};
 use super::super::{Forwarding, Policy};
 use super::shape::DNAT;
 use super::{IptablesPortMap, Plan, displace, ways};
-use crate::iptables::{Edit, Nat, Variant};
+use crate::iptables::{Chains, Edit, Variant};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -55,7 +55,7 @@ impl IptablesPortMap<'_> {
                     }
                     Err(error) => return Err(error),
                 }
-                let mut judged = |nat: &mut Nat<'_>| {
+                let mut judged = |nat: &mut Chains<'_>| {
                     // Without a port there is nothing to read by its number.
                     let ways = if claims.is_empty() { Vec::new() } else { ways(nat, wanted, &claims)? };
                     let mut plan = Plan::default();

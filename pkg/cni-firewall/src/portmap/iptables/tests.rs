@@ -137,7 +137,7 @@ fn sigterm_does_not_keep_a_failed_add_from_waiting_for_the_lock_to_put_things_ba
     with_legacy(|| {
         let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
         let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
-        let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+        let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
         let Ensured::Done { former: Some(former), .. } = backend.ensure(&wanted).unwrap() else {
             panic!("nothing has changed")
@@ -167,7 +167,7 @@ fn a_legacy_program_that_fails_is_a_remark_to_an_add_that_only_looks_there() {
             program::script(folder.path().join(format!("iptables-legacy-{job}")), script);
         }
         let folders = Folders::only([folder.path().to_owned()]);
-        let iptables = Iptables::open_with(&machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
+        let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
         let rivals = backend.rivals(&forwarding(), Unseen::Both, Then::Nothing).unwrap();
         assert!(rivals.held.is_none() && !rivals.dead);
@@ -194,7 +194,7 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
         shell(&format!("iptables-nft-restore <<'EOF'\n{text}COMMIT\nEOF"));
         let (machine, wanted) = (machine(), Forwarding { mappings: Vec::new(), ..forwarding() });
         let look = || {
-            let iptables = Iptables::open(&machine, Notes::silent(), OnSigterm::Kill).unwrap();
+            let iptables = Iptables::open(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill).unwrap();
             IptablesPortMap::new(iptables).rivals(&wanted, Unseen::Both, Then::Nothing).unwrap()
         };
         assert!(look().dead);

@@ -1,4 +1,4 @@
-//! Reads the table `nat`: chain by chain over netlink, or all at once from the list of a save
+//! Reads a table: chain by chain over netlink, or all at once from the list of a save
 //! program.
 
 use std::cell::RefCell;
@@ -6,21 +6,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use super::super::nft::{self, Nft};
-use super::{Chain, Rule, compat, table};
+use super::{Chain, Rule, Table, compat};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The table `nat` of one family and variant. Of iptables-nft each chain is read when it is first
+/// The chains of one table, family and variant. Of iptables-nft each chain is read when it is first
 /// asked for.
 #[derive(Debug)]
-pub struct Nat<'a> {
+pub struct Chains<'a> {
+    pub(super) table: Table,
     pub(super) family: Family,
     /// Where what has not been read yet can be read.
     pub(super) nft: Option<&'a mut Nft>,
     pub(super) read: BTreeMap<String, Option<Chain>>,
 }
 
-impl Nat<'_> {
+impl Chains<'_> {
     /// The family.
     pub fn family(&self) -> Family {
         self.family
@@ -30,7 +31,7 @@ impl Nat<'_> {
     pub fn has(&mut self, name: &str) -> Result<bool> {
         match (self.read.get(name), &mut self.nft) {
             (Some(chain), _) => Ok(chain.is_some()),
-            (None, Some(nft)) => Ok(find_chain(nft, self.family, name)?.is_some()),
+            (None, Some(nft)) => Ok(find_chain(nft, self.table.of(self.family), name)?.is_some()),
             (None, None) => Ok(false),
         }
     }
@@ -38,7 +39,7 @@ impl Nat<'_> {
     /// The chain, if it exists.
     pub fn chain(&mut self, name: &str) -> Result<Option<&Chain>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let chain = read_chain(nft, self.family, name)?;
+            let chain = read_chain(nft, self.table, self.family, name)?;
             self.read.insert(name.to_owned(), chain);
         }
         Ok(self.read.get(name).and_then(Option::as_ref))
@@ -54,7 +55,7 @@ impl Nat<'_> {
     pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
         let leads = |rule: &Rule| rule.target() == Some(target);
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let found = match nft.rules_where(table(self.family), name, |rule| nft::mentions(rule, target)) {
+            let found = match nft.rules_where(self.table.of(self.family), name, |rule| nft::mentions(rule, target)) {
                 Err(error) if error.is_unsupported() => Vec::new(),
                 found => found?,
             };
@@ -71,7 +72,7 @@ impl Nat<'_> {
             // wire.
             let patterns: Vec<[u8; 2]> =
                 ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
-            let found = nft.rules_at_once(table(self.family), name, |rule| {
+            let found = nft.rules_at_once(self.table.of(self.family), name, |rule| {
                 nft::occurs(rule, &patterns) || nft::mentions(rule, target)
             });
             return match found {
@@ -102,7 +103,7 @@ impl Nat<'_> {
             IpAddr::V4(address) => address.octets().to_vec(),
             IpAddr::V6(address) => address.octets().to_vec(),
         };
-        let table = table(self.family);
+        let table = self.table.of(self.family);
         let found = nft.in_a_hurry(|nft| {
             let targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
@@ -127,7 +128,7 @@ impl Nat<'_> {
     pub fn names(&mut self, prefix: &str) -> Result<Vec<String>> {
         let mut names: Vec<String> = match &mut self.nft {
             None => self.read.keys().cloned().collect(),
-            Some(nft) => match nft.chains(table(self.family)) {
+            Some(nft) => match nft.chains(self.table.of(self.family)) {
                 Ok(chains) => chains.into_iter().map(|chain| chain.name).collect(),
                 Err(error) if error.is_unsupported() => Vec::new(),
                 Err(error) => return Err(error),
@@ -145,15 +146,16 @@ fn named(bytes: &[u8], prefix: &str) -> Vec<String> {
     (0..bytes.len()).filter(begins).map(|at| name(at).map(|byte| char::from(*byte)).collect()).collect()
 }
 
-fn read_chain(nft: &mut Nft, family: Family, name: &str) -> Result<Option<Chain>> {
-    let Some(chain) = find_chain(nft, family, name)? else { return Ok(None) };
-    let rules = nft.rules(table(family), name)?;
+fn read_chain(nft: &mut Nft, table: Table, family: Family, name: &str) -> Result<Option<Chain>> {
+    let table = table.of(family);
+    let Some(chain) = find_chain(nft, table, name)? else { return Ok(None) };
+    let rules = nft.rules(table, name)?;
     let rules = rules.into_iter().map(|listed| compat::rule(family, listed)).collect();
     Ok(Some(Chain { rules, handle: Some(chain.handle) }))
 }
 
-pub(super) fn find_chain(nft: &mut Nft, family: Family, name: &str) -> Result<Option<nft::Chain>> {
-    match nft.find_chain(table(family), name) {
+pub(super) fn find_chain(nft: &mut Nft, table: nft::Table<'_>, name: &str) -> Result<Option<nft::Chain>> {
+    match nft.find_chain(table, name) {
         Err(error) if error.is_unsupported() => Ok(None),
         found => found,
     }
