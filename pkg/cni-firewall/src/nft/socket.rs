@@ -170,15 +170,7 @@ impl Nft {
     /// The chain's rules, in order; none if there is no such chain. Only this chain is read, however many others there
     /// are.
     pub fn rules(&mut self, table: Table<'_>, chain: &str) -> Result<Vec<Listed>> {
-        let what = format!("failed to list nft chain {table} {chain}");
-        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
-        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
-        // Kernels that do not filter send everything of the family.
-        self.dump(&what, table, request, |payload| {
-            decode::rule(payload)
-                .filter(|(in_table, in_chain, _)| in_table == table.name && in_chain == chain)
-                .map(|(.., listed)| (listed.handle, listed))
-        })
+        self.rules_where(table, chain, |_| true)
     }
 
     /// Those rules of the chain, in order, whose comment begins so.
@@ -197,6 +189,7 @@ impl Nft {
         let what = format!("failed to list nft chain {table} {chain}");
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
         let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        // Kernels that do not filter send everything of the family.
         let rules = self.dump(&what, table, request, |payload| {
             let (in_table, in_chain, handle) = decode::place(payload)?;
             if (in_table, in_chain) != (table.name.as_bytes(), chain.as_bytes()) {
