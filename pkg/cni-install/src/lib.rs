@@ -21,7 +21,6 @@ mod staging;
 mod state;
 
 use std::ffi::OsString;
-use std::fmt;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -36,16 +35,9 @@ pub use set::Set;
 const DEST: &str = "/opt/cni/bin";
 
 /// What went wrong: what was done, to what, and why.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct Error(String);
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Error {}
 
 impl Error {
     pub(crate) fn new(text: impl Into<String>) -> Error {

@@ -7,8 +7,8 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _};
-use rtnetlink::packet_route::AddressFamily;
-use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
 
 use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink, Reply};

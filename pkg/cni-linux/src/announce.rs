@@ -7,7 +7,7 @@
 //! Why not send frames: closing a packet socket waits for an RCU grace period, 4 to 20 ms (6.18), most of an ADD.
 //! The newcomer's mistake: announcing before the bridge's port forwards; the frames are lost and nobody complains.
 
-use rtnetlink::packet_route::link::{LinkAttribute, LinkMessage};
+use netlink_packet_route::link::{LinkAttribute, LinkMessage};
 
 use crate::error::Result;
 use crate::mac::Mac;

@@ -7,11 +7,11 @@
 use std::thread;
 use std::time::Instant;
 
-use nix::sched::{CloneFlags, unshare};
-use rtnetlink::packet_route::link::{
+use netlink_packet_route::link::{
     InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoPortKind, LinkAttribute, LinkFlags, LinkInfo,
     LinkMessage,
 };
+use nix::sched::{CloneFlags, unshare};
 
 use crate::error::{Cause, Error, Reason, Result};
 use crate::link::{Link, OperState, PortState};

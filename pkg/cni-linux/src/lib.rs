@@ -13,7 +13,7 @@
 //! - [`conntrack`]: forgetting connections that a mapping has made wrong.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
-//! Everything is synchronous; rtnetlink and its runtime are an inner matter, and none of their types leave this crate.
+//! Everything is synchronous. No type of a netlink crate leaves this crate.
 //! The fact a newcomer gets wrong: a netlink socket belongs to the namespace it was born in, /proc/sys to the thread
 //! that opens the file. So one connection per namespace, and the door for the files.
 

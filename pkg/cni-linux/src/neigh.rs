@@ -6,8 +6,8 @@
 use std::net::IpAddr;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE, Parseable as _};
-use rtnetlink::packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
-use rtnetlink::packet_route::{AddressFamily, neighbour};
+use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
+use netlink_packet_route::{AddressFamily, neighbour};
 
 use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;

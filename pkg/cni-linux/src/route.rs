@@ -10,8 +10,8 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _};
-use rtnetlink::packet_route::AddressFamily;
-use rtnetlink::packet_route::route::{
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
     RouteProtocol, RouteType,
 };
@@ -375,7 +375,7 @@ fn decode(reply: Reply) -> Vec<Route> {
     if hops.is_empty() {
         return vec![route];
     }
-    let over = |hop: rtnetlink::packet_route::route::RouteNextHop| {
+    let over = |hop: netlink_packet_route::route::RouteNextHop| {
         let gw = hop.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::Gateway(address) => ip(address),
             _ => None,

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::time::Duration;
 
 use cni::machine::Machine;
-use rtnetlink::packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
 use crate::error::{Cause, Error, Reason, Result, Taken};
 use crate::link::Link;

@@ -7,8 +7,8 @@
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every list is empty.
 
-use rtnetlink::packet_route::AddressFamily;
-use rtnetlink::packet_route::link::{
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::link::{
     AfSpecBridge, BridgeFlag, BridgeVlanInfo, BridgeVlanInfoFlags, LinkAttribute, LinkExtentMask, LinkMessage,
 };
 

@@ -16,16 +16,9 @@ use serde::ser::{Serialize, Serializer};
 pub struct Cidr(IpNetwork);
 
 /// The text was no CIDR. Displays Go's text.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("invalid CIDR address: {0}")]
 pub struct ParseCidrError(String);
-
-impl fmt::Display for ParseCidrError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "invalid CIDR address: {}", self.0)
-    }
-}
-
-impl std::error::Error for ParseCidrError {}
 
 impl Cidr {
     /// `None` if the prefix is longer than the family's addresses.

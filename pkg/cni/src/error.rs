@@ -59,7 +59,8 @@ impl fmt::Display for Code {
 }
 
 /// A failure with its CNI code. Displays as its message alone, the cause included.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{msg}")]
 pub struct Error {
     code: Code,
     msg: String,
@@ -162,18 +163,6 @@ impl Error {
             cause = error.source();
         }
         None
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.msg)
-    }
-}
-
-impl StdError for Error {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.source.as_deref().map(|source| source as _)
     }
 }
 

@@ -81,34 +81,18 @@ impl std::fmt::Display for Exit {
 }
 
 /// Why a program could not be run to its end.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum RunError {
     /// It could not be started.
-    Start(io::Error),
+    #[error("it could not be started: {0}")]
+    Start(#[source] io::Error),
     /// It ran out of time and was killed.
+    #[error("it was killed after {} s without an answer", .0.as_secs_f32())]
     Timeout(Duration),
     /// This process received SIGTERM; the child was killed.
+    #[error("it was killed because this process received a signal to end")]
     Terminated,
     /// Talking to it failed; it was killed.
-    Io(io::Error),
-}
-
-impl std::fmt::Display for RunError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            RunError::Start(error) => write!(f, "it could not be started: {error}"),
-            RunError::Timeout(limit) => write!(f, "it was killed after {} s without an answer", limit.as_secs_f32()),
-            RunError::Terminated => f.write_str("it was killed because this process received a signal to end"),
-            RunError::Io(error) => write!(f, "talking to it failed: {error}"),
-        }
-    }
-}
-
-impl std::error::Error for RunError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            RunError::Start(error) | RunError::Io(error) => Some(error),
-            RunError::Timeout(_) | RunError::Terminated => None,
-        }
-    }
+    #[error("talking to it failed: {0}")]
+    Io(#[source] io::Error),
 }

@@ -2,7 +2,7 @@
 //!
 //! Every verb is one request and says the interface's name when it fails (it is looked up only then).
 
-use rtnetlink::packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
+use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 
 use crate::error::{Error, Result};
 use crate::mac::Mac;

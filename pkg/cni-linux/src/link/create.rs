@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use cni::machine::Machine;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
-use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
 
 use super::{Link, OperState};
 use crate::error::{Cause, Error, Reason, Result};

@@ -10,7 +10,7 @@ mod create;
 use std::fmt;
 
 use netlink_packet_core::Emitable as _;
-use rtnetlink::packet_route::link::{
+use netlink_packet_route::link::{
     BridgePortState, LinkAttribute, LinkExtentMask, LinkFlags, LinkHeader, LinkLayerType, LinkMessage, State,
 };
 

@@ -178,7 +178,7 @@ fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<V
 mod tests {
     use super::*;
     use crate::testing::{in_new_netns, new_netns};
-    use rtnetlink::packet_route::link::{LinkAttribute, LinkMessage};
+    use netlink_packet_route::link::{LinkAttribute, LinkMessage};
 
     #[test]
     fn an_answer_given_up_does_not_reach_the_next_question() {

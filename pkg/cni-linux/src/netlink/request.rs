@@ -3,12 +3,10 @@
 //! Not by its `Debug`: the text of every message there is makes each binary half a megabyte larger. What is not put
 //! into words here is in the bytes.
 
-use rtnetlink::packet_route::address::{AddressAttribute, AddressMessage};
-use rtnetlink::packet_route::link::{
-    AfSpecBridge, InfoData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
-};
-use rtnetlink::packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
-use rtnetlink::packet_route::route::{RouteAttribute, RouteMessage};
+use netlink_packet_route::address::{AddressAttribute, AddressMessage};
+use netlink_packet_route::link::{AfSpecBridge, InfoData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
+use netlink_packet_route::route::{RouteAttribute, RouteMessage};
 
 use super::Body;
 use crate::mac::Mac;
@@ -131,7 +129,7 @@ mod tests {
     use super::super::{Kind, Request};
     use super::*;
     use netlink_packet_core::NLM_F_DUMP;
-    use rtnetlink::packet_route::link::InfoKind;
+    use netlink_packet_route::link::InfoKind;
 
     #[test]
     fn a_request_is_named_with_its_arguments() {

@@ -34,7 +34,7 @@ pub enum Json {
 }
 
 /// Why a document could not be read or a structure not be decoded: `path: reason`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct JsonError {
     path: String,
     reason: String,
@@ -196,8 +196,6 @@ impl fmt::Display for JsonError {
         }
     }
 }
-
-impl std::error::Error for JsonError {}
 
 impl de::Error for JsonError {
     fn custom<T: fmt::Display>(reason: T) -> JsonError {

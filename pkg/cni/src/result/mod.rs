@@ -124,11 +124,16 @@ impl Dns {
 }
 
 /// Why a result could not be decoded, or not be expressed in a version. Displays Go's text where it has one.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResultError {
     /// The JSON does not have the shape of its version.
+    #[error("{0}")]
     Json(JsonError),
     /// The result names a version that its family does not have.
+    #[error(
+        "result type supports [{}] but unmarshalled CNIVersion is \"{found}\"",
+        .family.versions().map(Version::as_str).collect::<Vec<_>>().join(" ")
+    )]
     WrongVersion {
         /// The versions of the family that was asked for.
         family: Shape,
@@ -136,26 +141,12 @@ pub enum ResultError {
         found: String,
     },
     /// The result names a version that nobody speaks.
+    #[error("unsupported CNI result version \"{0}\"")]
     UnknownVersion(String),
     /// 0.1.0 and 0.2.0 cannot say anything without an address.
+    #[error("cannot convert: no valid IP addresses")]
     NoAddress,
 }
-
-impl std::fmt::Display for ResultError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            ResultError::Json(error) => error.fmt(f),
-            ResultError::WrongVersion { family, found } => {
-                let family: Vec<&str> = family.versions().map(Version::as_str).collect();
-                write!(f, "result type supports [{}] but unmarshalled CNIVersion is \"{found}\"", family.join(" "))
-            }
-            ResultError::UnknownVersion(found) => write!(f, "unsupported CNI result version \"{found}\""),
-            ResultError::NoAddress => f.write_str("cannot convert: no valid IP addresses"),
-        }
-    }
-}
-
-impl std::error::Error for ResultError {}
 
 impl AddResult {
     /// Reads a result that says itself which version it has; one that does not has `default`.
