@@ -49,8 +49,3 @@ pub fn restore_text(edit: &Edit) -> Result<String> {
 pub fn saved_chains(text: &str) -> Vec<(String, Chain)> {
     iptables::parse(text).into_iter().filter_map(|(name, chain)| Some((name, chain?))).collect()
 }
-
-/// The process that holds an flock of this file, in a text like `/proc/locks`.
-pub fn lock_holder(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
-    iptables::lock_holder_in(locks, device, inode)
-}

@@ -1,12 +1,11 @@
 //! Texts of the kernel's: `/proc/net/nf_conntrack`, from which connections are deleted, and `/proc/locks`, from which who
 //! holds a lock is told. What is taken from the first is a connection to a port that was asked for, and its key names
-//! that very one; of the second, by each of its two readers, nobody is said to hold a lock whom the text does not name as
+//! that very one; of the second, nobody is said to hold a lock whom the text does not name as
 //! a holder of that inode, and one who is named in full always is.
 
-use cni_firewall::fuzzing::lock_holder;
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, entry};
-use cni_linux::fuzzing::{conntrack_key, conntrack_text};
+use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
 use cni_linux::netlink::wire::Message;
 
 const NEW: u16 = 0x100;
@@ -55,19 +54,17 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
 }
 
 fn locks(text: &str) {
-    for read in [lock_holder, cni_ipam::fuzzing::lock_holder] {
-        let holder = |text: &str| read(text, DEVICE, INODE);
-        if let Some(pid) = holder(text) {
-            let names = |line: &str| {
-                let words: Vec<&str> = line.split_ascii_whitespace().collect();
-                let [_, "FLOCK", _, _, process, file, ..] = words[..] else { return false };
-                let inode = file.rsplit(':').next().and_then(|number| number.parse().ok());
-                process.parse() == Ok(pid) && inode == Some(INODE)
-            };
-            assert!(pid != 0 && text.lines().any(names), "{pid} in {text:?}");
-        }
-        let line = format!("9: FLOCK  ADVISORY  WRITE 4242 fd:01:{INODE} 0 EOF\n");
-        assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line names it in full");
-        assert!(holder(&format!("{text}\n{line}")).is_some());
+    let holder = |text: &str| lock_holder(text, DEVICE, INODE);
+    if let Some(pid) = holder(text) {
+        let names = |line: &str| {
+            let words: Vec<&str> = line.split_ascii_whitespace().collect();
+            let [_, "FLOCK", _, _, process, file, ..] = words[..] else { return false };
+            let inode = file.rsplit(':').next().and_then(|number| number.parse().ok());
+            process.parse() == Ok(pid) && inode == Some(INODE)
+        };
+        assert!(pid != 0 && text.lines().any(names), "{pid} in {text:?}");
     }
+    let line = format!("9: FLOCK  ADVISORY  WRITE 4242 fd:01:{INODE} 0 EOF\n");
+    assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line names it in full");
+    assert!(holder(&format!("{text}\n{line}")).is_some());
 }

@@ -25,11 +25,6 @@ pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// The process that holds an flock of this file, in a text like `/proc/locks`.
-pub fn lock_holder(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
-    crate::lock::holder_in(locks, device, inode)
-}
-
 /// Reads the first page of an index; one that is believed must say the same when it is written again.
 pub fn read_header(page: &[u8]) -> bool {
     let Some(header) = Header::decode(page) else { return false };

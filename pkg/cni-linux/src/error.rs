@@ -137,9 +137,14 @@ impl Cause {
         Cause(Reason::Held(holder.into()))
     }
 
-    /// Whether a wait was given up: at its deadline, or at a signal.
-    pub fn ended_wait(&self) -> bool {
-        matches!(self.0, Reason::Deadline(_) | Reason::Terminated)
+    /// Whether the event waited for did not come in time.
+    pub fn is_deadline(&self) -> bool {
+        matches!(self.0, Reason::Deadline(_))
+    }
+
+    /// Whether a signal ended the wait.
+    pub fn is_terminated(&self) -> bool {
+        matches!(self.0, Reason::Terminated)
     }
 
     /// The same, with which of a veth pair's names is in use.

@@ -11,3 +11,8 @@ pub fn conntrack_key(entry: &Entry) -> &[u8] {
 pub fn conntrack_text(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
     conntrack::entries_in(text, ports)
 }
+
+/// The process that holds an flock of this file, in a text like `/proc/locks`.
+pub fn lock_holder(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
+    crate::flock::holder_in(locks, device, inode)
+}

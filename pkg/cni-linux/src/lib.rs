@@ -11,6 +11,7 @@
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
 //! - [`stream`]: standard input and output, with a deadline.
 //! - [`conntrack`]: forgetting connections that a mapping has made wrong.
+//! - [`flock`]: waiting for a file lock that another process holds.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
 //! Everything is synchronous. No type of a netlink crate leaves this crate.
@@ -23,6 +24,7 @@ pub mod bridge;
 mod child;
 pub mod conntrack;
 pub mod error;
+pub mod flock;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -111,7 +111,7 @@ impl Machine for LinuxMachine {
 
 /// Waits until a descriptor is ready, or for `left` (for ever if `None`). An interruption counts as an event: callers
 /// look again anyway.
-pub fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
+pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
     // Whole milliseconds, rounded up: rounded down, the last one would be spent turning in circles.
     let timeout = left.map_or(PollTimeout::NONE, |left| {
         i32::try_from(left.as_millis())

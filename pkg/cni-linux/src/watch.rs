@@ -80,7 +80,7 @@ impl Watch {
 }
 
 /// Readable as soon as SIGTERM, SIGINT or SIGHUP is pending. It is never read here: the machine does that, and remembers.
-pub fn term_descriptor() -> Result<SignalFd, Errno> {
+pub(crate) fn term_descriptor() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }
 

@@ -15,24 +15,19 @@
 //! A newcomer's mistakes: taking it twice in one thread (the second waits for the first), and taking a lock that was
 //! granted for the lock that counts: somebody may have removed the folder meanwhile, so the path is looked at again.
 
-use std::fs::{DirBuilder, File, Metadata, OpenOptions, TryLockError};
-use std::io::{self, Read as _};
-use std::os::fd::AsFd as _;
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::sync::mpsc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cni::machine::{Machine, OnSigterm};
 use nix::fcntl::{OFlag, openat};
-use nix::poll::{PollFd, PollFlags};
-use nix::sys::stat::{Mode, major, minor};
+use nix::sys::stat::Mode;
 use nix::unistd::geteuid;
 
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::machine::wait_ready;
-use cni_linux::watch::term_descriptor;
+use cni_linux::flock::{self, Refused};
 
 /// The namespace of the calling thread, as a file.
 const NETNS: &str = "/proc/thread-self/ns/net";
@@ -72,8 +67,13 @@ impl NetnsLock {
                 }
             };
             let locked = file.metadata().map_err(broken)?;
-            let file = wait(file, machine, on_sigterm, Wait { deadline, limit }).map_err(|cause| {
-                let by = if cause.ended_wait() { holder(&locked) } else { String::new() };
+            let until = flock::Limit { deadline, length: limit };
+            let file = flock::lock(file, machine, on_sigterm, until).map_err(|Refused { cause, holder }| {
+                let by = if cause.is_deadline() || cause.is_terminated() {
+                    format!(", held by {}", holder.as_deref().unwrap_or("a process that is not visible from here"))
+                } else {
+                    String::new()
+                };
                 Error::new(format_args!("failed to lock {place} for a change of iptables{by}"), cause)
             })?;
             let is_locked = |there: Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
@@ -134,102 +134,6 @@ fn trusted(metadata: &Metadata, what: &str, forbidden: u32) -> io::Result<()> {
     }
 }
 
-/// How long to wait, and until when that is.
-#[derive(Clone, Copy)]
-struct Wait {
-    deadline: Instant,
-    limit: Duration,
-}
-
-/// A free lock is had at once. For a held one a second thread calls the blocking `flock`, so that it keeps its turn; this
-/// one waits for it, the deadline, SIGTERM.
-fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, until: Wait) -> Result<File, Cause> {
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::WouldBlock) => break,
-            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(TryLockError::Error(error)) => return Err(error.into()),
-        }
-    }
-    let sigterm = term_descriptor()?;
-    let (woken, waker) = io::pipe()?;
-    let (sender, receiver) = mpsc::channel();
-    let body = move || {
-        let result = loop {
-            match file.lock() {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                result => break result.map(|()| file),
-            }
-        };
-        // If nobody waits any more, the file comes back in the error and is closed, which unlocks it.
-        drop(sender.send(result));
-        drop(waker);
-    };
-    thread::Builder::new().name("flock".into()).spawn(body)?;
-    loop {
-        if let Ok(result) = receiver.try_recv() {
-            return Ok(result?);
-        }
-        // Asked where it does not matter too: the asking empties the descriptor.
-        if machine.terminated() && on_sigterm == OnSigterm::Kill {
-            return Err(Cause::terminated());
-        }
-        let left = until.deadline.saturating_duration_since(machine.now());
-        if left.is_zero() {
-            return Err(Cause::deadline(until.limit));
-        }
-        let mut fds = vec![PollFd::new(woken.as_fd(), PollFlags::POLLIN)];
-        if on_sigterm == OnSigterm::Kill {
-            fds.push(PollFd::new(sigterm.as_fd(), PollFlags::POLLIN));
-        }
-        wait_ready(&mut fds, Some(left))?;
-    }
-}
-
-/// Who holds the lock of this file, in words to be put behind it.
-fn holder(file: &Metadata) -> String {
-    let device = (major(file.dev()), minor(file.dev()));
-    // Locks come and go while the list is read, and lines are lost by that: a second look.
-    let look = || holder_in(&locks().unwrap_or_default(), device, file.ino());
-    let Some(pid) = look().or_else(look) else { return ", held by a process that is not visible from here".into() };
-    match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
-        Ok(name) => format!(", held by process {pid} ({})", name.trim()),
-        Err(_) => format!(", held by process {pid}"),
-    }
-}
-
-/// `/proc/locks`, in pieces as large as possible: between two of them the list may change.
-fn locks() -> io::Result<String> {
-    let (mut text, mut piece) = (Vec::new(), vec![0; 1 << 16]);
-    let mut file = File::open("/proc/locks")?;
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(String::from_utf8_lossy(&text).into_owned()),
-            length => text.extend_from_slice(&piece[..length]),
-        }
-    }
-}
-
-/// The process that holds an flock of this inode. A line with an arrow is somebody who waits. Some file systems have
-/// another device there than in `stat`, so the inode alone counts where nothing fits better.
-pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
-    let mut second_best = None;
-    for line in locks.lines() {
-        let words: Vec<&str> = line.split_ascii_whitespace().collect();
-        let [_, "FLOCK", _, _, pid, file, ..] = words[..] else { continue };
-        let [major, minor, number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
-        // Process 0: it is in a PID namespace that cannot be seen from here.
-        let Some(pid) = pid.parse().ok().filter(|pid| *pid != 0 && number.parse() == Ok(inode)) else { continue };
-        let hex = |digits| u64::from_str_radix(digits, 16);
-        if (hex(major), hex(minor)) == (Ok(device.0), Ok(device.1)) {
-            return Some(pid);
-        }
-        second_best = second_best.or(Some(pid));
-    }
-    second_best
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -237,6 +141,9 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
     use std::path::PathBuf;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Instant;
     use tempfile::TempDir;
 
     const SHORT: Duration = Duration::from_millis(30);
@@ -314,7 +221,7 @@ mod tests {
     fn until_somebody_waits(folder: &Path) {
         let inode = format!(":{} ", path(folder).metadata().unwrap().ino());
         let deadline = Instant::now() + LONG;
-        while !locks().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
+        while !flock::all().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
             assert!(Instant::now() < deadline, "nobody ever waited");
             thread::yield_now();
         }
@@ -403,20 +310,6 @@ mod tests {
                 assert!(acquire(folder, SHORT).unwrap_err().is_deadline(), "the lock of the file that is there now");
             });
         });
-    }
-
-    #[test]
-    fn the_holder_is_found_among_waiters_and_other_locks() {
-        let locks = "1: POSIX  ADVISORY  WRITE 10 00:19:77 0 EOF\n\
-                     2: FLOCK  ADVISORY  WRITE 0 00:1a:77 0 EOF\n\
-                     3: FLOCK  ADVISORY  WRITE 11 00:1b:77 0 EOF\n\
-                     3: -> FLOCK  ADVISORY  WRITE 12 00:1a:77 0 EOF\n\
-                     4: FLOCK  ADVISORY  WRITE 13 00:1a:77 0 EOF\n\
-                     5: FLOCK  ADVISORY  WRITE 14 00:1a:78 0 EOF\n";
-        assert_eq!(holder_in(locks, (0, 26), 77), Some(13));
-        assert_eq!(holder_in(locks, (0, 33), 77), Some(11), "only the inode agrees");
-        assert_eq!(holder_in(locks, (0, 26), 79), None);
-        assert_eq!(holder_in("nonsense\n1: FLOCK\n", (0, 0), 0), None);
     }
 
     #[test]

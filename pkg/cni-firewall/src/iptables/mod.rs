@@ -43,8 +43,6 @@ pub(crate) use compat::rule as rule_of_nft;
 pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};
 pub use lock::NetnsLock;
-#[cfg(feature = "fuzzing")]
-pub(crate) use lock::holder_in as lock_holder_in;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 

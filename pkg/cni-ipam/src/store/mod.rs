@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, SystemTime};
 
-use cni::machine::Machine;
+use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 use cni::{Code, Error, Result};
 
@@ -35,7 +35,7 @@ use crate::host::Host;
 use crate::index::header::Stamp;
 use crate::index::table::TableError;
 use crate::index::{self, Index};
-use crate::lock::{self, Guard, Missing, Sigterm};
+use crate::lock::{self, Guard, Missing};
 use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
@@ -261,7 +261,7 @@ impl Store {
     /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names the holder. Code 5
     /// if the folder or its lock cannot be made or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
-        match self.acquire(Missing::Create, Sigterm::Ends, limit, machine)? {
+        match self.acquire(Missing::Create, OnSigterm::Kill, limit, machine)? {
             Some(locked) => Ok(locked),
             None => Err(Error::new(Code::INTERNAL, format!("{} was neither found nor made", self.path.display()))),
         }
@@ -272,7 +272,7 @@ impl Store {
     /// # Errors
     /// As [`lock`](Store::lock).
     pub fn lock_existing(&self, limit: Duration, machine: &dyn Machine) -> Result<Option<Locked>> {
-        self.acquire(Missing::Leave, Sigterm::Ends, limit, machine)
+        self.acquire(Missing::Leave, OnSigterm::Kill, limit, machine)
     }
 
     /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from waiting for: only files
@@ -281,7 +281,7 @@ impl Store {
     /// # Errors
     /// As [`lock`](Store::lock), and code 5 after trying all of them.
     pub fn undo(&self, made: &[Made], limit: Duration, machine: &dyn Machine) -> Result<()> {
-        match self.acquire(Missing::Leave, Sigterm::Waits, limit, machine)? {
+        match self.acquire(Missing::Leave, OnSigterm::Finish, limit, machine)? {
             Some(mut locked) => locked.undo(made),
             None => Ok(()),
         }
@@ -290,11 +290,11 @@ impl Store {
     fn acquire(
         &self,
         missing: Missing,
-        sigterm: Sigterm,
+        on_sigterm: OnSigterm,
         limit: Duration,
         machine: &dyn Machine,
     ) -> Result<Option<Locked>> {
-        let locked = lock::acquire(&self.path, missing, sigterm, limit, machine)?;
+        let locked = lock::acquire(&self.path, missing, on_sigterm, limit, machine)?;
         let Some(Guard { lock, folder }) = locked else { return Ok(None) };
         let folder = Folder { file: folder, path: self.path.clone(), sidecar: self.sidecar.clone() };
         let (store, told) = (self.clone(), Told::NotYet);
