@@ -80,9 +80,15 @@ mod tests {
             }
             container.set_up(veth.peer_index).unwrap();
             let addresses: [IpAddr; 2] = ["10.1.0.7".parse().unwrap(), "fd00::7".parse().unwrap()];
-            let known = || addresses.map(|ip| host.find_neighbour(veth.index, ip).unwrap().unwrap().mac);
+            let known = || {
+                addresses.map(|ip| {
+                    let shown = output(&format!("ip neighbour show {ip} dev veth0"));
+                    let mac = shown.split_whitespace().skip_while(|word| *word != "lladdr").nth(1);
+                    mac.map(|mac| mac.parse::<Mac>().unwrap())
+                })
+            };
             for address in addresses {
-                host.replace_neighbour(veth.index, address, stale).unwrap();
+                output(&format!("ip neighbour replace {address} dev veth0 lladdr {stale} nud reachable"));
             }
             stay_on_one_processor();
             let soon = patience(Duration::from_secs(20));

@@ -189,20 +189,6 @@ impl Netlink {
         })
     }
 
-    /// Deletes a route.
-    ///
-    /// # Errors
-    /// [`Error::is_not_found`] if there is none such.
-    pub fn delete_route(&self, route: &Route) -> Result<()> {
-        let mut message = message(route);
-        // The kernel looks for a route with these too; only what tells routes apart shall count.
-        message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Metrics(_)));
-        message.header.protocol = RouteProtocol::Unspec;
-        self.request(Kind::DelRoute, &message, 0).map(drop).map_err(|cause| {
-            Error::new(format_args!("failed to delete route {route} dev {}", self.label(route.oif)), cause)
-        })
-    }
-
     /// The unicast routes of one family in one table, `None` being the main one. A route over several gateways is
     /// listed once for each.
     pub fn list_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {

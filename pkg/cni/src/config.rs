@@ -98,11 +98,6 @@ impl NetConf {
         self.json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))
     }
 
-    /// Whether there is a `prevResult`.
-    pub fn has_prev_result(&self) -> bool {
-        self.json.get("prevResult").is_some()
-    }
-
     /// `prevResult`, which must be of the configuration's own family of versions.
     ///
     /// # Errors
@@ -237,11 +232,6 @@ impl ValidAttachments {
         self.0.contains(&(container_id.to_owned(), ifname.to_owned()))
     }
 
-    /// Whether any attachment of this container is still valid.
-    pub fn contains_container(&self, container_id: &str) -> bool {
-        self.iter().any(|(id, _)| id == container_id)
-    }
-
     /// All of them, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(id, ifname)| (id.as_str(), ifname.as_str()))
@@ -337,6 +327,6 @@ mod tests {
         assert_eq!(valid(r#"{"cni.dev/valid-attachments":null}"#).unwrap(), ValidAttachments::default());
         assert_eq!(valid(r#"{"cni.dev/attachments":[]}"#).unwrap(), ValidAttachments::default());
         let one = valid(r#"{"cni.dev/valid-attachments":[{"containerID":"a","ifname":"b"}]}"#).unwrap();
-        assert!(one.contains("a", "b") && !one.contains("a", "c") && one.contains_container("a"));
+        assert!(one.contains("a", "b") && !one.contains("a", "c"));
     }
 }

@@ -73,8 +73,9 @@ impl Folders {
     }
 
     /// The lock elsewhere. All who are to keep out each other must agree.
+    #[cfg(test)]
     #[must_use]
-    pub fn with_locks(self, folder: impl Into<PathBuf>) -> Folders {
+    pub(crate) fn with_locks(self, folder: impl Into<PathBuf>) -> Folders {
         Folders { locks: folder.into(), ..self }
     }
 

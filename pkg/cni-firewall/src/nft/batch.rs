@@ -182,15 +182,6 @@ impl Batch {
 
     /// Puts the rule at the chain's end. ENOENT if the chain, or one it jumps to, is missing.
     pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
-        self.new_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
-    }
-
-    /// Puts the rule at the chain's start; else as [`append_rule`](Batch::append_rule).
-    pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
-        self.new_rule(table, chain, rule, NLM_F_CREATE);
-    }
-
-    fn new_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
         let comment = rule.comment.as_deref();
         let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
         let mut attributes = vec![
@@ -200,7 +191,7 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, Meaning::Plain, table.family, flags, message);
+        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
     /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol` (`IPPROTO_*`) is the one that
@@ -258,7 +249,8 @@ impl Batch {
     }
 
     /// Removes the table with everything in it. ENOENT if there is none.
-    pub fn delete_table(&mut self, table: Table<'_>) {
+    #[cfg(test)]
+    pub(crate) fn delete_table(&mut self, table: Table<'_>) {
         let attributes = vec![TableAttribute::Name(table.name.into())];
         let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
         self.push(format!("failed to delete nft table {table}"), Meaning::Plain, table.family, 0, message);

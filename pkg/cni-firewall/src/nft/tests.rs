@@ -52,9 +52,9 @@ fn every_expression_looks_to_nft_as_its_own() {
                 [fib_daddr_local(), l4proto(6), dport(80)].concat(),
             ],
         );
+        batch.append_rule(T, "post", &Rule::new([go("c")]).with_comment("first"));
         batch.append_rule(T, "post", &Rule::new([v4(), masked(daddr("224.0.0.1".parse().unwrap()), 4)].concat()));
         batch.append_rule(T, "post", &Rule::new([Expr::Masquerade]));
-        batch.insert_rule(T, "post", &Rule::new([go("c")]).with_comment("first"));
         let target = dnat("10.0.0.2".parse().unwrap(), Some(8080));
         batch.append_rule(T, "pre", &Rule::new([l4proto(17), dport(53), target].concat()));
         Nft::open().unwrap().commit(batch).unwrap();

@@ -102,10 +102,8 @@ pub(crate) enum Kind {
     DelAddress = libc::RTM_DELADDR,
     GetAddress = libc::RTM_GETADDR,
     NewRoute = libc::RTM_NEWROUTE,
-    DelRoute = libc::RTM_DELROUTE,
     GetRoute = libc::RTM_GETROUTE,
     NewNeighbour = libc::RTM_NEWNEIGH,
-    GetNeighbour = libc::RTM_GETNEIGH,
 }
 
 /// What a request says beyond its kind.
