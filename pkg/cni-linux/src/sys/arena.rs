@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// what was handed out last. Large memory, and all memory once the block is full, is the C library's.
 ///
 /// musl maps and unmaps memory page by page: with it alone a bridge + host-local ADD makes 12 % more system calls, and takes
-/// 8 % more CPU time, a DEL 17 %. Never taking memory back would be simpler, and costs up to 5 %: more pages are touched.
+/// 8 % more CPU time, a DEL 17 %. Never taking memory back would be simpler, and costs up to 8 %: more pages are touched.
 #[derive(Debug)]
 pub struct Arena {
     used: AtomicUsize,
