@@ -19,11 +19,43 @@ pub mod portmap;
 pub mod spoof;
 pub mod survey;
 
-pub use masquerade::{Backend, Masquerade};
+pub use masquerade::Masquerade;
 pub use spoof::SpoofCheck;
+
+use std::fmt;
 
 use cni_linux::error::Result;
 use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
+
+/// What keeps the rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// iptables, in the variant that the machine's owner has chosen.
+    Iptables,
+    /// Tables of our own in nf_tables.
+    Nftables,
+}
+
+impl Backend {
+    /// Its name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backend::Iptables => "iptables",
+            Backend::Nftables => "nftables",
+        }
+    }
+
+    /// By its name in configurations.
+    pub fn by_name(name: &str) -> Option<Backend> {
+        [Backend::Iptables, Backend::Nftables].into_iter().find(|backend| backend.name() == name)
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
 /// How often a change whose ground has moved is worked out anew. Only operations on the same attachment disturb each
 /// other, so this is never reached but by a fault.

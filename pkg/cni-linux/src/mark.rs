@@ -8,9 +8,7 @@
 //!
 //! The newcomer's mistake: taking a prefix of the alias for a network's name without the final slash.
 
-use std::fmt::Write as _;
-
-use sha2::{Digest as _, Sha512};
+use cni::hash::{sha512, sha512_hex};
 
 /// The kernel keeps 255 bytes of an alias (IFALIASZ less the terminator).
 const ALIAS_MAX: usize = 255;
@@ -52,7 +50,7 @@ impl Mark {
             return full;
         }
         // An ID starts with a letter or a digit, so `#` cannot be mistaken for one.
-        format!("cni:{network}/#{}/{ifname}", hex(&Sha512::digest(container), 32))
+        format!("cni:{network}/#{}/{ifname}", sha512_hex(&[container.as_bytes()], 32))
     }
 
     /// Whether `alias` is this mark.
@@ -69,8 +67,9 @@ impl Mark {
     ///
     /// 31 bits, because iproute2 refuses more; above 255, because small numbers are the administrator's.
     pub fn group(network: &str) -> u32 {
-        let hash = Sha512::digest(network);
-        let number = hash.iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte)) & 0x7fff_ffff;
+        let number =
+            sha512(&[network.as_bytes()]).iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte))
+                & 0x7fff_ffff;
         if number > 255 { number } else { number | 0x100 }
     }
 
@@ -88,14 +87,10 @@ impl Mark {
     /// The name of the host's end: `veth` and 8 hex digits, as Go's look, but found again from the attachment alone.
     /// `attempt` counts from 0; another one is tried only when a name is taken by somebody else.
     pub fn host_name(&self, attempt: u32) -> String {
-        let mut hash = Sha512::new();
-        for part in [&self.network, &self.container, &self.ifname] {
-            hash.update(part);
-            // None of the three contains a slash, so no two marks feed the same bytes.
-            hash.update(b"/");
-        }
-        hash.update(attempt.to_be_bytes());
-        format!("veth{}", hex(&hash.finalize(), 8))
+        let Mark { network, container, ifname } = self;
+        // None of the three contains a slash, so no two marks have the same text.
+        let text = format!("{network}/{container}/{ifname}/");
+        format!("veth{}", sha512_hex(&[text.as_bytes(), &attempt.to_be_bytes()], 8))
     }
 
     /// Whether a name looks like that of a host's end.
@@ -103,17 +98,6 @@ impl Mark {
         let digits = name.strip_prefix("veth").unwrap_or_default();
         digits.len() == 8 && digits.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     }
-}
-
-/// The first `digits` hex digits.
-fn hex(bytes: &[u8], digits: usize) -> String {
-    let mut text = String::with_capacity(digits + 1);
-    for byte in &bytes[..digits.div_ceil(2)] {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-    }
-    text.truncate(digits);
-    text
 }
 
 #[cfg(test)]

@@ -65,7 +65,8 @@ pub enum Masquerading {
 /// Code 7 with Go's text.
 pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
     let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
-    name.parse().map(Some).map_err(|_| Error::config(format!("unknown ipmasq backend {name:?}")))
+    let known = Backend::by_name(&name);
+    known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
 }
 
 /// Reads `mtu`; 0 leaves the kernel's default.

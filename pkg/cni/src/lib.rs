@@ -7,7 +7,8 @@
 //! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
 //! - [`config`]: the network configuration every plugin receives; [`result`]: the result every plugin returns, one
 //!   type in the newest shape, converted at the door.
-//! - [`error`]: an error with its CNI code; [`mod@file`]: files that a person has put there.
+//! - [`error`]: an error with its CNI code; [`mod@file`]: files that a person has put there;
+//!   [`hash`]: the hash in names.
 //! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
 //!   [`delegate`]: running another plugin (IPAM).
 //! - [`steps`]: what a call tells the log of itself.
@@ -23,6 +24,7 @@ pub mod config;
 pub mod delegate;
 pub mod error;
 pub mod file;
+pub mod hash;
 pub mod ident;
 pub mod json;
 pub mod machine;

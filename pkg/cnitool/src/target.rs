@@ -6,8 +6,8 @@
 use std::io::ErrorKind;
 use std::path::{Component, Path, PathBuf};
 
+use cni::hash::sha512_hex;
 use cni::skel::MachineRef;
-use sha2::{Digest as _, Sha512};
 
 /// Whether there is a namespace at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,9 +57,7 @@ pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
 
 /// The ID of the "container" behind a namespace: `cnitool-` and the first 20 digits of the SHA-512 of its path.
 pub(crate) fn container_id(netns: &str) -> String {
-    let digest = Sha512::digest(netns.as_bytes());
-    let digits: String = digest.iter().take(10).map(|byte| format!("{byte:02x}")).collect();
-    format!("cnitool-{digits}")
+    format!("cnitool-{}", sha512_hex(&[netns.as_bytes()], 20))
 }
 
 #[cfg(test)]

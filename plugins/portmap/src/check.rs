@@ -12,8 +12,9 @@ use cni_firewall::portmap::iptables::IptablesPortMap;
 use cni_firewall::portmap::nft::NftPortMap;
 use cni_linux::sysctl;
 
-use crate::conf::{Backend, Conf};
+use crate::conf::Conf;
 use crate::forward;
+use cni_firewall::Backend;
 
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
     let wanted = forward::forwarding(call, conf, forward::containers(&call.ifname, prev));

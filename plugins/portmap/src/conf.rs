@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use cni::config::NetConf;
 use cni::json::Json;
 use cni::{Code, Error, Result};
+use cni_firewall::Backend;
 use cni_firewall::iptables::check_conditions;
 use cni_firewall::portmap::conditions::Dialect;
 use cni_firewall::portmap::{Claim, Mapping, Policy, Protocol, SetMark, Snat};
@@ -16,24 +17,6 @@ use serde::Deserialize;
 
 /// The bit of the masquerade mark if none is given.
 const DEFAULT_BIT: u8 = 13;
-
-/// What the rules are made with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backend {
-    /// The programs of iptables.
-    Iptables,
-    /// nf_tables.
-    Nftables,
-}
-
-impl Backend {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Backend::Iptables => "iptables",
-            Backend::Nftables => "nftables",
-        }
-    }
-}
 
 /// A sound configuration.
 #[derive(Clone, Debug)]
@@ -174,9 +157,10 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
 fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
     let asked = match asked {
         "" => None,
-        "iptables" => Some(Backend::Iptables),
-        "nftables" => Some(Backend::Nftables),
-        other => return Err(Error::config(format!("unrecognized backend {other:?}"))),
+        name => {
+            let known = Backend::by_name(name);
+            Some(known.ok_or_else(|| Error::config(format!("unrecognized backend {name:?}")))?)
+        }
     };
     let (mut for_iptables, mut for_nft) = (Vec::new(), Vec::new());
     if external {

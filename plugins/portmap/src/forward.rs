@@ -18,8 +18,9 @@ use cni_linux::conntrack::{Conntrack, Forget};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
-use crate::conf::{Backend, Conf};
+use crate::conf::Conf;
 use crate::mark;
+use cni_firewall::Backend;
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
     let mut rollback = call.rollback();

@@ -4,7 +4,8 @@ use cni::Result;
 use cni::skel::Call;
 use cni_firewall::portmap::Mapping;
 
-use crate::conf::{Backend, Conf, ORDERS, check_nft};
+use crate::conf::{Conf, ORDERS, check_nft};
+use cni_firewall::Backend;
 
 /// Reads a configuration as ADD does.
 ///

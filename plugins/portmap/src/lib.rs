@@ -26,7 +26,8 @@ use cni_firewall::nft_usable;
 use cni_firewall::portmap::{Mapping, Policy};
 use cni_linux::{Mark, route};
 
-use conf::{Backend, Conf};
+use cni_firewall::Backend;
+use conf::Conf;
 
 /// The plugin.
 #[derive(Clone, Copy, Debug)]

@@ -15,11 +15,10 @@
 //!
 //! Pure planning: what is here gets a [`Chains`] to read and returns an [`Edit`].
 
-use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use cni::Cidr;
-use sha2::{Digest as _, Sha512};
+use cni::hash::sha512_hex;
 
 use crate::iptables::{Chains, Edit, Rule};
 use cni_linux::error::Result;
@@ -34,13 +33,7 @@ const COMMENT_MAX: usize = 255;
 
 /// The container's chain in this network.
 pub(super) fn chain_name(network: &str, container: &str) -> String {
-    let hash = Sha512::new().chain_update(network).chain_update(container).finalize();
-    let mut name = CHAIN_PREFIX.to_owned();
-    for byte in &hash[..CHAIN_DIGITS / 2] {
-        // Writing to a String cannot fail.
-        let _ = write!(name, "{byte:02x}");
-    }
-    name
+    format!("{CHAIN_PREFIX}{}", sha512_hex(&[network.as_bytes(), container.as_bytes()], CHAIN_DIGITS))
 }
 
 /// `CNI-` and 24 hex digits: no other chain of CNI plugins looks so.

@@ -11,7 +11,6 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::net::IpAddr;
-use std::str::FromStr;
 
 use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
@@ -20,38 +19,13 @@ use cni::rollback::Notes;
 use super::first_error;
 use super::iptables::{FAMILIES, Folders, Iptables, Table, Variant};
 use super::nft::{Listed, Nft};
+use crate::Backend;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 pub(super) mod iptables;
 pub(super) mod nftables;
-
-/// What keeps the rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// The table `nat` of iptables, in the variant that the machine's owner has chosen.
-    Iptables,
-    /// A table of its own in nf_tables.
-    Nftables,
-}
-
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Backend::Iptables => "iptables",
-            Backend::Nftables => "nftables",
-        })
-    }
-}
-
-impl FromStr for Backend {
-    type Err = ();
-
-    fn from_str(name: &str) -> Result<Backend, ()> {
-        [Backend::Iptables, Backend::Nftables].into_iter().find(|backend| backend.to_string() == name).ok_or(())
-    }
-}
 
 /// Masquerading in one network namespace.
 ///

@@ -17,10 +17,9 @@
 //! request for an existing base chain for a change, and closing the socket then waits 12 ms (6.18).
 
 use std::cell::RefCell;
-use std::fmt::Write as _;
 
 use cni::Cidr;
-use sha2::{Digest as _, Sha512};
+use cni::hash::sha512_hex;
 
 use crate::iptables::words;
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
@@ -41,11 +40,7 @@ const BASE: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, pr
 const COMMENT_MAX: usize = 128;
 
 fn h16(text: &str) -> String {
-    Sha512::digest(text).iter().take(8).fold(String::with_capacity(16), |mut hex, byte| {
-        // Writing to a String cannot fail.
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    })
+    sha512_hex(&[text.as_bytes()], 16)
 }
 
 /// What the comments of all rules of a network begin with.

@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use sha2::{Digest as _, Sha512};
+use cni::hash::{sha512, sha512_hex};
 
 use super::super::nft::userdata::{self, comment_len};
 use super::super::nft::{Listed, Rule};
@@ -53,12 +53,12 @@ pub(crate) enum Owner {
 }
 
 fn text_hash(text: &str) -> Vec<u8> {
-    Sha512::digest(text)[..TEXT_LEN].to_vec()
+    sha512(&[text.as_bytes()])[..TEXT_LEN].to_vec()
 }
 
 fn hashes(network: &str, alias: &str) -> Vec<u8> {
-    let mut bytes = Sha512::digest(network)[..NETWORK_LEN].to_vec();
-    bytes.extend(&Sha512::digest(alias)[..MARK_LEN]);
+    let mut bytes = sha512(&[network.as_bytes()])[..NETWORK_LEN].to_vec();
+    bytes.extend(&sha512(&[alias.as_bytes()])[..MARK_LEN]);
     bytes
 }
 
@@ -173,7 +173,7 @@ fn comment(container_id: &str) -> String {
     if container_id.len() <= PLAIN_ID_MAX {
         return container_id.to_owned();
     }
-    let hash: String = Sha512::digest(container_id).iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+    let hash = sha512_hex(&[container_id.as_bytes()], 32);
     // IDs are ASCII by their rules; a cut in the middle of a character must not panic if one is not.
     let kept: String =
         container_id.chars().scan(0, |len, c| (*len += c.len_utf8(), (*len <= KEPT).then_some(c)).1).collect();
@@ -211,7 +211,7 @@ pub(super) fn is_witnessed(rule: &Rule) -> bool {
 pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
     match (rule.tag(TAG_MARK), rule.tag(TAG_HASHES)) {
         (Some(alias), _) => alias.starts_with(Mark::network_prefix(network).as_bytes()),
-        (None, Some(found)) => found.starts_with(&Sha512::digest(network)[..NETWORK_LEN]),
+        (None, Some(found)) => found.starts_with(&sha512(&[network.as_bytes()])[..NETWORK_LEN]),
         (None, None) => false,
     }
 }

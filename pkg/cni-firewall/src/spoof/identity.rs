@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use sha2::{Digest as _, Sha512};
+use cni::hash::{sha512, sha512_hex};
 
 use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_LEN, PLAIN_ID_MAX, TAG_MARK, TAG_NETWORK};
 use crate::nft::expr::{iifname, iifname_of};
@@ -21,7 +21,7 @@ impl Id {
         if id.len() <= PLAIN_ID_MAX {
             return Id(id);
         }
-        let hash: String = Sha512::digest(&id).iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+        let hash = sha512_hex(&[id.as_bytes()], 32);
         // Both parts are ASCII by their rules; a cut in the middle of a character must not panic if they are not.
         let kept: String = id.chars().scan(0, |len, c| (*len += c.len_utf8(), (*len <= KEPT).then_some(c)).1).collect();
         Id(format!("{kept}-{hash}"))
@@ -79,7 +79,7 @@ impl Id {
 }
 
 pub(super) fn network_hash(network: &str) -> Vec<u8> {
-    Sha512::digest(network)[..NETWORK_LEN].to_vec()
+    sha512(&[network.as_bytes()])[..NETWORK_LEN].to_vec()
 }
 
 /// Which network an attachment belongs to.

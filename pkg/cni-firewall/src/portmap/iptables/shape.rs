@@ -18,7 +18,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use sha2::{Digest as _, Sha512};
+use cni::hash::sha512_hex;
 
 use super::super::{Claim, Forwarding, Mapping, Protocol, SetMark, Snat};
 use crate::iptables::Rule;
@@ -46,15 +46,8 @@ fn words<const N: usize>(words: [&str; N]) -> Words {
 
 fn name(prefix: &str, mark: &Mark) -> String {
     const LEN: usize = 28;
-    let mut hash = Sha512::new();
-    hash.update(&mark.network);
-    hash.update(&mark.container);
-    let mut name = prefix.to_owned();
-    for byte in hash.finalize() {
-        name.push_str(&format!("{byte:02x}"));
-    }
-    name.truncate(LEN);
-    name
+    let digits = LEN.saturating_sub(prefix.len());
+    format!("{prefix}{}", sha512_hex(&[mark.network.as_bytes(), mark.container.as_bytes()], digits))
 }
 
 /// The container's own chain.
