@@ -385,6 +385,27 @@ mod tests {
     }
 
     #[test]
+    fn a_subnet_through_its_gateway_has_two_routes_for_all_addresses() {
+        let ipam = r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"},{"address":"10.1.0.6/24","gateway":"10.1.0.1"},
+            {"address":"fd00::5/128","gateway":"fe80::1"}],"routes":[{"dst":"0.0.0.0/0"}]}"#;
+        let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
+        let policy = Layer3Policy { subnet: SubnetRoute::ThroughGateway, ..Layer3Policy::default() };
+        let made = Layer3::new(&ipam, &policy, 1, &[]).unwrap();
+        let routes: Vec<String> = made.kernel_routes(1).map(|route| route.to_string()).collect();
+        assert_eq!(routes, ["10.1.0.1/32", "10.1.0.0/24 via 10.1.0.1", "fe80::1/128", "0.0.0.0/0 via 10.1.0.1"]);
+        assert_eq!(made.kernel_routes(1).next().unwrap().source, Some([10, 1, 0, 5].into()));
+    }
+
+    #[test]
+    fn a_gateway_may_be_required_of_ipam() {
+        let error = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, Gateway::Required).unwrap_err();
+        assert_eq!(
+            (error.code(), error.msg()),
+            (Code::INVALID_CONFIG, "IPAM plugin returned address 10.1.0.5/24 without a gateway")
+        );
+    }
+
+    #[test]
     fn a_bridge_that_is_no_gateway_invents_none() {
         let made = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, Gateway::None).unwrap();
         assert_eq!((made.ips[0].gateway, made.routes.len()), (None, 0));
