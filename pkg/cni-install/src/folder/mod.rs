@@ -38,12 +38,14 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use crate::Error;
-use crate::disk::{absent_is_fine, holds, look, metadata, read, same, sync};
+use crate::disk::{absent_is_fine, look, metadata, read, sync};
 use crate::kept::{Kept, exists};
 use crate::report::{Comparison, Forgotten, Installed, KeptSets, Recovered, RolledBack};
 use crate::set::{self, ABSENT, Program, Set};
 use crate::staging;
 use crate::state::State;
+
+mod restore;
 
 /// A folder of plugins, locked against other installers as long as this value lives.
 #[derive(Debug)]
@@ -59,14 +61,6 @@ pub struct Folder {
 enum Which {
     Previous(u64),
     Original,
-}
-
-/// The outcome for one name when a kept set was put back.
-enum Fate {
-    Restored,
-    Removed,
-    Left,
-    Lost,
 }
 
 impl Folder {
@@ -457,58 +451,5 @@ impl Folder {
         let path = self.generation(generation).join(set::SUMS);
         let text = read(&path).map_err(Error::io("read", &path))?;
         set::parse(&String::from_utf8_lossy(&text)).map_err(|why| Error::new(format!("{}: {why}", path.display())))
-    }
-
-    /// Puts back what was kept, and removes what was absent before. A file that cni-install did not
-    /// install stays. Can be repeated.
-    fn restore(&self, kept: &Kept) -> Result<RolledBack, Error> {
-        let staging = self.own("staging");
-        staging::empty(&staging)?;
-        let (mut restored, mut removed, mut left, mut lost) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let mut failed = Vec::new();
-        for name in kept.names() {
-            let names = match self.put_back(kept, name, &staging) {
-                Ok(Fate::Restored) => &mut restored,
-                Ok(Fate::Removed) => &mut removed,
-                Ok(Fate::Left) => &mut left,
-                Ok(Fate::Lost) => &mut lost,
-                Err(error) => {
-                    failed.push(error.to_string());
-                    continue;
-                }
-            };
-            names.push(name.to_owned());
-        }
-        failed.extend(self.sync().err().map(|error| error.to_string()));
-        if failed.is_empty() {
-            Ok(RolledBack::Done { restored, removed, left, lost, kept: Vec::new() })
-        } else {
-            Err(Error::new(failed.join("; ")))
-        }
-    }
-
-    fn put_back(&self, kept: &Kept, name: &str, staging: &Path) -> Result<Fate, Error> {
-        let (file, place) = (kept.file(name), self.path.join(name));
-        let is_ours = || Ok(self.look(name)?.is_some_and(|(_, sum)| kept.is_ours(name, &sum)));
-        if kept.was_absent(name) {
-            if exists(&place)? {
-                if !is_ours()? {
-                    return Ok(Fate::Left);
-                }
-                fs::remove_file(&place).map_err(Error::io("remove", &place))?;
-            }
-            return Ok(Fate::Removed);
-        }
-        if !exists(&file)? {
-            return Ok(Fate::Lost);
-        }
-        if !holds(&place, &file).map_err(Error::io("compare", &place))? {
-            if !is_ours()? {
-                return Ok(Fate::Left);
-            }
-            let copy = staging.join(name);
-            same(&file, &copy).and_then(|()| fs::rename(&copy, &place)).map_err(Error::io("put back", &place))?;
-        }
-        Ok(Fate::Restored)
     }
 }
