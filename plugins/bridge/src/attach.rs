@@ -1,6 +1,6 @@
 //! ADD: bridge, port and protection; the wait until the port forwards.
 //!
-//! The order is the point (D12 of the decisions): flags, VLANs and spoof rules are in force before the container's end
+//! The order is the point: flags, VLANs and spoof rules are in force before the container's end
 //! comes up.
 
 use std::time::Duration;

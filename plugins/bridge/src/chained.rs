@@ -1,4 +1,4 @@
-//! `bridge` after another plugin that made CNI_IFNAME: that interface becomes a port (D16 of the decisions).
+//! `bridge` after another plugin that made CNI_IFNAME: that interface becomes a port.
 //!
 //! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge instead of deleting
 //! it. DEL and CHECK always carry a `prevResult`, chained or not: they go by the mark alone.

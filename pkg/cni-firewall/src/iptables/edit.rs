@@ -202,7 +202,7 @@ const FORBIDDEN: [&str; 29] = [
     "zero",
 ];
 
-/// Whether these words of a user's can be nothing but matches (D27 of the decisions).
+/// Whether these words of a user's can be nothing but matches.
 ///
 /// # Errors
 /// The first word that can be more: a control character, `COMMIT`, an option of iptables' own but `-s`, `-d`, `-p`,

@@ -93,7 +93,8 @@ impl<I: Interface> Links<'_, '_, I> {
         }
     }
 
-    /// Deletes CNI_IFNAME if it is ours as far as can be told (D3 of the decisions).
+    /// Deletes CNI_IFNAME if it is this attachment's as far as can be told: by the mark of its end on the host, else by the
+    /// MAC in `prevResult`. Another interface stays, with a note.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         let outer = match inner.peer_index {
             Some(index) if I::HOST_END != HostEnd::None => {
