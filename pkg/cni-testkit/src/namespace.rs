@@ -4,21 +4,39 @@
 //! `self` instead of `thread-self` would name the main thread's namespace, which is never the one meant.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::panic::resume_unwind;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Once;
+use std::sync::{Mutex, Once};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Runs `f` on a fresh thread and returns what it returns; a panic in it continues here.
+///
+/// With hundreds of plugins at once the kernel may refuse a thread for a moment (EAGAIN): then it is asked again.
 fn on_a_thread<T: Send>(f: impl FnOnce() -> T + Send) -> T {
-    thread::scope(|scope| match scope.spawn(f).join() {
-        Ok(value) => value,
-        Err(panic) => resume_unwind(panic),
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let f = Mutex::new(Some(f));
+    let run = || {
+        let f = f.lock().unwrap().take().expect("one thread runs it");
+        f()
+    };
+    thread::scope(|scope| {
+        let started = loop {
+            match thread::Builder::new().spawn_scoped(scope, run) {
+                Ok(started) => break started,
+                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < deadline => {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                Err(error) => panic!("failed to start a thread: {error}"),
+            }
+        };
+        started.join().unwrap_or_else(|panic| resume_unwind(panic))
     })
 }
 
