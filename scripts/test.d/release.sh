@@ -74,7 +74,7 @@ release_archive() (
     jq -e '.bomFormat == "CycloneDX" and (.components | length) > 30' ./*amd64*.cdx.json >/dev/null
     cd "$(release_unpack amd64)"
     sha256sum --quiet -c SHA256SUMS
-    grep -q '^======== tokio ' LICENSES-THIRD-PARTY
+    grep -q '^======== serde ' LICENSES-THIRD-PARTY
     mkdir "$work/node"
     cp "$CNI_GO_BIN_DIR"/* "$work/node/"
     ./cni-install install --from . --dest "$work/node"
