@@ -8,9 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 use std::{process, thread};
 
 use nix::net::if_::if_nameindex;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -177,10 +180,7 @@ impl Node {
     /// The processes on this node, this one's threads aside: plugins, what they have started, what outlives them.
     /// Those that have ended and wait to be reaped are gone.
     pub fn processes(&self) -> Vec<u32> {
-        let mnt = fs::read_link(fd_path(&self.inner.mnt)).expect("an open namespace has a name");
-        let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
-        let numbers = numbers.filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok());
-        numbers.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/mnt")).is_ok_and(|link| link == mnt)).collect()
+        self.inner.processes()
     }
 
     /// All rules of nf_tables as `nft` writes them, those of `iptables-nft` among them, without counters: packets that the
@@ -194,6 +194,33 @@ impl Node {
     pub fn proc_net(&self, name: &str) -> String {
         // Of the thread that is in the node: `/proc/net` would be the main thread's.
         self.enter(|| fs::read_to_string(Path::new("/proc/thread-self/net").join(name)).unwrap_or_default())
+    }
+}
+
+impl Inner {
+    fn processes(&self) -> Vec<u32> {
+        let mnt = fs::read_link(fd_path(&self.mnt)).expect("an open namespace has a name");
+        let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let numbers = numbers.filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok());
+        numbers.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/mnt")).is_ok_and(|link| link == mnt)).collect()
+    }
+}
+
+/// Ends what still runs on the node: a test that fails does not wait for what it has started, and a program that makes a
+/// file while the folder is being removed leaves both behind.
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let left = self.processes();
+            if left.is_empty() || Instant::now() > deadline {
+                return;
+            }
+            for pid in left {
+                let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -371,4 +398,27 @@ fn write_sysctl(path: &str, value: &str) {
 /// A path to an open file that holds for as long as this process keeps the descriptor. Needs no mount and no name.
 fn fd_path(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_runs_on_a_node_ends_before_its_folder_is_removed() {
+        let node = Node::new();
+        let folder = node.dir().to_owned();
+        let run = "i=0; while i=$((i+1)); do mkdir -p networks/net1; : >networks/net1/$i; done";
+        let mut child = node.enter(|| Command::new("sh").args(["-c", run]).current_dir(node.dir()).spawn().unwrap());
+        let deadline = Instant::now() + crate::patience(Duration::from_secs(10));
+        while !folder.join("networks/net1/9").exists() {
+            assert!(Instant::now() < deadline, "it makes no files");
+            thread::sleep(Duration::from_millis(1));
+        }
+        node.abandon();
+        let status = child.try_wait().unwrap();
+        let _ = child.kill();
+        assert!(status.is_some(), "it still runs");
+        assert!(!folder.exists(), "its folder is still there");
+    }
 }

@@ -71,6 +71,7 @@ fn gc_beside_an_add_takes_nothing_from_it() {
         world.live.lock().unwrap().remove(&container.id);
         assert_eq!(world.left(), Vec::<String>::new());
     }
-    assert!(requests > 10 && waited == 1, "{requests} requests, GC waited {waited} times");
+    // Kernels before 6.2 do not answer with the link they made: ADD asks for it before it sets the alias.
+    assert!(requests > 10 && [1, 2].contains(&waited), "{requests} requests, GC waited {waited} times");
     world.close();
 }
