@@ -84,7 +84,7 @@ impl Cidr {
     }
 
     /// The address after the network's own, with the network's prefix: the gateway unless another one is
-    /// configured. `None` if there is no higher address.
+    /// configured. `None` if the address is the highest one.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),

@@ -63,7 +63,7 @@ pub(crate) fn create<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> 
 }
 
 /// Waits until frames pass: the port forwards, and it, the gateway's link and the container's end have their carriers.
-/// Each is told of it by a worker of the kernel's, in no order to rely on, and drops what it is given to send until then.
+/// A worker of the kernel sets each carrier, in any order, and an interface drops what it is to send until then.
 pub(crate) fn wait_for_frames(site: &Site<'_, Conf>, made: &Made<Plugged>, watch: &Watch) -> Result<()> {
     let machine = site.call.machine.0;
     let deadline = machine.now() + PORT_DEADLINE;

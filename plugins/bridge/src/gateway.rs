@@ -134,7 +134,7 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     let name = vlan_gateway_name(&bridge.name, vlan);
     let port_name = Mark::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
-        // Down: whoever made it was cut off, or is at it this moment. Up is what the making ends with.
+        // Down: the ADD that creates it was cut off, or has not finished. Setting it up is its last step.
         if !link.up
             && let Some(port) = link.peer_index.map(|port| host.find_link_by_index(port)).transpose()?.flatten()
         {

@@ -16,7 +16,7 @@
 //! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`] meanwhile, and plans anew when
 //! a program that does not know the lock came in between.
 //!
-//! A newcomer's mistakes: an edit based on anything but the [`Chains`] that the plan was given (a retry would repeat it
+//! Two mistakes to avoid: an edit based on anything but the [`Chains`] that the plan was given (a retry would repeat it
 //! blindly), and calling `change` within a plan (the lock is held).
 
 use std::collections::BTreeMap;

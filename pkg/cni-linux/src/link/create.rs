@@ -15,7 +15,7 @@ use crate::watch::Watch;
 
 /// Whether the kernel has noticed that the interface has a carrier.
 ///
-/// A bridge that has never lost its carrier is in state "unknown" for ever, and works. A veth is in that state for a moment
+/// A bridge that has never lost its carrier is in state "unknown" until it loses it, and works. A veth is in that state for a moment
 /// after it was made, before the kernel has noticed that it has none.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())

@@ -3,7 +3,7 @@
 //! One [socket](socket::Socket) and no runtime, because nothing here ever waits for an event. This module knows requests,
 //! replies and errors; what links, addresses and routes are is known to the modules named after them.
 //!
-//! The newcomer's mistake: a connection belongs for life to the namespace in which it was opened, wherever its user
+//! A connection belongs for life to the namespace in which it was opened, wherever its user
 //! goes later. Open one per namespace, with [`Netlink::open_in`], and never switch.
 
 use std::io;
@@ -79,7 +79,7 @@ impl Netlink {
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {
-            // A question that is answered with no is no failure.
+            // A negative answer to a question is not a failure.
             step.end(what, &answer);
         }
         answer
@@ -112,7 +112,7 @@ pub(crate) trait Body: Emitable {
     fn words(&self) -> Vec<String>;
 }
 
-/// A request. Not the packet crate's enum of all there are: whoever holds that has the code to write, read and drop each
+/// A request. Not the packet crate's enum of all there are: a holder of that enum has the code to write, read and drop each
 /// of them, traffic control too.
 #[derive(Clone, Copy)]
 struct Request<'a> {

@@ -47,7 +47,7 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether this process ignores the signal, because whoever started it did (nohup).
+/// Whether this process ignores the signal, because its parent did (nohup).
 pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: without a new action nothing changes; the old one is written to memory of ours that has its type.

@@ -1,6 +1,6 @@
 //! ADD: the link, the address, what the host does for it, and only then an interface that is up.
 //!
-//! The order is the point: no frame passes before the plugin's protection is in force, and nobody is told of an address
+//! The order is the point: no frame passes before the plugin's protection is in force, and no address is announced
 //! before frames can reach it.
 
 use cni::Result;

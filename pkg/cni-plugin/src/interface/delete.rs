@@ -2,7 +2,7 @@
 //!
 //! Nothing here needs an ADD to have worked, a namespace to exist or the configuration to be what it was: the host's
 //! end is found by its mark, rules by the attachment's name, and IPAM is always asked. Every step runs, whatever the ones
-//! before it met; the errors are told together.
+//! before it met; the errors are reported together.
 //!
 //! The masquerade rules go first: the kernel frees them after an RCU grace period, for which the closing of their sockets waits.
 //! The deletion of the link, which comes next, waits for one too, and so they wait together.
@@ -93,7 +93,7 @@ impl<I: Interface> Links<'_, '_, I> {
         }
     }
 
-    /// Deletes CNI_IFNAME if it is this attachment's as far as can be told: by the mark of its end on the host, else by the
+    /// Deletes CNI_IFNAME if it is this attachment's as far as can be determined: by the mark of its end on the host, else by the
     /// MAC in `prevResult`. Another interface stays, with a note.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         let outer = match inner.peer_index {
