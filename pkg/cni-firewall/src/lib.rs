@@ -93,13 +93,6 @@ fn retry<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
     }
 }
 
-/// The first failure, with the others behind it.
-fn first_error(results: impl IntoIterator<Item = Result<()>>) -> Result<()> {
-    let mut errors = results.into_iter().filter_map(Result::err);
-    let Some(first) = errors.next() else { return Ok(()) };
-    Err(errors.fold(first, |first, other| first.context(format_args!("{other}; and"))))
-}
-
 #[cfg(test)]
 mod play;
 #[cfg(test)]

@@ -15,9 +15,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A failure. Displays as `failed to add 10.1.2.3/24 to eth0: File exists (os error 17): <the kernel's explanation>`.
 #[derive(Debug, thiserror::Error)]
-#[error("{doing}: {cause}")]
+#[error("{doing}: {cause}{}", Others(.others))]
 pub struct Error {
     doing: String,
+    /// Errors that followed.
+    others: Vec<Error>,
     #[source]
     cause: Cause,
 }
@@ -80,6 +82,14 @@ pub(crate) enum Reason {
     /// Anything that has no errno.
     #[error("{0}")]
     Text(String),
+}
+
+struct Others<'a>(&'a [Error]);
+
+impl fmt::Display for Others<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|other| write!(f, "; {other}"))
+    }
 }
 
 struct Suffix<'a>(&'a Option<Box<str>>);
@@ -171,7 +181,7 @@ impl Cause {
 impl Error {
     /// What was being done, to what, and why it failed.
     pub fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
-        Error { doing: doing.to_string(), cause: cause.into() }
+        Error { doing: doing.to_string(), cause: cause.into(), others: Vec::new() }
     }
 
     /// Puts `doing: ` before the message.
@@ -179,6 +189,17 @@ impl Error {
     pub fn context(mut self, doing: impl fmt::Display) -> Error {
         self.doing = format!("{doing}: {}", self.doing);
         self
+    }
+
+    /// The outcome of work that continues after errors: the first one, with the messages of the others after its own.
+    ///
+    /// # Errors
+    /// The joined one.
+    pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
+        let mut errors = errors.into_iter();
+        let Some(mut first) = errors.next() else { return Ok(()) };
+        first.others.extend(errors);
+        Err(first)
     }
 
     /// The errno, if the kernel gave one.
@@ -243,18 +264,19 @@ impl From<Error> for cni::Error {
     /// 100. What means more (an unsupported VLAN setting, say) is known to the caller alone, who uses
     /// [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
-        let Error { doing, cause } = error;
+        let Error { doing, cause, others } = error;
+        let others = others.into_iter().map(cni::Error::from);
         let code = match &cause.0 {
             Reason::NoNetns { .. } => {
                 // The text begins with Go's words and ends with the variable's name.
                 let text = format!("{doing}: {cause} (CNI_NETNS)");
-                return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text);
+                return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
             }
             Reason::Deadline(_) | Reason::Terminated => cni::Code::TRY_AGAIN,
             Reason::Held(_) => cni::Code::CONFLICT,
             _ => cni::Code::KERNEL,
         };
-        cni::Error::caused(code, doing, cause)
+        cni::Error::caused(code, doing, cause).and(others)
     }
 }
 

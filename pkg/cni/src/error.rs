@@ -106,19 +106,26 @@ impl Error {
         self
     }
 
-    /// One error out of many, for verbs that keep going: the first one's code, every message, joined by `; `.
-    /// `None` if there are none.
-    pub fn join(errors: impl IntoIterator<Item = Error>) -> Option<Error> {
+    /// The outcome of work that continues after errors: the first error [`and`](Error::and) the others, if there are any.
+    ///
+    /// # Errors
+    /// The joined one.
+    pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
         let mut errors = errors.into_iter();
-        let mut first = errors.next()?;
-        for other in errors {
-            first.msg = format!("{}; {}", first.msg, other.msg);
+        errors.next().map_or(Ok(()), |first| Err(first.and(errors)))
+    }
+
+    /// One error out of many: this one's code, every message and all details, joined by `; `.
+    #[must_use]
+    pub fn and(mut self, others: impl IntoIterator<Item = Error>) -> Error {
+        for other in others {
+            self.msg = format!("{}; {}", self.msg, other.msg);
             if !other.details.is_empty() {
-                let gap = if first.details.is_empty() { "" } else { "; " };
-                first.details = format!("{}{gap}{}", first.details, other.details);
+                let gap = if self.details.is_empty() { "" } else { "; " };
+                self.details = format!("{}{gap}{}", self.details, other.details);
             }
         }
-        Some(first)
+        self
     }
 
     /// The code.
@@ -173,9 +180,9 @@ mod tests {
     #[test]
     fn joining_keeps_the_first_code_and_every_message() {
         let all = [Error::config("a"), Error::new(Code::IO, "b").with_details("why")];
-        let joined = Error::join(all).unwrap();
+        let joined = Error::join(all).unwrap_err();
         assert_eq!((joined.code(), joined.msg(), joined.details()), (Code::INVALID_CONFIG, "a; b", "why"));
-        assert!(Error::join([]).is_none());
+        assert!(Error::join([]).is_ok());
     }
 
     #[test]

@@ -38,8 +38,5 @@ pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
             errors.extend(spoof.purge_owner(&owner).err().map(Error::from));
         }
     }
-    match Error::join(errors) {
-        Some(error) => Err(error),
-        None => Ok(()),
-    }
+    Error::join(errors)
 }

@@ -84,7 +84,7 @@ fn both<'m>(
         });
         errors.extend(outcome.err().map(Error::from));
     }
-    Removed { claims, outcome: Error::join(errors).map_or(Ok(()), Err), open }
+    Removed { claims, outcome: Error::join(errors), open }
 }
 
 /// Connections that were mapped to the container would stay mapped to it.

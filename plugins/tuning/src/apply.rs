@@ -181,7 +181,7 @@ impl Visit {
             };
             errors.extend(backup.err());
         }
-        Error::join(errors).map_or(Ok(()), Err)
+        Error::join(errors)
     }
 }
 
@@ -246,7 +246,7 @@ fn put_back(all: &[Found]) -> Result<()> {
         let original = found.current.as_deref()?;
         sysctl::put_back(&found.path, original).err().map(Error::from)
     };
-    Error::join(all.iter().rev().filter_map(put_back)).map_or(Ok(()), Err)
+    Error::join(all.iter().rev().filter_map(put_back))
 }
 
 /// What is as it should be already is not touched: some drivers refuse even that while the interface is up.
@@ -293,7 +293,7 @@ fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()
     if let Some(mac) = before.mac.filter(|_| conf.mac.is_some() && now.mac != before.mac) {
         results.push(netlink.set_mac(index, mac));
     }
-    Error::join(results.into_iter().filter_map(Result::err).map(Error::from)).map_or(Ok(()), Err)
+    Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
 }
 
 pub(crate) fn on_or_off(on: bool) -> Promisc {

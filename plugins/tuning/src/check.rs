@@ -33,7 +33,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         }
         None => {}
     }
-    Error::join(errors).map_or(Ok(()), Err)
+    Error::join(errors)
 }
 
 /// What the entries of the list wrote, if that is known for this namespace.

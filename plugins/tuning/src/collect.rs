@@ -39,7 +39,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         }
         purge(call, &backup, &mut errors);
     }
-    Error::join(errors).map_or(Ok(()), Err)
+    Error::join(errors)
 }
 
 fn purge(call: &Call<'_>, backup: &Backup, errors: &mut Vec<Error>) {

@@ -69,7 +69,7 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     };
     let interface = if record.has_link() { interface() } else { Ok(()) };
     let sysctls = if record.sysctls.is_empty() { Ok(()) } else { sysctls() };
-    Error::join([interface.err(), sysctls.err()].into_iter().flatten()).map_or(Ok(()), Err)
+    Error::join([interface.err(), sysctls.err()].into_iter().flatten())
 }
 
 /// In the reverse of ADD's order.

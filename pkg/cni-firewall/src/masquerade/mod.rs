@@ -16,7 +16,6 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::first_error;
 use super::iptables::{FAMILIES, Folders, Iptables, Table, Variant};
 use super::nft::{Listed, Nft};
 use crate::Backend;
@@ -149,7 +148,7 @@ impl<'m> Masquerade<'m> {
                 }),
             );
         }
-        first_error(results)
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
     /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's result where they are
@@ -159,7 +158,11 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are told.
     pub fn purge(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
-        first_error([self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)])
+        Error::join(
+            [self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)]
+                .into_iter()
+                .filter_map(Result::err),
+        )
     }
 
     fn purge_iptables(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
@@ -184,11 +187,15 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// As [`purge`](Masquerade::purge).
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        first_error([
-            self.in_nftables(|nft| nftables::gc(nft, network, valid)),
-            // Without this chain no rule of anybody's leads anywhere.
-            self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
-        ])
+        Error::join(
+            [
+                self.in_nftables(|nft| nftables::gc(nft, network, valid)),
+                // Without this chain no rule of anybody's leads anywhere.
+                self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
+            ]
+            .into_iter()
+            .filter_map(Result::err),
+        )
     }
 
     /// Plans a removal in every family and variant that may hold one of the chains, whatever becomes of the others.
@@ -220,7 +227,7 @@ impl<'m> Masquerade<'m> {
             }
         }
         self.kept.borrow_mut().iptables.push(iptables);
-        first_error(results)
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
     /// What is not in force for the attachment's addresses, one sentence each; empty if all is well. Rules made by Go

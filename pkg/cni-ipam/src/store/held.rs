@@ -41,7 +41,7 @@ pub(super) struct Held {
 impl Held {
     /// All of them, or why that is not known.
     pub(super) fn all(self) -> Result<Vec<IpAddr>> {
-        Error::join(self.errors).map_or(Ok(self.addresses), Err)
+        Error::join(self.errors).map(|()| self.addresses)
     }
 }
 

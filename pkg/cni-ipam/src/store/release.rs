@@ -37,7 +37,7 @@ impl Locked {
         let Held { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
-        Error::join(errors).map_or(Ok(removed), Err)
+        Error::join(errors).map(|()| removed)
     }
 
     /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID
@@ -78,7 +78,11 @@ impl Locked {
         errors.extend(error);
         let removed: HashSet<IpAddr> = removed.into_iter().collect();
         doomed.retain(|reservation| removed.contains(&reservation.address));
-        Ok(Collected { kept: held.len() - foreign.len() - doomed.len(), removed: doomed, error: Error::join(errors) })
+        Ok(Collected {
+            kept: held.len() - foreign.len() - doomed.len(),
+            removed: doomed,
+            error: Error::join(errors).err(),
+        })
     }
 
     /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the lock that it still holds.
@@ -99,7 +103,7 @@ impl Locked {
         }
         let (removed, error) = self.remove(&unchanged);
         errors.extend(error);
-        Error::join(errors).map_or(Ok(removed), Err)
+        Error::join(errors).map(|()| removed)
     }
 
     /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going on errors.
@@ -129,7 +133,7 @@ impl Locked {
         } else {
             self.settle(|index| removed.iter().try_for_each(|address| index.remove(*address)));
         }
-        (removed, Error::join(errors))
+        (removed, Error::join(errors).err())
     }
 
     /// Step 1 of a change of the folder: `false` if the index is not true any more.

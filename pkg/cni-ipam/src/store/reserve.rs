@@ -286,7 +286,7 @@ impl Locked {
             }
         }
         errors.extend(self.remove(&still).1);
-        Error::join(errors).map_or(Ok(()), Err)
+        Error::join(errors)
     }
 }
 

@@ -28,10 +28,7 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
         let valid: Vec<(&str, &str)> = valid.iter().collect();
         errors.extend(masquerade::open(call).gc(network, &valid).err().map(Error::from));
     }
-    match Error::join(errors) {
-        Some(error) => Err(error),
-        None => Ok(()),
-    }
+    Error::join(errors)
 }
 
 fn links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
@@ -52,8 +49,5 @@ fn links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         errors.extend(removed.err().map(Error::from));
     }
     errors.extend(host.purge_unmarked(network, &listed, call.machine.0).err().map(Error::from));
-    match Error::join(errors) {
-        Some(error) => Err(error),
-        None => Ok(()),
-    }
+    Error::join(errors)
 }

@@ -38,10 +38,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
         errors.extend(released.err());
     }
     errors.extend(cleaned.err());
-    match Error::join(errors) {
-        Some(error) => Err(error),
-        None => Ok(()),
-    }
+    Error::join(errors)
 }
 
 /// `prevResult`, if there is one that can be read.
@@ -70,7 +67,7 @@ impl<I: Interface> Links<'_, '_, I> {
             Some(Err(error)) if error.is_no_netns() => None,
             Some(Err(error)) => {
                 let outside = self.by_mark(&host, Port::TakenOff);
-                return Err(Error::join([error.into()].into_iter().chain(outside.err())).unwrap_or_else(no_error));
+                return Err(Error::from(error).and(outside.err()));
             }
         };
         let Some(netns) = netns else { return self.by_mark(&host, Port::GivenBack) };
@@ -87,10 +84,7 @@ impl<I: Interface> Links<'_, '_, I> {
             Ok(false) => self.by_mark(&host, Port::GivenBack),
             Err(_) => self.by_mark(&host, Port::TakenOff),
         };
-        match Error::join([inside.err(), outside.err()].into_iter().flatten()) {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        Error::join([inside.err(), outside.err()].into_iter().flatten())
     }
 
     /// Deletes CNI_IFNAME if it is this attachment's as far as can be determined: by the mark of its end on the host, else by the
@@ -204,16 +198,8 @@ impl<I: Interface> Links<'_, '_, I> {
             };
             errors.extend(done.err().map(Error::from));
         }
-        match Error::join(errors) {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        Error::join(errors)
     }
-}
-
-/// [`Error::join`] of at least one error is some error.
-fn no_error() -> Error {
-    Error::new(cni::Code::INTERNAL, "no error to report")
 }
 
 /// What becomes of a port that another plugin made.

@@ -329,7 +329,7 @@ fn serve(
         Verb::Del if own => {
             call.netns = None;
             let outcome = unwinding(plugin, || plugin.del(&call));
-            Err(Error::join([Some(guard()), outcome.err()].into_iter().flatten()).unwrap_or_else(guard))
+            Err(guard().and(outcome.err()))
         }
         Verb::Del => unwinding(plugin, || plugin.del(&call)),
         Verb::Gc => {

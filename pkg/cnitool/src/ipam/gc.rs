@@ -46,7 +46,7 @@ impl Desk<'_, '_> {
         let addresses = self.one(&args.network)?;
         let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
         let Listed { reservations, unread, .. } = locked.list()?;
-        let unread = Error::join(unread.into_iter().map(|(_, error)| error));
+        let unread = Error::join(unread.into_iter().map(|(_, error)| error)).err();
         let judged = self.judged(&addresses.network, reservations)?;
         let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
         // People are told first: what fails half-way has been told all the same. A document says what has happened.

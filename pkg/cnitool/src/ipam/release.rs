@@ -47,7 +47,7 @@ impl Desk<'_, '_> {
         chosen.retain(|held| is_meant(args, held));
         // Of a container whatever cannot be read may be its own.
         let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|meant| meant == *address));
-        let unread = Error::join(unread.map(|(_, error)| error));
+        let unread = Error::join(unread.map(|(_, error)| error)).err();
         if chosen.is_empty() {
             return Err(unread.unwrap_or_else(nothing));
         }

@@ -37,11 +37,11 @@ impl Network<'_, '_> {
                     text += &format!("{kind}  {path}  {versions}\n");
                 }
                 write(streams, &text)?;
-                Error::join(problems).map_or(Ok(()), Err)
+                Error::join(problems)
             }
             Format::Json => match Error::join(problems) {
-                Some(error) => Err(error),
-                None => {
+                Err(error) => Err(error),
+                Ok(()) => {
                     let plugin = |(kind, path, versions)| json!({"type": kind, "path": path, "versions": versions});
                     let plugins: Vec<_> = rows.into_iter().map(plugin).collect();
                     let capabilities = list.capabilities();

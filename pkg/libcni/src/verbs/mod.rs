@@ -128,7 +128,7 @@ impl Runtime<'_> {
         on_error: OnError,
     ) -> Result<()> {
         let failed = self.failing_dels(list, attachment, prev_result, on_error);
-        Error::join(failed.into_iter().map(|(plugin, error)| blame(plugin, "delete", error))).map_or(Ok(()), Err)
+        Error::join(failed.into_iter().map(|(plugin, error)| blame(plugin, "delete", error)))
     }
 
     /// The plugins whose DEL failed, in the order in which they were asked, and with what.
@@ -198,7 +198,7 @@ impl Runtime<'_> {
                 }
             }
         }
-        Error::join(errors).map_or(Ok(()), Err)
+        Error::join(errors)
     }
 
     /// STATUS: whether the network could serve an ADD. Below 1.1.0 nobody can be asked, which is a yes.

@@ -217,7 +217,7 @@ impl Backup {
         let temporary = purge_file(&self.temporary()).map_err(|error| self.failed("remove what was to become", error));
         let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
         let was_there = *removed.as_ref().unwrap_or(&false);
-        Error::join(temporary.err().into_iter().chain(removed.err())).map_or(Ok(was_there), Err)
+        Error::join(temporary.err().into_iter().chain(removed.err())).map(|()| was_there)
     }
 
     fn failed(&self, doing: &str, error: io::Error) -> Error {

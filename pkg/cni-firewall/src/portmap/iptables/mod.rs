@@ -15,7 +15,6 @@ use cni::rollback::Notes;
 
 use super::conflict::Judge;
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat, older_mapping};
-use crate::first_error;
 use crate::iptables::{Chains, Edit, FAMILIES, Iptables, Rule, Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mark::Mark;
@@ -246,7 +245,7 @@ impl<'m> IptablesPortMap<'m> {
                 claims.append(&mut found);
             }
         }
-        Removal { claims, remarks, outcome: first_error(results) }
+        Removal { claims, remarks, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
     }
 }
 

@@ -18,7 +18,6 @@ use super::conditions;
 use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
 use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
-use crate::first_error;
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mark::Mark;
@@ -203,7 +202,7 @@ impl NftPortMap {
                 // show which.
                 let Stage::Whole(written) = stage else { return Err(error) };
                 let undone = [self.discard(written), self.put_back(wanted, &former)];
-                first_error([Err(error)].into_iter().chain(undone))?;
+                Error::join([Err(error)].into_iter().chain(undone).filter_map(Result::err))?;
             }
             done => done?,
         }
