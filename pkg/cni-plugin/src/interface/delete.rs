@@ -23,10 +23,12 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let mark = site::mark(call);
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
+    // Dropped last: closing a socket that has removed rules waits until the kernel has freed them, and the link's removal
+    // waits for the same.
+    let masquerade = masquerade::open(call);
     if I::HOST_END != HostEnd::None {
         // Also without `ipMasq`: it may have been on at the time of the ADD.
         let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
-        let masquerade = masquerade::open(call);
         errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
     }
     let links = Links { plugin, call, mark: &mark, prev: prev.as_ref() };
