@@ -78,6 +78,11 @@ fn other_default(case: &Value) -> bool {
     first || list(&case["lists"]).len() > 1 || two_interfaces(case)
 }
 
+/// Whether the other side does the step than the one that has attached: ours looks at what Go made, and the reverse.
+fn swapped(case: &Value, it: &Difference) -> bool {
+    case["steps"][it.step]["swap"] == true
+}
+
 /// Whether one container has two interfaces.
 fn two_interfaces(case: &Value) -> bool {
     let adds = list(&case["steps"]).iter().filter(|step| step["verb"] == "ADD");

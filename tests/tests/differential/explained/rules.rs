@@ -1,6 +1,6 @@
 //! Differences of firewall rules.
 
-use super::{Explanation, host_of, is, mappings, plugins, said, two_interfaces};
+use super::{Explanation, host_of, is, mappings, plugins, said, swapped, two_interfaces};
 
 pub(super) const RULES: &[Explanation] = &[
     Explanation {
@@ -45,7 +45,27 @@ pub(super) const RULES: &[Explanation] = &[
             it.verb == "DEL"
                 && two_interfaces(case)
                 && (it.key.contains("tables") || it.key.starts_with("nft/"))
-                && it.ours.is_some()
+                // What we made, Go deletes after a switch.
+                && (it.ours.is_some() || it.expected.is_some() && swapped(case, it))
+        },
+    },
+    Explanation {
+        name: "a protocol in capitals is the same one",
+        reason: "differences, portmap: a protocol in capitals; in Go each spelling has a jump of its own",
+        covers: |case, it| {
+            let upper = |mapping: &serde_json::Value| {
+                said(mapping, "protocol").as_str().is_some_and(|said| said != said.to_lowercase())
+            };
+            let ports = |value: &Option<String>| {
+                let text = value.as_deref().unwrap_or_default();
+                let lists = text.lines().filter_map(|line| line.split("--dports ").nth(1)?.split(' ').next());
+                let mut ports: Vec<String> = lists.flat_map(|list| list.split(',')).map(str::to_owned).collect();
+                ports.sort();
+                ports
+            };
+            mappings(case).any(upper)
+                && it.key.ends_with("tables/CNI-HOSTPORT-DNAT")
+                && ports(&it.expected) == ports(&it.ours)
         },
     },
     Explanation {
