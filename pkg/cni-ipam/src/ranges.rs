@@ -62,6 +62,19 @@ pub fn parse_ip(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }
 
+/// Fails if there are two addresses of one family; each item says whether one is of IPv4. Versions below 0.3.0 know
+/// one address per family.
+///
+/// # Errors
+/// Code 7 and Go's text.
+pub fn require_one_per_family(version: &str, families: impl Iterator<Item = bool>) -> Result<()> {
+    let (ipv4, ipv6): (Vec<bool>, Vec<bool>) = families.partition(|is_ipv4| *is_ipv4);
+    if ipv4.len() > 1 || ipv6.len() > 1 {
+        return Err(Error::config(format!("CNI version {version} does not support more than 1 address per family")));
+    }
+    Ok(())
+}
+
 fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
     match text {
         None | Some("") => Ok(None),
@@ -288,13 +301,7 @@ impl RangeSets {
     /// # Errors
     /// Code 7 and Go's text.
     pub fn require_one_per_family(&self, version: &str) -> Result<()> {
-        let ipv4 = self.0.iter().filter(|set| set.is_ipv4()).count();
-        if ipv4 > 1 || self.0.len() - ipv4 > 1 {
-            return Err(Error::config(format!(
-                "CNI version {version} does not support more than 1 address per family"
-            )));
-        }
-        Ok(())
+        require_one_per_family(version, self.0.iter().map(RangeSet::is_ipv4))
     }
 
     /// Fails if two sets share an address. Apart from [`check`](RangeSets::check), because Go looks for it last.

@@ -13,6 +13,7 @@ mod gc;
 mod host_local;
 mod install;
 mod interface_names;
+mod ipam_static;
 mod keeps_going;
 mod loopback;
 mod masquerade;
