@@ -122,6 +122,21 @@ fn check_depth(bytes: &[u8]) -> Result<(), JsonError> {
     Ok(())
 }
 
+impl From<&Json> for serde_json::Value {
+    fn from(json: &Json) -> serde_json::Value {
+        match json {
+            Json::Null => serde_json::Value::Null,
+            Json::Bool(value) => (*value).into(),
+            Json::Number(number) => number.clone().into(),
+            Json::String(text) => text.clone().into(),
+            Json::Array(items) => items.iter().map(serde_json::Value::from).collect(),
+            Json::Object(members) => {
+                members.iter().map(|(key, value)| (key.clone(), serde_json::Value::from(value))).collect()
+            }
+        }
+    }
+}
+
 impl<'de> Deserialize<'de> for Json {
     fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Json, D::Error> {
         struct Build;

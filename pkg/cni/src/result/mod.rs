@@ -14,7 +14,10 @@ use crate::Cidr;
 use crate::json::{Json, JsonError};
 use crate::version::{Shape, Version};
 
+mod unknown;
 mod wire;
+
+pub use unknown::Unknown;
 
 /// What an ADD made: interfaces, addresses, routes, name servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,6 +30,8 @@ pub struct AddResult {
     pub routes: Vec<Route>,
     /// Name resolution.
     pub dns: Dns,
+    /// What this crate does not know. Encoded again in the same place.
+    pub unknown: Unknown,
 }
 
 /// An interface of a result.

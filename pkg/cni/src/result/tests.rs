@@ -87,6 +87,43 @@ fn new_shapes_are_sorted_and_old_ones_in_declared_order() {
 }
 
 #[test]
+fn unknown_members_are_written_again_where_they_were() {
+    for version in [Version::V0_3_0, Version::V0_4_0, Version::V1_0_0, Version::V1_1_0] {
+        let text = format!(
+            r#"{{"cniVersion":"{version}","x":{{"a":[1,null]}},"n":null,"interfaces":[{{"name":"br0"}},{{"Name":"eth0",
+            "sandbox":"/x","vendor":{{"id":7}}}}],"ips":[{{"address":"10.0.0.2/24","zone":"a"}}],
+            "routes":[{{"dst":"0.0.0.0/0","x":true}}],"dns":{{"ttl":5}}}}"#
+        );
+        let json = Json::parse(text.as_bytes()).unwrap();
+        let mut result = AddResult::decode_as(&json, version).unwrap();
+        result.interfaces.push(Interface { name: "ifb".into(), ..Interface::default() });
+        let value = serde_json::to_value(result.to_value(version).unwrap()).unwrap();
+        assert_eq!((&value["x"]["a"][0], value.get("n")), (&1.into(), Some(&serde_json::Value::Null)), "{value:#}");
+        assert_eq!(
+            (&value["interfaces"][1]["vendor"]["id"], &value["interfaces"][1]["name"]),
+            (&7.into(), &"eth0".into())
+        );
+        assert_eq!(value["interfaces"][1].get("Name"), None);
+        assert_eq!(
+            (&value["interfaces"][2]["name"], value["interfaces"].as_array().unwrap().len()),
+            (&"ifb".into(), 3)
+        );
+        assert_eq!((&value["ips"][0]["zone"], &value["routes"][0]["x"]), (&"a".into(), &true.into()));
+        assert_eq!((&value["dns"]["ttl"], &value["cniVersion"]), (&5.into(), &version.as_str().into()));
+    }
+    let oldest = Json::parse(br#"{"ip4":{"ip":"10.0.0.2/24"},"x":1}"#).unwrap();
+    assert!(text(&AddResult::decode(&oldest, Version::V0_2_0).unwrap(), Version::V0_2_0).contains("\"x\": 1"));
+}
+
+#[test]
+fn what_a_version_cannot_say_is_not_unknown() {
+    let json = br#"{"cniVersion":"1.0.0","interfaces":[{"name":"eth0","MTU":1400,"mac":null,"socketPath":"/s"}]}"#;
+    let result = AddResult::decode_as(&Json::parse(json).unwrap(), Version::V1_0_0).unwrap();
+    assert!(!text(&result, Version::V1_0_0).to_lowercase().contains("mtu"));
+    assert_eq!(result.unknown, super::Unknown::default());
+}
+
+#[test]
 fn a_result_without_a_version_has_the_callers_and_another_family_is_refused() {
     let json = |text: &str| Json::parse(text.as_bytes()).unwrap();
     let bare = json(r#"{"ip4":{"ip":"10.0.0.2/24"}}"#);

@@ -1,33 +1,42 @@
 //! The shapes a result has on the wire, and nothing else.
 //!
 //! Up to 0.4.0 keys come in declared order and `dns` is always there; from 1.0.0 on keys are sorted and an empty
-//! `dns` is left out. Programs that compare texts exist, so both are kept.
+//! `dns` is left out. Programs that compare texts exist, so both are kept. A result with unknown members is sorted in every
+//! version.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use super::{AddResult, Dns, Encoded, Interface, IpConfig, ResultError, Route, optional_address};
+use super::{AddResult, Dns, Encoded, Interface, IpConfig, ResultError, Route, Unknown, optional_address};
 use crate::Cidr;
 use crate::json::Json;
 use crate::version::{Shape, Version};
 use std::net::IpAddr;
 
 pub(super) fn decode(json: &Json, shape: Shape) -> Result<AddResult, ResultError> {
-    match shape {
+    let known = match shape {
         Shape::Ip4Ip6 => json.decode::<ReadIp4Ip6>().map(AddResult::from),
         // `ips[].version` of 0.3.0 to 0.4.0 says nothing that the address does not say.
         Shape::VersionedIps | Shape::Ips => json.decode::<ReadIps>().map(AddResult::from),
-    }
-    .map_err(ResultError::Json)
+    };
+    let known = known.map_err(ResultError::Json)?;
+    Ok(AddResult { unknown: Unknown::of(json, shape), ..known })
 }
 
 pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>, ResultError> {
-    Ok(Encoded(match version.shape() {
+    let known = match version.shape() {
         Shape::Ip4Ip6 => Wire::Ip4Ip6(WriteIp4Ip6::new(result, version)?),
         Shape::VersionedIps => Wire::VersionedIps(WriteVersionedIps::new(result, version)),
-        Shape::Ips => Wire::Ips(sorted(&WriteIps::new(result, version))),
-    }))
+        Shape::Ips => Wire::Sorted(sorted(&WriteIps::new(result, version))),
+    };
+    if result.unknown.is_empty() {
+        return Ok(Encoded(known));
+    }
+    let mut all = Value::Object(sorted(&known).into_iter().collect());
+    result.unknown.add_to(&mut all);
+    Ok(Encoded(Wire::Sorted(sorted(&all))))
 }
 
 #[derive(Debug, Serialize)]
@@ -35,13 +44,13 @@ pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>
 pub(super) enum Wire<'a> {
     Ip4Ip6(WriteIp4Ip6<'a>),
     VersionedIps(WriteVersionedIps<'a>),
-    Ips(BTreeMap<String, serde_json::Value>),
+    Sorted(BTreeMap<String, Value>),
 }
 
 /// serde_json's map is a BTreeMap unless a dependency turns `preserve_order` on; the outer level is sorted in any case.
-fn sorted(value: &impl Serialize) -> BTreeMap<String, serde_json::Value> {
+fn sorted(value: &impl Serialize) -> BTreeMap<String, Value> {
     match serde_json::to_value(value) {
-        Ok(serde_json::Value::Object(members)) => members.into_iter().collect(),
+        Ok(Value::Object(members)) => members.into_iter().collect(),
         _ => BTreeMap::new(),
     }
 }
@@ -57,7 +66,13 @@ struct ReadIps {
 
 impl From<ReadIps> for AddResult {
     fn from(read: ReadIps) -> AddResult {
-        AddResult { interfaces: read.interfaces, ips: read.ips, routes: read.routes, dns: read.dns }
+        AddResult {
+            interfaces: read.interfaces,
+            ips: read.ips,
+            routes: read.routes,
+            dns: read.dns,
+            ..AddResult::default()
+        }
     }
 }
 

@@ -1,0 +1,110 @@
+//! The members of a result that this crate does not know. A plugin that hands on a `prevResult` hands them on too.
+
+use serde_json::{Map, Value};
+
+use crate::json::Json;
+use crate::version::Shape;
+
+/// The unknown members of a result, each in its place: by name in objects, by position in arrays.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unknown(Value);
+
+/// A known member, and the members of the structure in it. Without any, all of the value is known.
+struct Known(&'static str, &'static [Known]);
+
+const DNS: Known =
+    Known("dns", &[Known("nameservers", &[]), Known("domain", &[]), Known("search", &[]), Known("options", &[])]);
+
+const OLDEST: [Known; 4] = [Known("cniVersion", &[]), Known("ip4", &[]), Known("ip6", &[]), DNS];
+
+const IPS: [Known; 5] = [
+    Known("cniVersion", &[]),
+    Known(
+        "interfaces",
+        &[
+            Known("name", &[]),
+            Known("mac", &[]),
+            Known("mtu", &[]),
+            Known("sandbox", &[]),
+            Known("socketPath", &[]),
+            Known("pciID", &[]),
+        ],
+    ),
+    Known("ips", &[Known("version", &[]), Known("interface", &[]), Known("address", &[]), Known("gateway", &[])]),
+    Known(
+        "routes",
+        &[
+            Known("dst", &[]),
+            Known("gw", &[]),
+            Known("mtu", &[]),
+            Known("advmss", &[]),
+            Known("priority", &[]),
+            Known("table", &[]),
+            Known("scope", &[]),
+        ],
+    ),
+    DNS,
+];
+
+impl Unknown {
+    /// The unknown members of a result in that shape.
+    pub(super) fn of(json: &Json, shape: Shape) -> Unknown {
+        Unknown(match shape {
+            Shape::Ip4Ip6 => unknown(json, &OLDEST),
+            Shape::VersionedIps | Shape::Ips => unknown(json, &IPS),
+        })
+    }
+
+    /// Whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_null()
+    }
+
+    /// Adds them to an encoded result.
+    pub(super) fn add_to(&self, result: &mut Value) {
+        add(result, &self.0);
+    }
+}
+
+/// What of `json` is not known; `null` if nothing is unknown.
+fn unknown(json: &Json, known: &[Known]) -> Value {
+    match json {
+        Json::Array(items) => {
+            let items: Vec<Value> = items.iter().map(|item| unknown(item, known)).collect();
+            if items.iter().all(Value::is_null) { Value::Null } else { Value::Array(items) }
+        }
+        Json::Object(members) => {
+            let mut rest = Map::new();
+            for (key, value) in members {
+                match known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) {
+                    None => drop(rest.insert(key.clone(), Value::from(value))),
+                    Some(Known(name, inner)) => {
+                        let value = if inner.is_empty() { Value::Null } else { unknown(value, inner) };
+                        if !value.is_null() {
+                            rest.insert((*name).to_owned(), value);
+                        }
+                    }
+                }
+            }
+            if rest.is_empty() { Value::Null } else { Value::Object(rest) }
+        }
+        _ => Value::Null,
+    }
+}
+
+fn add(result: &mut Value, unknown: &Value) {
+    match (result, unknown) {
+        (Value::Object(members), Value::Object(unknown)) => {
+            for (key, value) in unknown {
+                match members.get_mut(key) {
+                    Some(member) => add(member, value),
+                    None => drop(members.insert(key.clone(), value.clone())),
+                }
+            }
+        }
+        (Value::Array(items), Value::Array(unknown)) => {
+            items.iter_mut().zip(unknown).for_each(|(item, unknown)| add(item, unknown));
+        }
+        _ => {}
+    }
+}
