@@ -4,7 +4,7 @@
 //!
 //! - [`netns`]: network namespaces by path, and the one door through which code runs inside one.
 //! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`], [`bridge`],
-//!   [`veth`], [`vlan`], [`addr`], [`route`] and [`neigh`] put their verbs. Its [`socket`](netlink::socket) is also that of
+//!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`] and [`neigh`] put their verbs. Its [`socket`](netlink::socket) is also that of
 //!   [`conntrack`], [`watch`] and `cni-firewall`.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
@@ -37,6 +37,7 @@ pub mod netlink;
 pub mod netns;
 mod patience;
 pub mod route;
+pub mod rule;
 pub mod stream;
 mod sys;
 pub mod sysctl;
@@ -55,7 +56,8 @@ pub use machine::LinuxMachine;
 pub use mark::Mark;
 pub use netlink::Netlink;
 pub use netns::Netns;
-pub use route::{Family, Route};
+pub use route::{Family, Route, SavedRoute};
+pub use rule::Rule;
 pub use sys::Arena;
 pub use veth::{Veth, VethSpec};
 pub use vlan::{Target, Vlan, VlanFlags};

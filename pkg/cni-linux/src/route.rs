@@ -19,6 +19,10 @@ use netlink_packet_route::route::{
 use crate::error::{Cause, Error, Result};
 use crate::netlink::{Kind, Netlink, Reply};
 
+mod saved;
+
+pub use saved::SavedRoute;
+
 /// The table that is meant when none is named.
 pub const MAIN_TABLE: u32 = 254;
 
@@ -40,7 +44,10 @@ impl Family {
         if address.is_ipv4() { Family::V4 } else { Family::V6 }
     }
 
-    fn number(self) -> AddressFamily {
+    /// Both.
+    pub const ALL: [Family; 2] = [Family::V4, Family::V6];
+
+    pub(crate) fn number(self) -> AddressFamily {
         match self {
             Family::V4 => AddressFamily::Inet,
             Family::V6 => AddressFamily::Inet6,
@@ -317,8 +324,15 @@ fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
 
 /// The unicast routes in an answer: none, one, or one for each gateway.
 fn decode(reply: Reply) -> Vec<Route> {
-    let message = reply.body(Kind::NewRoute).and_then(|body| RouteMessage::parse(body).ok());
-    let Some(RouteMessage { header, attributes, .. }) = message else { return Vec::new() };
+    parse(&reply).map(routes).unwrap_or_default()
+}
+
+fn parse(reply: &Reply) -> Option<RouteMessage> {
+    RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()
+}
+
+/// The unicast routes in a message.
+fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),
         AddressFamily::Inet6 => IpAddr::from([0; 16]),

@@ -102,7 +102,11 @@ pub(crate) enum Kind {
     DelAddress = libc::RTM_DELADDR,
     GetAddress = libc::RTM_GETADDR,
     NewRoute = libc::RTM_NEWROUTE,
+    DelRoute = libc::RTM_DELROUTE,
     GetRoute = libc::RTM_GETROUTE,
+    NewRule = libc::RTM_NEWRULE,
+    DelRule = libc::RTM_DELRULE,
+    GetRule = libc::RTM_GETRULE,
     NewNeighbour = libc::RTM_NEWNEIGH,
 }
 

@@ -7,6 +7,7 @@ use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::link::{AfSpecBridge, InfoData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
 use netlink_packet_route::route::{RouteAttribute, RouteMessage};
+use netlink_packet_route::rule::{RuleAttribute, RuleMessage};
 
 use super::Body;
 use crate::mac::Mac;
@@ -102,6 +103,22 @@ impl Body for RouteMessage {
             }
         }
         words.insert(0, to);
+        words
+    }
+}
+
+impl Body for RuleMessage {
+    fn words(&self) -> Vec<String> {
+        let rule = self;
+        let mut words = Vec::new();
+        for attribute in &rule.attributes {
+            match attribute {
+                RuleAttribute::Source(ip) => words.insert(0, format!("from {ip}/{}", rule.header.src_len)),
+                RuleAttribute::Table(table) => words.push(format!("lookup {table}")),
+                RuleAttribute::Priority(priority) => words.push(format!("priority {priority}")),
+                _ => {}
+            }
+        }
         words
     }
 }

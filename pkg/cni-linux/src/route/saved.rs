@@ -1,0 +1,219 @@
+//! Routes with everything that the kernel reported of them: to be moved to another table, or put back as they were.
+//!
+//! A route is written with `NLM_F_APPEND`. Exclusively, the second of two IPv4 routes to one destination would not come
+//! back. A kernel that has the very same route answers EEXIST.
+
+use std::net::IpAddr;
+
+use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE};
+use netlink_packet_route::route::{
+    RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteNextHopFlags, RouteType,
+};
+
+use super::{Family, Route, ip, message, parse, routes};
+use crate::error::{Error, Result};
+use crate::netlink::{Kind, Netlink};
+
+/// A route of any type with all its attributes.
+#[derive(Clone, Debug)]
+pub struct SavedRoute(RouteMessage);
+
+impl From<&Route> for SavedRoute {
+    fn from(route: &Route) -> SavedRoute {
+        SavedRoute(message(route))
+    }
+}
+
+impl SavedRoute {
+    /// The same route in another table.
+    #[must_use]
+    pub fn in_table(&self, table: u32) -> SavedRoute {
+        let mut message = self.0.clone();
+        message.header.table = u8::try_from(table).unwrap_or(RouteHeader::RT_TABLE_UNSPEC);
+        message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Table(_)));
+        message.attributes.push(RouteAttribute::Table(table));
+        SavedRoute(message)
+    }
+
+    /// The family of its destination.
+    pub fn family(&self) -> Family {
+        if self.0.header.address_family == Family::V4.number() { Family::V4 } else { Family::V6 }
+    }
+
+    /// The number of its table.
+    pub fn table_id(&self) -> u32 {
+        let long = self.0.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::Table(table) => Some(*table),
+            _ => None,
+        });
+        long.unwrap_or(self.0.header.table.into())
+    }
+
+    /// What it says of each of its gateways, if it is a unicast route. Each has the route's source address.
+    pub fn routes(&self) -> Vec<Route> {
+        let source = self.0.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::PrefSource(address) => ip(address),
+            _ => None,
+        });
+        routes(self.0.clone()).into_iter().map(|route| Route { source, ..route }).collect()
+    }
+
+    /// Whether it is a unicast route and all packets along it leave by this interface.
+    pub fn leaves_by(&self, index: u32) -> bool {
+        let routes = self.routes();
+        !routes.is_empty() && routes.iter().all(|route| route.oif == index)
+    }
+
+    /// Whether packets along it have this address, or one of its network, as their source or next station.
+    pub fn belongs_to(&self, network: cni::Cidr) -> bool {
+        let is_in = |address: Option<IpAddr>| address.is_some_and(|address| network.contains(address));
+        self.routes().iter().any(|route| is_in(route.gw) || is_in(route.source))
+    }
+
+    fn label(&self) -> String {
+        self.routes().first().map_or_else(|| "of another type".to_owned(), Route::to_string)
+    }
+}
+
+impl Netlink {
+    /// Every route of one family in every table, in the kernel's order. Leaves out what the kernel remembers by itself
+    /// of a single destination.
+    pub fn save_routes(&self, family: Family) -> Result<Vec<SavedRoute>> {
+        let mut ask = RouteMessage::default();
+        ask.header.address_family = family.number();
+        let answer = self.dump(Kind::GetRoute, &ask).map_err(|cause| Error::new("failed to list the routes", cause))?;
+        let saved =
+            answer.iter().filter_map(parse).filter(|message| !message.header.flags.contains(RouteFlags::Cloned));
+        Ok(saved.map(|message| SavedRoute(settable(message))).collect())
+    }
+
+    /// Adds a route behind its [rivals](Route::is_rival_of); IPv6 makes one route over several gateways of them. Does
+    /// nothing if the very same route is there.
+    pub fn append_route(&self, route: &SavedRoute) -> Result<()> {
+        let added = self.request(Kind::NewRoute, &route.0, NLM_F_CREATE | NLM_F_APPEND);
+        let added = added.map(drop).map_err(|cause| self.failed("add", route, cause));
+        added.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) })
+    }
+
+    /// Deletes a route unless it is gone already.
+    pub fn purge_route(&self, route: &SavedRoute) -> Result<()> {
+        let deleted = self.request(Kind::DelRoute, &route.0, 0);
+        let deleted = deleted.map(drop).map_err(|cause| self.failed("delete", route, cause));
+        deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
+    }
+
+    fn failed(&self, verb: &str, route: &SavedRoute, cause: crate::error::Cause) -> Error {
+        let device = route.routes().first().map(|route| format!(" dev {}", self.label(route.oif))).unwrap_or_default();
+        Error::new(format_args!("failed to {verb} route {}{device}", route.label()), cause)
+    }
+}
+
+/// Takes away what the kernel only reports and refuses to be told.
+fn settable(mut message: RouteMessage) -> RouteMessage {
+    if message.header.kind == RouteType::Unicast {
+        message.header.flags &= RouteFlags::Onlink;
+    } else {
+        message.header.flags = RouteFlags::empty();
+    }
+    message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::CacheInfo(_)));
+    for attribute in &mut message.attributes {
+        if let RouteAttribute::MultiPath(hops) = attribute {
+            hops.iter_mut().for_each(|hop| hop.flags &= RouteNextHopFlags::Onlink);
+        }
+    }
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, output};
+
+    /// A veth `n0` with routes of every kind that a plugin or an administrator makes.
+    fn play() -> (Netlink, u32) {
+        let lines = [
+            "ip link add n0 type veth peer name n1",
+            "ip link set n0 up",
+            "ip link set n1 up",
+            "ip address add 10.2.0.2/24 dev n0",
+            "ip address add fd02::2/64 dev n0 nodad",
+            "ip route add 10.3.0.0/16 via 10.2.0.9 mtu 1300 advmss 900 metric 7",
+            "ip route add 10.4.0.0/16 dev n0 scope link src 10.2.0.2",
+            "ip route add 10.5.0.0/16 nexthop via 10.2.0.8 weight 3 nexthop via 10.9.0.7 dev n0 onlink",
+            "ip route add 10.6.0.0/16 via 10.2.0.6",
+            "ip route append 10.6.0.0/16 via 10.2.0.5",
+            "ip route add blackhole 10.7.0.0/16 table 3000",
+            "ip -6 route add fd03::/64 via fd02::9 mtu 1300",
+            "ip -6 route add fd05::/64 nexthop via fd02::8 nexthop via fd02::7 weight 2",
+        ];
+        lines.iter().for_each(|line| drop(output(line)));
+        let netlink = Netlink::open().unwrap();
+        let index = netlink.link("n0").unwrap().index;
+        (netlink, index)
+    }
+
+    fn shown(table: &str) -> String {
+        let all = [
+            output(&format!("ip -d -4 route show table {table}")),
+            output(&format!("ip -d -6 route show table {table}")),
+        ];
+        all.concat().lines().filter(|line| !line.contains("fe80::")).map(|line| format!("{}\n", line.trim())).collect()
+    }
+
+    #[test]
+    fn routes_are_moved_with_all_they_have_and_put_back() {
+        in_new_netns(|| {
+            let (netlink, index) = play();
+            let before = shown("main");
+            assert!(
+                before.contains("advmss 900") && before.contains("onlink") && before.lines().count() >= 10,
+                "{before}"
+            );
+            let all: Vec<SavedRoute> =
+                Family::ALL.iter().flat_map(|family| netlink.save_routes(*family).unwrap()).collect();
+            assert!(all.iter().any(|route| route.table_id() == 3000 && !route.leaves_by(index)));
+            let main: Vec<_> = all.iter().filter(|route| route.table_id() == 254 && route.leaves_by(index)).collect();
+            for route in &main {
+                netlink.append_route(&route.in_table(1000)).unwrap();
+                netlink.append_route(&route.in_table(1000)).unwrap();
+            }
+            for route in &main {
+                netlink.purge_route(route).unwrap();
+                netlink.purge_route(route).unwrap();
+            }
+            assert_eq!(shown("1000").replace(" table 1000", ""), before);
+            assert_eq!(shown("main"), "");
+            main.iter().for_each(|route| netlink.append_route(route).unwrap());
+            assert_eq!(shown("main"), before);
+        });
+    }
+
+    #[test]
+    fn a_route_belongs_to_the_network_of_its_gateway_or_source() {
+        in_new_netns(|| {
+            let (netlink, _) = play();
+            let all = netlink.save_routes(Family::V4).unwrap();
+            let to = |dst: &str| {
+                all.iter().find(|route| route.routes().iter().any(|route| route.dst.to_string() == dst)).unwrap()
+            };
+            let network = "10.2.0.2/24".parse().unwrap();
+            let other = "10.8.0.2/24".parse().unwrap();
+            for dst in ["10.2.0.0/24", "10.3.0.0/16", "10.4.0.0/16", "10.5.0.0/16"] {
+                assert!(to(dst).belongs_to(network) && !to(dst).belongs_to(other), "{dst}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_refused_route_is_named() {
+        in_new_netns(|| {
+            let (netlink, index) = play();
+            let route = Route {
+                table: Some(7),
+                ..Route::new("0.0.0.0/0".parse().unwrap(), Some("10.99.0.1".parse().unwrap()), index)
+            };
+            let error = netlink.append_route(&SavedRoute::from(&route)).unwrap_err().to_string();
+            assert!(error.starts_with("failed to add route 0.0.0.0/0 via 10.99.0.1 table 7 dev n0: "), "{error}");
+        });
+    }
+}

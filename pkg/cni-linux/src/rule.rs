@@ -1,0 +1,156 @@
+//! Rules: which routing table a packet is looked up in.
+//!
+//! The kernel goes through the rules by priority. A rule that is added without one gets the number below that of the
+//! second rule in the list, so the newest one comes first.
+
+use std::net::IpAddr;
+
+use cni::Cidr;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _};
+use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
+
+use crate::error::{Error, Result};
+use crate::netlink::{Kind, Netlink};
+use crate::route::Family;
+
+/// A rule that leads to a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// The packets' source; `None` for any.
+    pub source: Option<Cidr>,
+    /// The table.
+    pub table: u32,
+    /// The priority; the lowest comes first. `None` leaves the choice to the kernel and, in a deletion, means any.
+    pub priority: Option<u32>,
+}
+
+impl Rule {
+    /// Packets of one address are looked up in `table`.
+    pub fn from_host(source: IpAddr, table: u32) -> Rule {
+        Rule { source: Some(Cidr::host(source)), table, priority: None }
+    }
+}
+
+impl std::fmt::Display for Rule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.source {
+            Some(source) => write!(f, "from {source} lookup {}", self.table),
+            None => write!(f, "from all lookup {}", self.table),
+        }
+    }
+}
+
+impl Netlink {
+    /// Adds a rule of the family of its source. Without a priority the kernel adds another one where the same rule is
+    /// there already.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if the same rule with the same priority is there.
+    pub fn add_rule(&self, rule: &Rule) -> Result<()> {
+        let added = self.request(Kind::NewRule, &message(rule), NLM_F_CREATE | NLM_F_EXCL);
+        added.map(drop).map_err(|cause| Error::new(format_args!("failed to add rule {rule}"), cause))
+    }
+
+    /// Deletes a rule unless it is gone already.
+    pub fn purge_rule(&self, rule: &Rule) -> Result<()> {
+        let deleted = self.request(Kind::DelRule, &message(rule), 0);
+        let deleted =
+            deleted.map(drop).map_err(|cause| Error::new(format_args!("failed to delete rule {rule}"), cause));
+        deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
+    }
+
+    /// The rules of one family that lead to a table, in the order in which the kernel asks them.
+    pub fn list_rules(&self, family: Family) -> Result<Vec<Rule>> {
+        let mut ask = RuleMessage::default();
+        ask.header.family = family.number();
+        let answer = self.dump(Kind::GetRule, &ask).map_err(|cause| Error::new("failed to list the rules", cause))?;
+        let messages = answer.iter().filter_map(|reply| RuleMessage::parse(reply.body(Kind::NewRule)?).ok());
+        Ok(messages.filter_map(decode).collect())
+    }
+}
+
+fn message(rule: &Rule) -> RuleMessage {
+    let mut message = RuleMessage::default();
+    message.header.action = RuleAction::ToTable;
+    message.attributes.push(RuleAttribute::Table(rule.table));
+    if let Some(source) = rule.source {
+        message.header.family = Family::of(source.address()).number();
+        message.header.src_len = source.prefix();
+        message.attributes.push(RuleAttribute::Source(source.address()));
+    }
+    message.attributes.extend(rule.priority.map(RuleAttribute::Priority));
+    message
+}
+
+fn decode(message: RuleMessage) -> Option<Rule> {
+    let RuleMessage { header, attributes, .. } = message;
+    if header.action != RuleAction::ToTable {
+        return None;
+    }
+    let mut rule = Rule { source: None, table: header.table.into(), priority: Some(0) };
+    for attribute in attributes {
+        match attribute {
+            RuleAttribute::Source(address) => rule.source = Cidr::new(address, header.src_len),
+            RuleAttribute::Table(table) => rule.table = table,
+            RuleAttribute::Priority(priority) => rule.priority = Some(priority),
+            _ => {}
+        }
+    }
+    Some(rule)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, output};
+
+    #[test]
+    fn rules_of_both_families_come_and_go() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let rules = [
+                Rule::from_host("10.2.0.2".parse().unwrap(), 100),
+                Rule::from_host("fd02::2".parse().unwrap(), 70_000),
+            ];
+            for rule in &rules {
+                netlink.add_rule(rule).unwrap();
+            }
+            assert!(output("ip -4 rule").contains("32765:\tfrom 10.2.0.2 lookup 100\n"), "{}", output("ip -4 rule"));
+            assert!(output("ip -6 rule").contains("32765:\tfrom fd02::2 lookup 70000\n"), "{}", output("ip -6 rule"));
+            for (family, rule) in Family::ALL.into_iter().zip(&rules) {
+                let listed = netlink.list_rules(family).unwrap();
+                let there = listed.iter().find(|there| there.source == rule.source).unwrap();
+                assert_eq!((there.table, there.priority), (rule.table, Some(32765)));
+                assert!(listed.iter().any(|main| main.table == 254 && main.source.is_none()), "{listed:?}");
+                netlink.purge_rule(there).unwrap();
+                netlink.purge_rule(there).unwrap();
+                assert_eq!(netlink.list_rules(family).unwrap().len(), listed.len() - 1);
+            }
+        });
+    }
+
+    #[test]
+    fn the_newest_rule_comes_first() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            for (host, table) in [("10.2.0.2", 100), ("10.2.0.3", 101)] {
+                netlink.add_rule(&Rule::from_host(host.parse().unwrap(), table)).unwrap();
+            }
+            let tables: Vec<u32> = netlink.list_rules(Family::V4).unwrap().iter().map(|rule| rule.table).collect();
+            assert_eq!(tables, [255, 101, 100, 254, 253]);
+        });
+    }
+
+    #[test]
+    fn a_refusal_names_the_rule() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let rule = Rule { priority: Some(1000), ..Rule::from_host("10.2.0.2".parse().unwrap(), 100) };
+            netlink.add_rule(&rule).unwrap();
+            let error = netlink.add_rule(&rule).unwrap_err();
+            assert!(error.is_exists());
+            let error = error.to_string();
+            assert!(error.starts_with("failed to add rule from 10.2.0.2/32 lookup 100: "), "{error}");
+        });
+    }
+}

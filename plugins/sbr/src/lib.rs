@@ -1,0 +1,163 @@
+//! `sbr`: source based routing. Packets from an address of CNI_IFNAME leave by CNI_IFNAME, whatever the other interfaces of
+//! the container have for routes. Always behind another plugin, whose result it hands on.
+//!
+//! Each address gets a rule that leads to a table, and the interface's routes move from the main table into it. All of
+//! it is in the container's namespace and ends with it, so GC and STATUS have nothing to do.
+//!
+//! Two calls for one namespace must not choose the same table. Each locks the namespace itself, as Go's plugin does, by
+//! an `flock` of the file that CNI_NETNS names. No file is created.
+
+mod check;
+mod conf;
+mod plan;
+
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::AsFd as _;
+use std::time::Duration;
+
+use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
+use cni::machine::OnSigterm;
+use cni::result::{AddResult, IpConfig};
+use cni::skel::{Added, Call, Plugin, Role};
+use cni::{Cidr, Code, Error, Result};
+use cni_linux::flock::{self, Limit, Refused};
+use cni_linux::{Family, Link, Netlink, Netns, Rule};
+
+use conf::Conf;
+use plan::Plan;
+
+/// How long a call waits for another one that changes the same namespace.
+const LOCK_LIMIT: Duration = Duration::from_secs(30);
+
+/// The plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct Sbr;
+
+impl Plugin for Sbr {
+    fn name(&self) -> &'static str {
+        "sbr"
+    }
+
+    fn role(&self) -> Role {
+        Role::Chained
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        Conf::new(conf).map(drop)
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        conf::unknown_keys(json)
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let conf = Conf::new(&call.conf)?;
+        let result = prev_result(call)?;
+        let ips = addresses(&result, &call.ifname);
+        if ips.is_empty() {
+            return Err(Error::config(format!("No IP addresses supplied on interface: {}", call.ifname)));
+        }
+        let netns = Netns::open(call.netns()?)?;
+        let locked = lock(call, &netns, OnSigterm::Kill)?;
+        let mut rollback = call.rollback();
+        // Undone last: the lock holds until the result has been written, or all has been undone.
+        rollback.push("unlock the namespace", move || locked.unlock());
+        let netlink = netns.run(Netlink::open)??;
+        let link = find_link(&netlink, &call.ifname)?;
+        let plan = Plan::new(&netlink, &link, &conf, &ips)?;
+        plan.carry_out(&netlink, &mut rollback)?;
+        Ok(Added { result, rollback })
+    }
+
+    /// An address that the interface has lost since is a later plugin's concern.
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(&call.conf)?;
+        let ips = addresses(&prev_result(call)?, &call.ifname);
+        let netns = Netns::open(call.netns()?)?;
+        let netlink = netns.run(Netlink::open)??;
+        let link = find_link(&netlink, &call.ifname)?;
+        let missing = check::missing(&netlink, &link, &conf, &ips)?;
+        if missing.is_empty() { Ok(()) } else { Err(Error::new(Code::CHECK_FAILED, missing.join("; "))) }
+    }
+
+    /// The routes end with the interface.
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        let netns = match call.netns.as_deref().map(Netns::open) {
+            None => return Ok(()),
+            Some(Err(error)) if error.is_no_netns() => return Ok(()),
+            Some(netns) => netns?,
+        };
+        let table = match Conf::new(&call.conf) {
+            Ok(Conf::Table(table)) => Some(table),
+            Ok(Conf::FreeTables { .. }) => None,
+            Err(error) => {
+                call.notes.note(format_args!("sbr: the rules of every table are removed: {error}"));
+                None
+            }
+        };
+        let _locked = lock(call, &netns, OnSigterm::Finish)?;
+        let netlink = netns.run(Netlink::open)??;
+        // Without the interface the addresses are known from prevResult alone.
+        let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
+        let mut hosts: Vec<IpAddr> = addresses(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();
+        if let Some(link) = netlink.find_link(&call.ifname)? {
+            hosts.extend(netlink.list_addresses(link.index)?.iter().map(|addr| addr.cidr.address()));
+        }
+        let mut errors = Vec::new();
+        for family in Family::ALL {
+            let rules = netlink.list_rules(family).unwrap_or_else(|error| {
+                errors.push(error.into());
+                Vec::new()
+            });
+            let leads_there = |rule: &&Rule| table.is_none_or(|table| rule.table == table);
+            let is_ours = |rule: &&Rule| hosts.iter().any(|host| rule.source == Some(Cidr::host(*host)));
+            let removed = rules.iter().filter(leads_there).filter(is_ours).map(|rule| netlink.purge_rule(rule));
+            errors.extend(removed.filter_map(|outcome| outcome.err().map(Error::from)));
+        }
+        Error::join(errors)
+    }
+
+    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
+        Ok(())
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        self.examine(&call.conf)
+    }
+}
+
+fn prev_result(call: &Call<'_>) -> Result<AddResult> {
+    let prev = call.conf.prev_result()?;
+    prev.ok_or_else(|| Error::config("This plugin must be called as chained plugin"))
+}
+
+/// The addresses of the interface. An address that names no interface of the result counts too, as in Go.
+fn addresses(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
+    let is_of_another = |ip: &&IpConfig| {
+        let interface = ip.interface.and_then(|index| prev.interfaces.get(index));
+        interface.is_some_and(|interface| interface.name != ifname)
+    };
+    prev.ips.iter().filter(|ip| !is_of_another(ip)).cloned().collect()
+}
+
+fn find_link(netlink: &Netlink, ifname: &str) -> Result<Link> {
+    let missing = || {
+        let msg = format!("Cannot find network interface {ifname}: Link not found (CNI_IFNAME)");
+        Error::new(Code::INVALID_ENVIRONMENT, msg)
+    };
+    netlink.find_link(ifname)?.ok_or_else(missing)
+}
+
+/// Locks the namespace for as long as `netns` or the returned file is open.
+fn lock(call: &Call<'_>, netns: &Netns, on_sigterm: OnSigterm) -> Result<File> {
+    let path = netns.path().display();
+    let failed = |error: std::io::Error| Error::caused(Code::IO, format_args!("failed to lock netns {path}"), error);
+    let file = File::from(netns.as_fd().try_clone_to_owned().map_err(failed)?);
+    let limit = Limit { deadline: call.machine.now() + LOCK_LIMIT, length: LOCK_LIMIT };
+    flock::lock(file, call.machine.0, on_sigterm, limit).map_err(|Refused { cause, holder }| {
+        let holder = holder.map(|holder| format!(", which {holder} holds")).unwrap_or_default();
+        cni_linux::Error::new(format_args!("failed to lock netns {path}{holder}"), cause).into()
+    })
+}
