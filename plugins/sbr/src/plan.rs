@@ -10,7 +10,7 @@ use cni::result::IpConfig;
 use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
-use cni_linux::{Family, Link, Netlink, Route, Rule, SavedRoute};
+use cni_linux::{Addr, Family, Link, Netlink, Route, Rule, SavedRoute};
 
 use crate::conf::{Conf, MainTable};
 
@@ -71,15 +71,20 @@ impl Plan {
         plan.moved = routes;
         plan.moved.retain(|route| !route.routes().iter().any(is_link_local));
         if main == MainTable::SourceHints {
-            plan.keep_hints(link, ips);
+            let addresses = netlink.list_addresses(link.index)?;
+            plan.keep_hints(link, ips, &addresses);
         }
         Ok(plan)
     }
 
     /// Leaves what is on the link in the main table, and a route to the network of each address.
-    fn keep_hints(&mut self, link: &Link, ips: &[IpConfig]) {
+    ///
+    /// The kernel refuses a tentative address as the source. The route then has none: for IPv6 the kernel chooses an
+    /// address of the interface anyway.
+    fn keep_hints(&mut self, link: &Link, ips: &[IpConfig], addresses: &[Addr]) {
+        let is_tentative = |ip: IpAddr| addresses.iter().any(|addr| addr.cidr.address() == ip && addr.tentative);
         let hint = |ip: &IpConfig| Route {
-            source: Some(ip.address.address()),
+            source: Some(ip.address.address()).filter(|source| !is_tentative(*source)),
             scope: Some(SCOPE_LINK),
             ..Route::new(ip.address.network(), None, link.index)
         };

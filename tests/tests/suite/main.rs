@@ -26,6 +26,7 @@ mod programs;
 mod protocol;
 mod ptp;
 mod rights;
+mod sbr;
 mod seccomp;
 mod status;
 mod storm;
