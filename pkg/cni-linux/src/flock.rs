@@ -19,8 +19,9 @@ use cni::machine::{Machine, OnSigterm};
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::stat::{major, minor};
 
-use crate::error::Cause;
+use crate::error::{Cause, Error};
 use crate::machine::wait_ready;
+use crate::netns::Netns;
 use crate::watch::term_descriptor;
 
 /// How long to wait.
@@ -62,6 +63,24 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
         let holder = (cause.is_deadline() || cause.is_terminated()).then(|| holder(&identity)).flatten();
         Refused { cause, holder }
     })
+}
+
+impl Netns {
+    /// Locks the namespace itself, as long as this handle or the returned file is open. No file is created, and whoever
+    /// locks the file that a path to the namespace leads to waits for it, whichever path that is.
+    ///
+    /// # Errors
+    /// Those of [`lock`], with the process that holds the lock.
+    pub fn lock(&self, machine: &dyn Machine, on_sigterm: OnSigterm, length: Duration) -> crate::Result<File> {
+        let path = self.path().display();
+        let file = self.as_fd().try_clone_to_owned();
+        let file = file.map_err(|error| Error::new(format_args!("failed to lock netns {path}"), error))?;
+        let limit = Limit { deadline: machine.now() + length, length };
+        lock(File::from(file), machine, on_sigterm, limit).map_err(|Refused { cause, holder }| {
+            let holder = holder.map(|holder| format!(", which {holder} holds")).unwrap_or_default();
+            Error::new(format_args!("failed to lock netns {path}{holder}"), cause)
+        })
+    }
 }
 
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
@@ -153,6 +172,19 @@ pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::{machine, new_netns};
+
+    #[test]
+    fn a_namespace_is_locked_by_whatever_path() {
+        let (netns, machine) = (new_netns(), machine());
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&netns.as_fd()));
+        let other = Netns::open(std::path::Path::new(&path)).unwrap();
+        let held = netns.lock(&machine, OnSigterm::Finish, Duration::ZERO).unwrap();
+        let refused = other.lock(&machine, OnSigterm::Finish, Duration::ZERO).unwrap_err();
+        assert!(refused.is_deadline() && refused.to_string().starts_with(&format!("failed to lock netns {path}")));
+        held.unlock().unwrap();
+        other.lock(&machine, OnSigterm::Finish, Duration::ZERO).unwrap();
+    }
 
     #[test]
     fn the_holder_is_found_among_waiters_and_other_locks() {

@@ -26,6 +26,9 @@ pub use saved::SavedRoute;
 /// The table that is meant when none is named.
 pub const MAIN_TABLE: u32 = 254;
 
+/// The table of this host's own addresses, which the kernel fills.
+pub const LOCAL_TABLE: u32 = 255;
+
 /// What IPv6 makes of metric 0.
 const IPV6_DEFAULT_METRIC: u32 = 1024;
 

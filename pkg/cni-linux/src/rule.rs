@@ -3,6 +3,7 @@
 //! The kernel goes through the rules by priority. A rule that is added without one gets the number below that of the
 //! second rule in the list, so the newest one comes first.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use cni::Cidr;
@@ -11,7 +12,7 @@ use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
 
 use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
-use crate::route::Family;
+use crate::route::{Family, SavedRoute};
 
 /// A rule that leads to a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +30,11 @@ impl Rule {
     pub fn from_host(source: IpAddr, table: u32) -> Rule {
         Rule { source: Some(Cidr::host(source)), table, priority: None }
     }
+}
+
+/// Every table that a rule leads to, or that has a route.
+pub fn tables_in_use(rules: &[Rule], routes: &[SavedRoute]) -> BTreeSet<u32> {
+    rules.iter().map(|rule| rule.table).chain(routes.iter().map(SavedRoute::table_id)).collect()
 }
 
 impl std::fmt::Display for Rule {

@@ -17,6 +17,7 @@ pub type Probed = Result<(), String>;
 static VLANS: OnceLock<Probed> = OnceLock::new();
 static VLAN_LINKS: OnceLock<Probed> = OnceLock::new();
 static DUMMY: OnceLock<Probed> = OnceLock::new();
+static VRF: OnceLock<Probed> = OnceLock::new();
 static NFT_BRIDGE: OnceLock<Probed> = OnceLock::new();
 static IPTABLES: OnceLock<Probed> = OnceLock::new();
 static NFT: OnceLock<Probed> = OnceLock::new();
@@ -38,6 +39,12 @@ pub fn vlan_links() -> Probed {
 pub fn dummy() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "dummy"];
     once(&DUMMY, "the kernel has no dummy interfaces", &[&argv, &["ip", "link", "del", "probe0"]])
+}
+
+/// Interfaces that stand for a routing table of their own.
+pub fn vrf() -> Probed {
+    let argv = ["ip", "link", "add", "probe0", "type", "vrf", "table", "7"];
+    once(&VRF, "the kernel has no VRFs", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
 /// SCTP sockets.

@@ -11,9 +11,7 @@ mod check;
 mod conf;
 mod plan;
 
-use std::fs::File;
 use std::net::IpAddr;
-use std::os::fd::AsFd as _;
 use std::time::Duration;
 
 use cni::config::{NetConf, ValidAttachments};
@@ -22,7 +20,6 @@ use cni::machine::OnSigterm;
 use cni::result::{AddResult, IpConfig};
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::flock::{self, Limit, Refused};
 use cni_linux::{Family, Link, Netlink, Netns, Rule};
 
 use conf::Conf;
@@ -60,7 +57,7 @@ impl Plugin for Sbr {
             return Err(Error::config(format!("No IP addresses supplied on interface: {}", call.ifname)));
         }
         let netns = Netns::open(call.netns()?)?;
-        let locked = lock(call, &netns, OnSigterm::Kill)?;
+        let locked = netns.lock(call.machine.0, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
         // Undone last: the lock holds until the result has been written, or all has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
@@ -97,7 +94,7 @@ impl Plugin for Sbr {
                 None
             }
         };
-        let _locked = lock(call, &netns, OnSigterm::Finish)?;
+        let _locked = netns.lock(call.machine.0, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
         // Without the interface the addresses are known from prevResult alone.
         let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
@@ -148,16 +145,4 @@ fn find_link(netlink: &Netlink, ifname: &str) -> Result<Link> {
         Error::new(Code::INVALID_ENVIRONMENT, msg)
     };
     netlink.find_link(ifname)?.ok_or_else(missing)
-}
-
-/// Locks the namespace for as long as `netns` or the returned file is open.
-fn lock(call: &Call<'_>, netns: &Netns, on_sigterm: OnSigterm) -> Result<File> {
-    let path = netns.path().display();
-    let failed = |error: std::io::Error| Error::caused(Code::IO, format_args!("failed to lock netns {path}"), error);
-    let file = File::from(netns.as_fd().try_clone_to_owned().map_err(failed)?);
-    let limit = Limit { deadline: call.machine.now() + LOCK_LIMIT, length: LOCK_LIMIT };
-    flock::lock(file, call.machine.0, on_sigterm, limit).map_err(|Refused { cause, holder }| {
-        let holder = holder.map(|holder| format!(", which {holder} holds")).unwrap_or_default();
-        cni_linux::Error::new(format_args!("failed to lock netns {path}{holder}"), cause).into()
-    })
 }

@@ -3,13 +3,13 @@
 //! A table is complete before a rule leads to it, and the main table loses its routes last, so packets always have a
 //! route.
 
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use cni::result::IpConfig;
 use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
+use cni_linux::rule::tables_in_use;
 use cni_linux::{Addr, Family, Link, Netlink, Route, Rule, SavedRoute};
 
 use crate::conf::{Conf, MainTable};
@@ -55,8 +55,7 @@ impl Plan {
             }
             Conf::FreeTables { main, .. } => *main,
         };
-        let taken = rules.iter().map(|rule| rule.table).chain(routes.iter().map(SavedRoute::table_id));
-        let taken: BTreeSet<u32> = taken.collect();
+        let taken = tables_in_use(&rules, &routes);
         routes.retain(|route| {
             let has_table = ips.iter().any(|ip| Family::of(ip.address.address()) == route.family());
             route.table_id() == MAIN_TABLE && route.leaves_by(link.index) && has_table

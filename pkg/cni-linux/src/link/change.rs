@@ -97,16 +97,17 @@ impl Netlink {
         self.set(index, [attribute], |link| format!("failed to set the transmit queue of {link} to {packets}"))
     }
 
-    /// Makes an interface a port of a bridge.
-    pub fn set_master(&self, index: u32, bridge_index: u32) -> Result<()> {
-        let attribute = LinkAttribute::Controller(bridge_index);
-        self.set(index, [attribute], |link| format!("failed to connect {link} to {}", self.label(bridge_index)))
+    /// Makes an interface a port of a bridge or VRF. A VRF takes it down and up again, which costs its IPv6 addresses
+    /// and its routes.
+    pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
+        let attribute = LinkAttribute::Controller(master_index);
+        self.set(index, [attribute], |link| format!("failed to connect {link} to {}", self.label(master_index)))
     }
 
-    /// Takes a port off its bridge. Harmless if it is on none.
+    /// Takes a port off its bridge or VRF. Harmless if it is on none.
     pub fn unset_master(&self, index: u32) -> Result<()> {
         let attribute = LinkAttribute::Controller(0);
-        self.set(index, [attribute], |link| format!("failed to take {link} off its bridge"))
+        self.set(index, [attribute], |link| format!("failed to take {link} off its master"))
     }
 
     fn set_flags(

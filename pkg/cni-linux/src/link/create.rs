@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use cni::machine::Machine;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
-use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{InfoData, InfoKind, InfoVrf, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
 use super::{Link, OperState};
 use crate::error::{Cause, Error, Reason, Result};
@@ -33,6 +33,20 @@ impl Netlink {
         message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Dummy)]));
         self.create_link(message, name)
             .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
+    }
+
+    /// Makes a VRF, up, with this routing table. With the first one the kernel adds a rule for all of them.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel has no VRFs.
+    pub fn create_vrf(&self, name: &str, table: u32) -> Result<Link> {
+        let mut message = LinkMessage::default();
+        (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
+        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        let data = LinkInfo::Data(InfoData::Vrf(vec![InfoVrf::TableId(table)]));
+        message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vrf), data]));
+        self.create_link(message, name)
+            .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
     }
 
     /// RTM_NEWLINK, exclusively; returns the new link.
@@ -76,8 +90,30 @@ impl Netlink {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::BridgeSpec;
     use crate::testing::in_new_netns;
     use cni_testkit::{probe, require};
+
+    #[test]
+    fn a_vrf_is_made_with_its_table_and_takes_ports() {
+        require!(probe::vrf());
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            for (name, table) in [("red", 7), ("blue", 70_000)] {
+                let made = netlink.create_vrf(name, table).unwrap();
+                assert_eq!((made.vrf_table, made.up, made.kind.to_string().as_str()), (Some(table), true, "vrf"));
+                assert_eq!(netlink.link(name).unwrap().vrf_table, Some(table));
+                assert!(netlink.create_vrf(name, table).unwrap_err().is_exists());
+            }
+            let (red, bridge) = (netlink.link("red").unwrap(), BridgeSpec::named("br0"));
+            let port = netlink.create_bridge(&bridge).unwrap();
+            assert_eq!(port.vrf_table, None);
+            netlink.set_master(port.index, red.index).unwrap();
+            assert_eq!(netlink.list_ports(red.index).unwrap().len(), 1);
+            netlink.unset_master(port.index).unwrap();
+            assert_eq!(netlink.list_ports(red.index).unwrap(), []);
+        });
+    }
 
     #[test]
     fn a_dummy_is_made_with_its_address() {

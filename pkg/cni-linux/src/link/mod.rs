@@ -64,6 +64,8 @@ pub struct Link {
     pub port: Option<Port>,
     /// What it is as a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
+    /// The routing table of a VRF, if it is one.
+    pub vrf_table: Option<u32>,
 }
 
 /// What made an interface.
@@ -277,6 +279,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         peer_netnsid: None,
         port: None,
         bridge: None,
+        vrf_table: None,
     };
     if header.link_layer_type == LinkLayerType::Loopback {
         link.kind = LinkKind::Loopback;
@@ -334,6 +337,11 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
                 };
             }
             libc::IFLA_INFO_DATA if link.kind == LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
+            libc::IFLA_INFO_DATA if link.kind == LinkKind::Other("vrf".to_owned()) => {
+                const IFLA_VRF_TABLE: u16 = 1;
+                link.vrf_table =
+                    attributes(value).find(|(kind, _)| *kind == IFLA_VRF_TABLE).and_then(|(_, id)| number(id));
+            }
             libc::IFLA_INFO_SLAVE_KIND => is_port = text(value) == "bridge",
             libc::IFLA_INFO_SLAVE_DATA if is_port => link.port = Some(decode_port(value)),
             _ => {}
