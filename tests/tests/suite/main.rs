@@ -31,3 +31,4 @@ mod seccomp;
 mod status;
 mod storm;
 mod tuning;
+mod vrf;
