@@ -4,7 +4,7 @@
 //!
 //! - [`netns`]: network namespaces by path, and the one door through which code runs inside one.
 //! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`], [`bridge`],
-//!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`] and [`neigh`] put their verbs. Its [`socket`](netlink::socket) is also that of
+//!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] put their verbs. Its [`socket`](netlink::socket) is also that of
 //!   [`conntrack`], [`watch`] and `cni-firewall`.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
@@ -36,6 +36,7 @@ pub mod neigh;
 pub mod netlink;
 pub mod netns;
 mod patience;
+pub mod qdisc;
 pub mod route;
 pub mod rule;
 pub mod stream;
@@ -56,6 +57,7 @@ pub use machine::LinuxMachine;
 pub use mark::Mark;
 pub use netlink::Netlink;
 pub use netns::Netns;
+pub use qdisc::{Filter, Place, Qdisc, Tbf};
 pub use route::{Family, Route, SavedRoute};
 pub use rule::Rule;
 pub use sys::Arena;

@@ -95,9 +95,33 @@ impl Mark {
 
     /// Whether a name looks like that of a host's end.
     pub fn is_host_name(name: &str) -> bool {
-        let digits = name.strip_prefix("veth").unwrap_or_default();
-        digits.len() == 8 && digits.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+        is_hash(name, "veth", 8)
     }
+
+    /// The name of the ifb for what the container sends: Go's, in which the interface does not count.
+    pub fn ifb_name(&self) -> String {
+        format!("{IFB}{}", sha512_hex(&[self.network.as_bytes(), self.container.as_bytes()], 12))
+    }
+
+    /// The ifb's name where another interface of the container has the one by [`ifb_name`](Mark::ifb_name).
+    pub fn own_ifb_name(&self) -> String {
+        let Mark { network, container, ifname } = self;
+        format!("{IFB}{}", sha512_hex(&[format!("{network}/{container}/{ifname}").as_bytes()], 12))
+    }
+
+    /// Whether a name looks like that of an ifb.
+    pub fn is_ifb_name(name: &str) -> bool {
+        is_hash(name, IFB, 12)
+    }
+}
+
+/// What the name of an ifb begins with.
+const IFB: &str = "bwp";
+
+/// Whether a name is `prefix` and so many hex digits.
+fn is_hash(name: &str, prefix: &str, digits: usize) -> bool {
+    let hash = name.strip_prefix(prefix).unwrap_or_default();
+    hash.len() == digits && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 #[cfg(test)]
@@ -163,6 +187,18 @@ mod tests {
     fn host_names_never_change_between_releases() {
         // A DEL by a newer release must find what an older one made. Computed with `sha512sum`.
         assert_eq!(Mark::new("net", "c1", "eth0").host_name(0), "vethfecdf07f");
+    }
+
+    #[test]
+    fn an_ifb_has_the_name_that_go_gives_it() {
+        let mark = Mark::new("cni-plugin-bandwidth-test", "dummy", "eth0");
+        assert_eq!(mark.ifb_name(), "bwpa8eda89404b7");
+        assert_eq!(Mark { ifname: "eth1".to_owned(), ..mark.clone() }.ifb_name(), mark.ifb_name());
+        assert_ne!(Mark { ifname: "eth1".to_owned(), ..mark.clone() }.own_ifb_name(), mark.own_ifb_name());
+        // As the host's names; computed with `sha512sum`.
+        assert_eq!(Mark::new("net", "c1", "eth0").own_ifb_name(), "bwpdd6ccc806f76");
+        assert!(Mark::is_ifb_name(&mark.ifb_name()) && Mark::is_ifb_name(&mark.own_ifb_name()));
+        assert!(!Mark::is_ifb_name("bwp0") && !Mark::is_ifb_name("vetha8eda89404b7"));
     }
 
     #[test]

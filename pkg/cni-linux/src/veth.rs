@@ -122,8 +122,8 @@ impl Netlink {
         Ok(None)
     }
 
-    /// Removes the host ends of a network that were left without their alias, because the ADD that made them was killed.
-    /// `listed` is the table of links from before; if a link in it is such a host end, waits up to a second for the alias
+    /// Removes the host ends and ifbs of a network that were left without their alias, because the ADD that made them was
+    /// killed. `listed` is the table of links from before; if a link in it is such a link, waits up to a second for the alias
     /// that an ADD at work sets.
     ///
     /// # Errors
@@ -131,7 +131,9 @@ impl Netlink {
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
         let group = Mark::group(network);
         let is_unmarked = |link: &Link| {
-            link.group == group && link.alias.is_none() && link.is_veth() && Mark::is_host_name(&link.name)
+            let is_named =
+                (link.is_veth() && Mark::is_host_name(&link.name)) || (link.is_ifb() && Mark::is_ifb_name(&link.name));
+            link.group == group && link.alias.is_none() && is_named
         };
         let mut left: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
         if left.is_empty() {

@@ -9,6 +9,7 @@ use netlink_packet_route::link::{InfoData, InfoKind, InfoVrf, LinkAttribute, Lin
 use super::{Link, OperState};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
+use crate::mark::Mark;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 use crate::watch::Watch;
@@ -47,6 +48,31 @@ impl Netlink {
         message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vrf), data]));
         self.create_link(message, name)
             .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
+    }
+
+    /// Makes an intermediate functional block: what is redirected to it waits in its queue, and is then received where it came
+    /// from. It is up and marked.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if any interface has that name. Nothing is left behind, unless the kernel's answer was lost.
+    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, mark: &Mark) -> Result<Link> {
+        let mut message = LinkMessage::default();
+        (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
+        message.attributes.extend([
+            LinkAttribute::IfName(name.to_owned()),
+            LinkAttribute::Address(mac.0.to_vec()),
+            LinkAttribute::Mtu(mtu),
+            LinkAttribute::TxQueueLen(0),
+            LinkAttribute::Group(Mark::group(&mark.network)),
+            LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Ifb)]),
+        ]);
+        let link = self
+            .create_link(message, name)
+            .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
+        self.set_first_alias(link.index, &mark.alias()).map(|()| link.clone()).inspect_err(|_| {
+            // The first error is the one to tell.
+            let _ = self.purge_link(link.index);
+        })
     }
 
     /// RTM_NEWLINK, exclusively; returns the new link.
@@ -112,6 +138,19 @@ mod tests {
             assert_eq!(netlink.list_ports(red.index).unwrap().len(), 1);
             netlink.unset_master(port.index).unwrap();
             assert_eq!(netlink.list_ports(red.index).unwrap(), []);
+        });
+    }
+
+    fn an_ifb_is_made_up_and_marked() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let (mac, mark) = (Mac([2, 0, 0, 0, 0, 7]), Mark::new("net", "c1", "eth0"));
+            netlink.create_ifb("bwp0", mac, 1400, &mark).unwrap();
+            let link = netlink.link("bwp0").unwrap();
+            assert_eq!((link.mac, link.mtu, link.txqlen, link.group), (Some(mac), 1400, 0, 0));
+            assert_eq!((link.up, link.is_ifb(), link.alias), (true, true, Some(mark.alias())));
+            assert!(netlink.create_ifb("bwp0", mac, 1400, &mark).unwrap_err().is_exists());
+            assert_eq!(netlink.list_links().unwrap().len(), 2);
         });
     }
 

@@ -147,6 +147,11 @@ impl Link {
         self.kind == LinkKind::Bridge
     }
 
+    /// Whether it is an intermediate functional block.
+    pub fn is_ifb(&self) -> bool {
+        self.kind == LinkKind::Other("ifb".to_owned())
+    }
+
     /// Whether it is an end of a veth pair.
     pub fn is_veth(&self) -> bool {
         self.kind == LinkKind::Veth

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cni::steps::{Step, hex};
-use netlink_packet_core::{Emitable, NLM_F_ACK, NLM_F_DUMP};
+use netlink_packet_core::{Emitable, NLM_F_ACK, NLM_F_DUMP, NLM_F_ECHO};
 
 use crate::error::{Cause, Error, Result};
 use crate::netns::Netns;
@@ -58,6 +58,12 @@ impl Netlink {
     /// Asks for one thing. `None` if the answer is empty.
     pub(crate) fn get(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, 0).map(|answer| answer.messages.into_iter().next())
+    }
+
+    /// Asks for one thing of traffic control. Kernels before 6.8 announce the answer, and send it to the one who asked only
+    /// as an echo.
+    pub(crate) fn get_echoed(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
+        self.exchange(Request { kind, body }, NLM_F_ECHO).map(|answer| answer.messages.into_iter().next())
     }
 
     /// Asks for a whole table, or what of it matches `body`.
@@ -108,6 +114,11 @@ pub(crate) enum Kind {
     DelRule = libc::RTM_DELRULE,
     GetRule = libc::RTM_GETRULE,
     NewNeighbour = libc::RTM_NEWNEIGH,
+    NewQdisc = libc::RTM_NEWQDISC,
+    DelQdisc = libc::RTM_DELQDISC,
+    GetQdisc = libc::RTM_GETQDISC,
+    NewFilter = libc::RTM_NEWTFILTER,
+    GetFilter = libc::RTM_GETTFILTER,
 }
 
 /// What a request says beyond its kind.

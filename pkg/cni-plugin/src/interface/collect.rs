@@ -1,5 +1,5 @@
-//! GC: what has this network's mark and belongs to no valid attachment, and host ends whose ADD was killed before it set
-//! the mark.
+//! GC: what has this network's mark and belongs to no valid attachment, and links whose ADD was killed before it set the
+//! mark.
 //!
 //! Links are known by their alias; what Go made has none. Masquerade rules name network and container in their comments,
 //! Go's too. IPAM gets the same request. A link without an end on the host ends with its container.
@@ -17,7 +17,7 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     let on_host = I::HOST_END != HostEnd::None;
     let mut errors = Vec::new();
     if on_host {
-        errors.extend(links(call, valid).err());
+        errors.extend(collect_links(call, valid).err());
     }
     if !call.conf.ipam_type().is_empty() {
         let forwarded = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.gc());
@@ -31,7 +31,11 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     Error::join(errors)
 }
 
-fn links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+/// GC: removes this network's links on the host that belong to no valid attachment.
+///
+/// # Errors
+/// The kernel's.
+pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = Mark::network_prefix(network);
     // Whole aliases are compared, so that a container ID too long for one is as good as any other.

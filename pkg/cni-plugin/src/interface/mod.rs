@@ -36,6 +36,7 @@ use crate::keys::Masquerading;
 
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use check::{Check, failed};
+pub use collect::collect_links;
 pub use layer3::{Layer3, forwarding};
 pub use site::{Site, host_interface};
 

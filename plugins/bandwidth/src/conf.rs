@@ -1,0 +1,226 @@
+//! The configuration of `bandwidth`: JSON in, impossible states out.
+
+use cni::config::NetConf;
+use cni::json::{Json, UnknownKey};
+use cni::{Code, Error, Result};
+use cni_linux::Tbf;
+use cni_linux::qdisc::TICK;
+use serde::Deserialize;
+
+/// A sound configuration.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Conf {
+    /// What the container receives.
+    pub(crate) ingress: Option<Limit>,
+    /// What the container sends.
+    pub(crate) egress: Option<Limit>,
+}
+
+/// A rate, and how much may exceed it, in whole bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    rate: u64,
+    burst: u64,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Raw {
+    ingress_rate: Option<u64>,
+    ingress_burst: Option<u64>,
+    egress_rate: Option<u64>,
+    egress_burst: Option<u64>,
+    runtime_config: RuntimeConfig,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RuntimeConfig {
+    bandwidth: Entry,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Entry {
+    ingress_rate: u64,
+    ingress_burst: u64,
+    egress_rate: u64,
+    egress_burst: u64,
+}
+
+/// The keys that nobody here reads.
+pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
+    json.unknown_keys::<Raw>()
+}
+
+impl Conf {
+    /// Reads the configuration. One key of the four in the configuration itself, and `runtimeConfig` does not count.
+    ///
+    /// # Errors
+    /// 6 and 7, with Go's texts where it has them.
+    pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
+        let raw: Raw = conf
+            .json()
+            .decode()
+            .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
+        let own = [raw.ingress_rate, raw.ingress_burst, raw.egress_rate, raw.egress_burst];
+        let runtime = raw.runtime_config.bandwidth;
+        let [ingress_rate, ingress_burst, egress_rate, egress_burst] = if own.iter().any(Option::is_some) {
+            own.map(Option::unwrap_or_default)
+        } else {
+            [runtime.ingress_rate, runtime.ingress_burst, runtime.egress_rate, runtime.egress_burst]
+        };
+        Ok(Conf {
+            ingress: Limit::new("ingress", ingress_rate, ingress_burst)?,
+            egress: Limit::new("egress", egress_rate, egress_burst)?,
+        })
+    }
+}
+
+impl Limit {
+    /// From bits; 0 and 0 is none.
+    fn new(direction: &str, rate: u64, burst: u64) -> Result<Option<Limit>> {
+        match (rate, burst) {
+            (0, 0) => return Ok(None),
+            (_, 0) => return Err(Error::config("if rate is set, burst must also be set")),
+            (0, _) => return Err(Error::config("if burst is set, rate must also be set")),
+            _ => {}
+        }
+        let limit = Limit { rate: rate / 8, burst: burst / 8 };
+        if limit.burst >= u64::from(u32::MAX) {
+            return Err(Error::config("burst cannot be more than 4GB"));
+        }
+        if limit.rate == 0 {
+            return Err(Error::config(format!("{direction}Rate {rate} is too small: the least is 8 bits per second")));
+        }
+        if limit.bucket() == 0 {
+            let msg = format!("{direction}Burst {burst} is too small for a rate of {rate} bits per second");
+            return Err(Error::config(msg).with_details("not one byte would pass"));
+        }
+        Ok(Some(limit))
+    }
+
+    /// The microseconds in which the rate fills the bucket; in whole ones, as Go counts.
+    fn fill_time(self) -> u64 {
+        self.burst * 1_000_000 / self.rate
+    }
+
+    /// The queue, in bytes: what the bucket holds, and what waits 25 ms.
+    fn queue(self) -> u128 {
+        u128::from(self.rate) / 40 + u128::from(self.burst)
+    }
+
+    /// The numbers for the kernel, which has 32 bits for two of them: what is larger becomes the largest.
+    pub(crate) fn tbf(self) -> Tbf {
+        Tbf {
+            rate: self.rate,
+            limit: u32::try_from(self.queue()).unwrap_or(u32::MAX),
+            buffer: u32::try_from(ticks(self.fill_time())).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// The numbers as Go's plugin computes them, which drops the bits that are too many.
+    #[expect(clippy::cast_possible_truncation, reason = "that is what Go does")]
+    pub(crate) fn tbf_by_go(self) -> Tbf {
+        let fill_time = self.fill_time() as u32;
+        Tbf { rate: self.rate, limit: self.queue() as u32, buffer: ticks(fill_time.into()) as u32 }
+    }
+
+    /// The bytes in the full bucket.
+    pub(crate) fn bucket(self) -> u128 {
+        u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
+    }
+
+    /// What is smaller than asked for, for a line on stderr.
+    pub(crate) fn cut(self) -> Option<String> {
+        let Limit { rate, burst } = self;
+        (self.tbf() != self.tbf_by_go()).then(|| {
+            format!(
+                "a burst of {burst} bytes at {rate} bytes per second is too large for the kernel: the bucket holds {}",
+                self.bucket()
+            )
+        })
+    }
+}
+
+/// Microseconds in ticks of the packet scheduler.
+fn ticks(microseconds: u64) -> u64 {
+    microseconds * 1000 / TICK
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(keys: &str) -> Result<Conf> {
+        Conf::new(&NetConf::parse(format!(r#"{{"cniVersion":"1.0.0","name":"n","type":"bandwidth"{keys}}}"#))?)
+    }
+
+    fn ingress(rate: u64, burst: u64) -> Limit {
+        parse(&format!(r#","ingressRate":{rate},"ingressBurst":{burst}"#)).unwrap().ingress.unwrap()
+    }
+
+    /// The figures were read from the kernel after Go's ADD.
+    #[test]
+    fn the_numbers_are_those_of_go() {
+        for (rate, burst, tbf) in [
+            (8, 8, Tbf { rate: 1, limit: 1, buffer: 15_625_000 }),
+            (16, 8, Tbf { rate: 2, limit: 1, buffer: 7_812_500 }),
+            (8000, 80, Tbf { rate: 1000, limit: 35, buffer: 156_250 }),
+            (8_000_000, 800_000, Tbf { rate: 0xf_4240, limit: 0x1_e848, buffer: 0x17_d784 }),
+        ] {
+            let limit = ingress(rate, burst);
+            assert_eq!((limit.tbf(), limit.tbf_by_go(), limit.cut()), (tbf, tbf, None), "{rate} {burst}");
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_cannot_hold_becomes_the_largest() {
+        // As containerd asks for 10 Mbit/s, and CRI-O.
+        let limit = ingress(10_000_000, u32::MAX.into());
+        assert_eq!((limit.tbf().buffer, limit.tbf_by_go().buffer), (u32::MAX, 2_415_919_079));
+        assert_eq!(limit.tbf().limit, limit.tbf_by_go().limit);
+        assert_eq!(limit.cut().unwrap().rsplit(' ').next(), Some("343597383"));
+        let limit = ingress(12_345_678, 8 * u64::from(u32::MAX) - 1);
+        assert_eq!((limit.tbf().limit, limit.tbf_by_go().limit), (u32::MAX, 38_578));
+        let huge = ingress(80_000_000_000_000, 8_000_000_000).tbf();
+        assert_eq!((huge.rate, huge.limit), (10_000_000_000_000, u32::MAX));
+    }
+
+    #[test]
+    fn one_own_key_outweighs_the_runtime() {
+        let runtime = r#","RuntimeConfig":{"bandWidth":{"ingressRate":800,"ingressBurst":800,"egressRate":1600,"egressBurst":8}}"#;
+        let conf = parse(runtime).unwrap();
+        assert_eq!(conf.egress.unwrap().tbf().rate, 200);
+        let conf = parse(&format!(r#"{runtime},"egressRate":0"#)).unwrap();
+        assert!(conf.ingress.is_none() && conf.egress.is_none());
+        let conf = parse(&format!(r#"{runtime},"ingressRate":80,"ingressBurst":80"#)).unwrap();
+        assert!(conf.ingress.unwrap().tbf().rate == 10 && conf.egress.is_none());
+        for none in ["", r#","runtimeConfig":{"bandwidth":null}"#, r#","runtimeConfig":{"bandwidth":{}}"#] {
+            assert!(parse(none).is_ok_and(|conf| conf.ingress.is_none() && conf.egress.is_none()), "{none}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (keys, code, begin) in [
+            (r#","ingressRate":8"#, 7, "if rate is set, burst must also be set"),
+            (r#","egressBurst":8"#, 7, "if burst is set, rate must also be set"),
+            (r#","egressRate":8,"egressBurst":34359738360"#, 7, "burst cannot be more than 4GB"),
+            (r#","egressRate":7,"egressBurst":8"#, 7, "egressRate 7 is too small"),
+            (r#","ingressRate":80000000,"ingressBurst":7"#, 7, "ingressBurst 7 is too small"),
+            (r#","ingressRate":80000000000,"ingressBurst":8"#, 7, "ingressBurst 8 is too small"),
+            (r#","ingressRate":-1"#, 6, "failed to parse network configuration: ingressRate"),
+            (r#","ingressRate":1.5"#, 6, "failed to parse network configuration: ingressRate"),
+            (
+                r#","runtimeConfig":{"bandwidth":{"egressRate":"1M"}}"#,
+                6,
+                "failed to parse network configuration: runtimeConfig.bandwidth.egressRate",
+            ),
+        ] {
+            let error = parse(keys).unwrap_err();
+            assert!(error.code().0 == code && error.msg().starts_with(begin), "{keys}: {error}");
+        }
+        assert!(parse(r#","egressRate":8,"egressBurst":34359738359"#).is_ok());
+    }
+}
