@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
+mod bandwidth;
 mod bridge;
 mod cnitool;
 mod delegation;

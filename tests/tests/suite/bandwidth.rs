@@ -1,0 +1,579 @@
+//! `bandwidth`: what a container receives and sends is limited, in the Go plugin's numbers; and nothing stays.
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cni_testkit::trace::{self, Act, Hit, Plan};
+use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
+use conformance::{VERSION, patched};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+/// Both limits: 8 Mbit/s, and 100,000 bytes at once.
+fn both() -> Value {
+    json!({"ingressRate": 8_000_000, "ingressBurst": 800_000, "egressRate": 16_000_000, "egressBurst": 800_000})
+}
+
+fn config(limits: Value) -> Value {
+    patched(json!({"cniVersion": VERSION, "name": "net1", "type": "bandwidth"}), limits)
+}
+
+/// A container whose `eth0` is one end of a veth pair, and what the plugin that made it would have answered.
+fn pod(node: &Node, host: &str) -> (Container, Value) {
+    let container = node.container();
+    let prev = plug(node, &container, host, "eth0");
+    (container, prev)
+}
+
+/// Gives a container an interface. The other end is the test's to remove: `unplug`.
+fn plug(node: &Node, container: &Container, host: &str, ifname: &str) -> Value {
+    let netns = container.netns().display().to_string();
+    node.ip(&[
+        &format!("link add {host} mtu 1400 type veth peer name {ifname} netns {netns}"),
+        &format!("link set {host} up"),
+        &format!("address add 10.9.0.1/32 peer 10.9.0.2 dev {host}"),
+    ]);
+    container.ip(&[&format!("link set {ifname} up"), &format!("address add 10.9.0.2/32 peer 10.9.0.1 dev {ifname}")]);
+    json!({"cniVersion": VERSION, "interfaces": [{"name": "br0"}, {"name": host}, {"name": ifname, "sandbox": netns}]})
+}
+
+fn unplug(node: &Node, host: &str) {
+    node.exec(&["ip", "link", "del", host]);
+}
+
+fn qdiscs(node: &Node, link: &str) -> Vec<Value> {
+    let all = node.json(&["tc", "-s", "-j", "qdisc", "show", "dev", link]);
+    all.as_array().unwrap().iter().filter(|qdisc| qdisc["kind"] != "noqueue").cloned().collect()
+}
+
+fn ifbs(node: &Node) -> Vec<String> {
+    let links = node.json(&["ip", "-j", "link", "show", "type", "ifb"]);
+    links.as_array().into_iter().flatten().map(|link| link["ifname"].as_str().unwrap().to_owned()).collect()
+}
+
+/// All that limits anything on the node, as text.
+fn limits(node: &Node, host: &str) -> String {
+    let filters = node.exec(&["tc", "filter", "show", "dev", host, "parent", "ffff:"]);
+    let all = node.exec(&["tc", "qdisc", "show"]);
+    let made = all.lines().filter(|line| !line.contains("noqueue"));
+    made.chain(filters.lines()).collect::<Vec<_>>().join("\n")
+}
+
+/// Sends so much from one side to the other and returns how long it took.
+fn send(from: impl Fn() -> TcpStream, to: &TcpListener, bytes: usize) -> Duration {
+    thread::scope(|scope| {
+        let received = scope.spawn(|| {
+            let (mut stream, _) = to.accept().unwrap();
+            let (mut buffer, mut all) = (vec![0; 1 << 16], 0);
+            loop {
+                match stream.read(&mut buffer).unwrap() {
+                    0 => return (all, Instant::now()),
+                    read => all += read,
+                }
+            }
+        });
+        let mut stream = from();
+        let began = Instant::now();
+        stream.write_all(&vec![7; bytes]).unwrap();
+        drop(stream);
+        let (all, ended) = received.join().unwrap();
+        assert_eq!(all, bytes);
+        ended - began
+    })
+}
+
+/// Sends to the container or from there.
+fn transfer(node: &Node, container: &Container, to_container: bool, bytes: usize) -> Duration {
+    if to_container {
+        let listener = container.enter(|| TcpListener::bind("10.9.0.2:0").unwrap());
+        let address = listener.local_addr().unwrap();
+        send(|| node.enter(|| TcpStream::connect(address).unwrap()), &listener, bytes)
+    } else {
+        let listener = node.enter(|| TcpListener::bind("10.9.0.1:0").unwrap());
+        let address = listener.local_addr().unwrap();
+        send(|| container.enter(|| TcpStream::connect(address).unwrap()), &listener, bytes)
+    }
+}
+
+#[test]
+fn both_directions_pass_through_their_filters() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    let result = attachment.add_after(&prev).success();
+    let ifb = result["interfaces"][3]["name"].as_str().unwrap();
+    for (to_container, link) in [(true, "host0"), (false, ifb)] {
+        let passed = || qdiscs(&node, link)[0]["bytes"].as_u64().unwrap();
+        let before = passed();
+        transfer(&node, &container, to_container, 150_000);
+        assert!(passed() - before >= 150_000, "{:?}", qdiscs(&node, link));
+    }
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    attachment.del_with(&result).success();
+    assert_eq!(ifbs(&node), [""; 0]);
+    unplug(&node, "host0");
+}
+
+#[test]
+fn numbers_names_and_result_are_as_go_has_them() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let config = patched(config(both()), json!({"name": "cni-plugin-bandwidth-test"}));
+    let mut attachment = Attachment::new(&node, &container, config);
+    attachment.id = "dummy".to_owned();
+    let result = attachment.add_after(&prev).success();
+    let added = &result["interfaces"][3];
+    assert_eq!((&added["name"], &added["sandbox"]), (&json!("bwpa8eda89404b7"), &Value::Null));
+    assert_eq!(result["interfaces"].as_array().unwrap()[..3], prev["interfaces"].as_array().unwrap()[..]);
+    let ifb = node.link("bwpa8eda89404b7").unwrap();
+    assert_eq!((&ifb["mtu"], &ifb["address"]), (&json!(1400), &added["mac"]));
+    let limits = limits(&node, "host0");
+    for line in [
+        "qdisc tbf 1: dev host0 root refcnt 2 rate 8Mbit burst 100000b lat 25ms",
+        "qdisc ingress ffff: dev host0 parent ffff:fff1",
+        "qdisc tbf 1: dev bwpa8eda89404b7 root refcnt 2 rate 16Mbit burst 100000b lat 25ms",
+        "match 00000000/00000000 at 0",
+        "filter protocol all pref 1 u32 chain 0 fh 800::800",
+        "flowid 1:1",
+        "mirred (Egress Redirect to device bwpa8eda89404b7) stolen",
+    ] {
+        let words = |text: &str| text.replace("refcnt 2 ", "").replace("refcnt 3 ", "");
+        assert!(words(&limits).contains(&words(line)), "{line}\n{limits}");
+    }
+    attachment.del().success();
+    unplug(&node, "host0");
+}
+
+#[test]
+fn one_direction_alone_makes_what_it_needs() {
+    let node = Node::new();
+    for (number, direction) in ["ingress", "egress"].into_iter().enumerate() {
+        let host = format!("host{number}");
+        let (container, prev) = pod(&node, &host);
+        let keys = json!({format!("{direction}Rate"): 8000, format!("{direction}Burst"): 80});
+        let attachment = Attachment::new(&node, &container, config(keys));
+        let result = attachment.add_after(&prev).success();
+        let kinds: Vec<Value> = qdiscs(&node, &host).iter().map(|qdisc| qdisc["kind"].clone()).collect();
+        assert_eq!((kinds, ifbs(&node).len()), (vec![json!(if number == 0 { "tbf" } else { "ingress" })], number));
+        assert_eq!(result["interfaces"].as_array().unwrap().len(), 3 + number);
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+        unplug(&node, &host);
+    }
+}
+
+#[test]
+fn without_limits_no_request_is_sent_and_no_netns_visited() {
+    require!(trace::supported());
+    let node = Node::new();
+    let container = node.container();
+    let prev =
+        json!({"cniVersion": VERSION, "interfaces": [{"name": "x", "vendor": 1}], "ips": [{"address": "10.0.0.2/24"}]});
+    let attachment = Attachment::new(&node, &container, config(json!({"runtimeConfig": {"bandwidth": null}})));
+    let plan = Plan { victim: "bandwidth".to_owned(), at: u64::MAX, act: Act::Signal(Signal::SIGKILL) };
+    for verb in ["ADD", "CHECK"] {
+        let traced = attachment.invocation(verb, Some(&prev)).traced(&plan);
+        traced.outcome.success();
+        let is_request = |hit: &&Hit| ["socket", "setns", "sendto", "sendmsg"].contains(&hit.call.as_str());
+        assert_eq!(traced.all.iter().find(is_request), None);
+        assert!(traced.all.iter().any(|hit| hit.call.starts_with("read")), "{:?}", traced.all);
+    }
+}
+
+#[test]
+fn unknown_members_of_the_earlier_result_are_handed_on() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let prev = patched(prev, json!({"vendor": {"zone": ["a", null]}, "dns": {"ttl": 5}}));
+    for version in ["0.3.0", "0.4.0", "1.0.0", "1.1.0"] {
+        let prev = patched(prev.clone(), json!({"cniVersion": version}));
+        for (limits, interfaces) in [(json!({}), 3), (both(), 4)] {
+            let attachment =
+                Attachment::new(&node, &container, patched(config(limits), json!({"cniVersion": version})));
+            let result = attachment.add_after(&prev).success();
+            assert_eq!((&result["vendor"], &result["dns"]["ttl"]), (&prev["vendor"], &json!(5)), "{version}");
+            assert_eq!(result["interfaces"].as_array().unwrap().len(), interfaces);
+            attachment.del().success();
+        }
+    }
+    unplug(&node, "host0");
+}
+
+#[test]
+fn every_version_with_interfaces_is_spoken() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    for version in ["0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"] {
+        let config = patched(config(both()), json!({"cniVersion": version}));
+        let attachment = Attachment::new(&node, &container, config);
+        let result = attachment.add_after(&patched(prev.clone(), json!({"cniVersion": version}))).success();
+        assert_eq!((&result["cniVersion"], ifbs(&node).len()), (&json!(version), 1));
+        attachment.del().success();
+        node.exec(&["tc", "qdisc", "del", "dev", "host0", "root"]);
+        node.exec(&["tc", "qdisc", "del", "dev", "host0", "ingress"]);
+    }
+    unplug(&node, "host0");
+}
+
+#[test]
+fn limits_of_the_runtime_count_unless_the_list_has_any() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let runtime = json!({"RuntimeConfig": {"bandWidth": {"ingressRate": 8000, "ingressBurst": 80}}});
+    let attachment = Attachment::new(&node, &container, config(runtime.clone()));
+    attachment.add_after(&prev).success();
+    assert_eq!(qdiscs(&node, "host0")[0]["options"]["rate"], 1000);
+    attachment.del().success();
+    node.exec(&["tc", "qdisc", "del", "dev", "host0", "root"]);
+    let attachment = attachment.config(patched(config(runtime), json!({"egressBurst": 0})));
+    attachment.add_after(&prev).success();
+    assert_eq!(qdiscs(&node, "host0"), [] as [Value; 0]);
+    unplug(&node, "host0");
+}
+
+#[test]
+fn what_cannot_be_limited_is_refused_in_gos_words() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    container.exec(&["ip", "link", "add", "a0", "type", "veth", "peer", "name", "a1"]);
+    let before = limits(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    let with = |interfaces: Value| patched(prev.clone(), json!({"interfaces": interfaces}));
+    let elsewhere = with(json!([{"name": "fake"}, {"name": "host0", "sandbox": "/x"}]));
+    for (ifname, prev, text) in [
+        ("eth0", with(json!([])), "no interfaces provided"),
+        ("eth0", elsewhere, "no veth peer of container interface found in host ns"),
+        ("eth7", prev.clone(), "container interface eth7 has no veth peer: could not look up \"eth7\": Link not found"),
+        ("lo", prev.clone(), "container interface lo has no veth peer: interface \"lo\" was not a veth interface"),
+    ] {
+        let failure = attachment.clone().ifname(ifname).add_after(&prev).failure();
+        assert_eq!(failure.msg, text);
+    }
+    let failure = attachment.clone().ifname("a0").add_after(&prev).failure();
+    assert!(failure.msg.starts_with("veth peer with index ") && failure.msg.ends_with(" is not in host ns"));
+    assert_eq!(attachment.add().failure().msg, "must be called as chained plugin");
+    assert_eq!(attachment.invocation("CHECK", None).run().failure().msg, "must be called as a chained plugin");
+    for (limits, text) in [
+        (json!({"ingressRate": 8}), "if rate is set, burst must also be set"),
+        (json!({"egressBurst": 8}), "if burst is set, rate must also be set"),
+        (json!({"egressRate": 8, "egressBurst": 34_359_738_360_u64}), "burst cannot be more than 4GB"),
+    ] {
+        assert_eq!(attachment.clone().config(config(limits)).add_after(&prev).failure().msg, text);
+    }
+    assert_eq!((limits(&node, "host0"), ifbs(&node)), (before, vec![]));
+    unplug(&node, "host0");
+}
+
+#[test]
+fn numbers_that_the_kernel_refuses_are_refused_before_it() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    for (rate, burst, key) in
+        [(7, 8, "ingressRate"), (8_000_000, 7, "ingressBurst"), (80_000_000_000_u64, 8, "ingressBurst")]
+    {
+        let keys = json!({"ingressRate": rate, "ingressBurst": burst, "egressRate": 8000, "egressBurst": 8000});
+        // Nothing is opened: the namespace does not exist.
+        let attachment = Attachment::new(&node, &container, config(keys)).netns("/nonexistent");
+        attachment.add_after(&prev).fails_naming(7, &[key]);
+    }
+    unplug(&node, "host0");
+}
+
+/// What containerd and CRI-O ask for where a pod is annotated with a rate alone.
+#[test]
+fn a_burst_too_large_for_the_kernel_becomes_the_largest() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let runtime =
+        |burst: u64| json!({"runtimeConfig": {"bandwidth": {"ingressRate": 10_000_000, "ingressBurst": burst}}});
+    for burst in [u64::from(u32::MAX), 8 * u64::from(u32::MAX) - 1] {
+        let attachment = Attachment::new(&node, &container, config(runtime(burst)));
+        let added = attachment.add_after(&prev);
+        let result = added.success();
+        assert!(added.stderr.contains("343597383"), "{}", added.stderr);
+        // 274.9 s of 10 Mbit/s.
+        assert!(limits(&node, "host0").contains("burst 34359738"), "{}", limits(&node, "host0"));
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+    }
+    unplug(&node, "host0");
+}
+
+#[test]
+fn a_repeated_add_replaces_what_was_there() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    attachment.add_after(&prev).success();
+    let slower =
+        attachment.clone().config(patched(config(both()), json!({"ingressRate": 4_000_000, "egressRate": 4_000_000})));
+    let result = slower.add_after(&prev).success();
+    assert_eq!(limits(&node, "host0").matches("rate 4Mbit").count(), 2, "{}", limits(&node, "host0"));
+    assert_eq!(ifbs(&node).len(), 1);
+    slower.check(&result).success();
+    let none = attachment.clone().config(config(json!({"ingressRate": 4_000_000, "ingressBurst": 80_000})));
+    none.add_after(&prev).success();
+    assert_eq!((qdiscs(&node, "host0").len(), ifbs(&node)), (1, vec![]));
+    none.del().success();
+    unplug(&node, "host0");
+}
+
+#[test]
+fn a_second_interface_of_a_container_has_its_own_limits() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let one = Attachment::new(&node, &container, config(both()));
+    let other = one.clone().ifname("eth1");
+    let prev_other = plug(&node, &container, "host1", "eth1");
+    let results = [one.add_after(&prev).success(), other.add_after(&prev_other).success()];
+    assert_ne!(results[0]["interfaces"][3]["name"], results[1]["interfaces"][3]["name"]);
+    one.check(&results[0]).success();
+    other.check(&results[1]).success();
+    // Again, and in either order.
+    other.add_after(&prev_other).success();
+    assert_eq!(ifbs(&node).len(), 2);
+    one.del_with(&results[0]).success();
+    assert_eq!(ifbs(&node), [results[1]["interfaces"][3]["name"].as_str().unwrap()]);
+    one.del_with(&results[0]).success();
+    other.check(&results[1]).success();
+    other.del().success();
+    other.del().success();
+    assert_eq!(ifbs(&node), [""; 0]);
+    unplug(&node, "host0");
+    unplug(&node, "host1");
+}
+
+#[test]
+fn check_reports_what_has_changed() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    let result = attachment.add_after(&prev).success();
+    let ifb = result["interfaces"][3]["name"].as_str().unwrap().to_owned();
+    attachment.check(&result).success();
+    let changed = |key: &str, value: u64| attachment.clone().config(patched(config(both()), json!({key: value})));
+    assert!(changed("ingressRate", 8_000_008).check(&result).failure().msg.starts_with("Rate doesn't match"));
+    assert!(changed("egressBurst", 808_000).check(&result).failure().msg.starts_with("Limit doesn't match"));
+    for (sabotage, repair, named) in [
+        ("tc filter del dev host0 parent ffff:", "", "not redirected"),
+        ("tc qdisc del dev host0 ingress", "", "not redirected"),
+        ("tc qdisc del dev host0 root", "", "token bucket filter"),
+        ("ip link set IFB down", "ip link set IFB up", "is down"),
+        ("tc qdisc replace dev IFB root handle 2: pfifo", "", "token bucket filter"),
+        ("ip link del IFB", "", "get ifb device: Link not found"),
+    ] {
+        let run = |line: &str| {
+            let line = line.replace("IFB", &ifb);
+            if !line.is_empty() {
+                node.exec(&line.split(' ').collect::<Vec<_>>());
+            }
+        };
+        run(sabotage);
+        attachment.check(&result).fails_naming(101, &[named]);
+        run(repair);
+        if repair.is_empty() {
+            attachment.add_after(&prev).success();
+        }
+        attachment.check(&result).success();
+    }
+    attachment.del_with(&result).success();
+    unplug(&node, "host0");
+}
+
+#[test]
+fn del_needs_nothing_and_leaves_what_is_not_its_own() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    let result = attachment.add_after(&prev).success();
+    let ifb = result["interfaces"][3]["name"].as_str().unwrap();
+    // A configuration that no ADD accepts.
+    let bad = attachment.clone().config(config(json!({"ingressRate": 8}))).netns("");
+    bad.del().success();
+    assert_eq!(ifbs(&node), [""; 0]);
+    // Another attachment's, of the same name.
+    node.ip(&[&format!("link add {ifb} type ifb"), &format!("link set {ifb} alias cni:net1/{}/eth1", container.id)]);
+    attachment.del().success();
+    assert_eq!(ifbs(&node), [ifb]);
+    // Go's, of an attachment that had none.
+    node.ip(&[&format!("link set {ifb} alias \"\"")]);
+    attachment.del_with(&prev).success();
+    assert_eq!(ifbs(&node), [ifb]);
+    attachment.del_with(&result).success();
+    assert_eq!(ifbs(&node), [""; 0]);
+    unplug(&node, "host0");
+}
+
+#[test]
+fn gc_removes_what_is_not_valid_and_status_is_fine() {
+    let node = Node::new();
+    let (keep, prev) = pod(&node, "host0");
+    let (gone, prev_gone) = pod(&node, "host1");
+    let config = patched(config(both()), json!({"cniVersion": "1.1.0"}));
+    let keep = Attachment::new(&node, &keep, config.clone());
+    let result = keep.add_after(&prev).success();
+    Attachment::new(&node, &gone, config.clone()).add_after(&prev_gone).success();
+    let elsewhere = Attachment::new(&node, &gone, patched(config, json!({"name": "net2"})));
+    node.exec(&["tc", "qdisc", "del", "dev", "host1", "ingress"]);
+    node.exec(&["tc", "qdisc", "del", "dev", "host1", "root"]);
+    let other = elsewhere.add_after(&prev_gone).success();
+    // Killed before it was marked: the group is a hash of the network's name.
+    node.ip(&["link add bwp0123456789ab group 239661949 type ifb", "link add bwpffffffffffff type ifb"]);
+    keep.status().success();
+    keep.gc(&[(&keep.id, "eth0")]).success();
+    let mut left = ifbs(&node);
+    left.sort();
+    let name = |result: &Value| result["interfaces"][3]["name"].as_str().unwrap().to_owned();
+    let mut expected = vec![name(&result), name(&other), "bwpffffffffffff".to_owned()];
+    expected.sort();
+    assert_eq!(left, expected);
+    keep.check(&result).success();
+    keep.clone().config(patched(keep.config.clone(), json!({"ingressBurst": 0}))).status().fails_naming(50, &["burst"]);
+    keep.del().success();
+    elsewhere.del().success();
+    node.exec(&["ip", "link", "del", "bwpffffffffffff"]);
+    unplug(&node, "host0");
+    unplug(&node, "host1");
+}
+
+#[test]
+fn somebody_elses_qdisc_stays() {
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    for line in [
+        "tc qdisc add dev host0 root handle 1: pfifo limit 10",
+        "tc qdisc add dev host0 clsact",
+        "tc qdisc add dev host0 ingress",
+    ] {
+        node.exec(&line.split(' ').collect::<Vec<_>>());
+        if line.ends_with("ingress") {
+            let filter =
+                "tc filter add dev host0 parent ffff: protocol ip prio 5 u32 match ip dst 1.2.3.4/32 classid 1:2";
+            node.exec(&filter.split(' ').collect::<Vec<_>>());
+        }
+        let before = limits(&node, "host0");
+        attachment.add_after(&prev).fails_naming(102, &["create qdisc: file exists", "host0"]);
+        assert_eq!((limits(&node, "host0"), ifbs(&node)), (before, vec![]));
+        let place = line.split(' ').nth(5).unwrap();
+        node.exec(&["tc", "qdisc", "del", "dev", "host0", place]);
+    }
+    attachment.add_after(&prev).success();
+    attachment.del().success();
+    unplug(&node, "host0");
+}
+
+#[test]
+fn an_add_that_fails_at_any_call_leaves_nothing() {
+    require!(trace::supported());
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    let before = limits(&node, "host0");
+    attachment.invocation("ADD", Some(&prev)).with_closed_stdout().run();
+    assert_eq!((limits(&node, "host0"), ifbs(&node)), (before.clone(), vec![]));
+    let plan = |at| Plan { victim: "bandwidth".to_owned(), at, act: Act::Fail(Errno::ENOBUFS) };
+    let whole = attachment.invocation("ADD", Some(&prev)).traced(&plan(u64::MAX));
+    whole.outcome.success();
+    let undo = || {
+        attachment.del().success();
+        for place in ["root", "ingress"] {
+            node.exec(&["tc", "qdisc", "del", "dev", "host0", place]);
+        }
+    };
+    undo();
+    let is_meant = |hit: &Hit| {
+        !hit.starting && ["socket", "setns", "sendto", "recvfrom", "openat", "open"].contains(&hit.call.as_str())
+    };
+    let points: Vec<u64> = (1..).zip(&whole.all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
+    assert!(points.len() > 20, "{:?}", whole.all);
+    for at in points {
+        let traced = attachment.invocation("ADD", Some(&prev)).traced(&plan(at));
+        if traced.outcome.status == Some(0) {
+            attachment.check(&traced.outcome.success()).success();
+            undo();
+        } else {
+            traced.outcome.failure();
+        }
+        let left = (limits(&node, "host0"), ifbs(&node));
+        assert_eq!(left, (before.clone(), vec![]), "call {at}, {:?}\n{}", traced.hit, traced.outcome.report());
+    }
+    unplug(&node, "host0");
+}
+
+#[test]
+fn what_one_side_added_the_other_checks_and_deletes() {
+    require!(probe::go_plugins());
+    let node = Node::new();
+    let (ours, go) = (bin_dir(), go_bin_dir());
+    let numbers =
+        [(8, 8), (16, 8), (8000, 80), (12_345_678, 1_234_567), (999_999_999, 77_777_777), (40_000_000_001, 3_000_017)];
+    let numbers = numbers.into_iter().chain([(100_000_000_000_u64, 4_294_967_295_u64)]);
+    for (number, (rate, burst)) in numbers.enumerate() {
+        let host = format!("host{number}");
+        let (container, prev) = pod(&node, &host);
+        let limits = json!({"ingressRate": rate, "ingressBurst": burst, "egressRate": rate, "egressBurst": burst});
+        let attachment = Attachment::new(&node, &container, config(limits));
+        for (adds, deletes) in [(&ours, &go), (&go, &ours)] {
+            let result = attachment.clone().by(adds).add_after(&prev).success();
+            attachment.clone().by(deletes).check(&result).success();
+            attachment.clone().by(adds).check(&result).success();
+            attachment.clone().by(deletes).del_with(&result).success();
+            assert_eq!(ifbs(&node), [""; 0]);
+            for place in ["root", "ingress"] {
+                node.exec(&["tc", "qdisc", "del", "dev", &host, place]);
+            }
+        }
+        // Ours replaces Go's, and accepts what Go has made of a burst that is too large.
+        attachment.clone().by(&go).add_after(&prev).success();
+        attachment.add_after(&prev).success();
+        attachment.del().success();
+        unplug(&node, &host);
+    }
+    let (container, prev) = pod(&node, "host9");
+    let limits = json!({"egressRate": 10_000_000, "egressBurst": 34_359_738_359_u64});
+    let attachment = Attachment::new(&node, &container, config(limits));
+    let result = attachment.clone().by(&go).add_after(&prev).success();
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    unplug(&node, "host9");
+}
+
+/// Prints what passes in three seconds beyond a burst of 20 ms, but at least 20 kB.
+#[test]
+#[ignore = "measures: rates of a loaded machine prove nothing"]
+fn rates_asked_and_measured() {
+    for rate in [1_000_000_u64, 10_000_000, 100_000_000, 1_000_000_000] {
+        for (ingress, egress) in [(true, false), (false, true), (true, true)] {
+            let node = Node::new();
+            let (container, prev) = pod(&node, "host0");
+            let burst = (rate / 50).max(160_000);
+            let mut keys = json!({});
+            for (asked, direction) in [(ingress, "ingress"), (egress, "egress")] {
+                if asked {
+                    keys = patched(keys, json!({format!("{direction}Rate"): rate, format!("{direction}Burst"): burst}));
+                }
+            }
+            let attachment = Attachment::new(&node, &container, config(keys));
+            attachment.add_after(&prev).success();
+            let bytes = usize::try_from(rate / 8 * 3 + burst / 8).unwrap();
+            let measure = |to_container| {
+                let took = transfer(&node, &container, to_container, bytes).as_secs_f64();
+                (bytes as f64 * 8.0 - burst as f64) / took / rate as f64
+            };
+            let figures: Vec<String> = thread::scope(|scope| {
+                let measure = &measure;
+                let runs = [(ingress, true, "in"), (egress, false, "out")].into_iter().filter(|run| run.0);
+                let runs: Vec<_> = runs.map(|(_, to, name)| (name, scope.spawn(move || measure(to)))).collect();
+                runs.into_iter().map(|(name, run)| format!("{name} {:.3}", run.join().unwrap())).collect()
+            });
+            eprintln!("{:>5} Mbit/s: {}", rate / 1_000_000, figures.join(", "));
+            attachment.del().success();
+            unplug(&node, "host0");
+        }
+    }
+}
