@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use cni_testkit::trace::{self, Act, Hit, Plan};
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
+use conformance::measure::figure;
 use conformance::{VERSION, patched};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
@@ -543,7 +544,8 @@ fn what_one_side_added_the_other_checks_and_deletes() {
     unplug(&node, "host9");
 }
 
-/// Prints what passes in three seconds beyond a burst of 20 ms, but at least 20 kB.
+/// Measures what passes each filter in three seconds beyond the burst, as a share of its rate: whole packets, as the filter
+/// counts them.
 #[test]
 #[ignore = "measures: rates of a loaded machine prove nothing"]
 fn rates_asked_and_measured() {
@@ -559,19 +561,22 @@ fn rates_asked_and_measured() {
                 }
             }
             let attachment = Attachment::new(&node, &container, config(keys));
-            attachment.add_after(&prev).success();
-            let bytes = usize::try_from(rate / 8 * 3 + burst / 8).unwrap();
-            let measure = |to_container| {
-                let took = transfer(&node, &container, to_container, bytes).as_secs_f64();
-                (bytes as f64 * 8.0 - burst as f64) / took / rate as f64
+            let result = attachment.add_after(&prev).success();
+            let ifb = result["interfaces"][3]["name"].as_str().unwrap_or_default();
+            let bytes = usize::try_from(rate / 8 * 3).unwrap();
+            let measure = |to_container, link: &str| {
+                let passed = || qdiscs(&node, link)[0]["bytes"].as_u64().unwrap();
+                let (before, took) = (passed(), transfer(&node, &container, to_container, bytes));
+                (((passed() - before) * 8 - burst) as f64) / took.as_secs_f64() / rate as f64
             };
             let figures: Vec<String> = thread::scope(|scope| {
                 let measure = &measure;
-                let runs = [(ingress, true, "in"), (egress, false, "out")].into_iter().filter(|run| run.0);
-                let runs: Vec<_> = runs.map(|(_, to, name)| (name, scope.spawn(move || measure(to)))).collect();
-                runs.into_iter().map(|(name, run)| format!("{name} {:.3}", run.join().unwrap())).collect()
+                let runs = [(ingress, true, "host0"), (egress, false, ifb)].into_iter().filter(|run| run.0);
+                let runs: Vec<_> = runs.map(|(_, to, link)| (to, scope.spawn(move || measure(to, link)))).collect();
+                let name = |to| if to { "received" } else { "sent" };
+                runs.into_iter().map(|(to, run)| format!("{} {:.3}", name(to), run.join().unwrap())).collect()
             });
-            eprintln!("{:>5} Mbit/s: {}", rate / 1_000_000, figures.join(", "));
+            figure(&format!("{} Mbit/s: {}", rate / 1_000_000, figures.join(", ")));
             attachment.del().success();
             unplug(&node, "host0");
         }
