@@ -1,4 +1,4 @@
-//! bridge with host-local and masquerading, tuning, portmap: a list as a runtime drives it.
+//! bridge with host-local and masquerading, tuning, portmap, bandwidth: a list as a runtime drives it.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::world::World;
 pub(crate) const SYSCTL: &str = "net/ipv4/ip_unprivileged_port_start";
 
 /// The plugins of the list, in the order of an ADD.
-pub(crate) const PLUGINS: [&str; 3] = ["bridge", "tuning", "portmap"];
+pub(crate) const PLUGINS: [&str; 4] = ["bridge", "tuning", "portmap", "bandwidth"];
 
 /// Those whose DEL comes after that of `plugin`.
 pub(crate) fn dels_after(plugin: &str) -> impl Iterator<Item = &'static str> {
@@ -61,6 +61,9 @@ impl<'w> Chain<'w> {
                 "dataDir": world.backups(), "mtu": 1400, "promisc": true, "mac": if spoof_check { "" } else { "02:00:00:00:00:aa" },
                 "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1", "net.ipv4.ip_unprivileged_port_start": "7"},
             }),
+            "bandwidth" => json!({"capabilities": {"bandwidth": true}, "runtimeConfig": {"bandwidth": {
+                "ingressRate": 8_000_000, "ingressBurst": 800_000, "egressRate": 8_000_000, "egressBurst": 800_000,
+            }}}),
             _ => json!({
                 "backend": world.backend.key(), "capabilities": {"portMappings": true},
                 "runtimeConfig": {"portMappings": [

@@ -20,7 +20,7 @@ const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Vict
 
 /// A sweep with each of the errors. Beside the plugins, host-local and what is between fork and exec are met.
 #[track_caller]
-fn failing(backend: Backend, verb: Verb, floors: [u64; 5]) {
+fn failing(backend: Backend, verb: Verb, floors: [u64; 6]) {
     require!(trace::supported());
     require!(backend.probe());
     let victims = [
@@ -29,6 +29,7 @@ fn failing(backend: Backend, verb: Verb, floors: [u64; 5]) {
         victim("bridge", "host-local", floors[2]),
         victim("tuning", "tuning", floors[3]),
         victim("portmap", "portmap", floors[4]),
+        victim("bandwidth", "bandwidth", floors[5]),
     ];
     let some = usize::try_from(rounds(ERRORS.len() as u64)).unwrap();
     let mut acts: Vec<Act> = ERRORS.into_iter().take(some).map(Act::Fail).collect();
@@ -45,22 +46,22 @@ fn failing(backend: Backend, verb: Verb, floors: [u64; 5]) {
 
 #[test]
 fn during_add_with_nftables() {
-    failing(Backend::Nftables, Verb::Add, [90, 2, 48, 42, 72]);
+    failing(Backend::Nftables, Verb::Add, [90, 2, 48, 42, 72, 48]);
 }
 
 #[test]
 fn during_add_with_iptables() {
-    failing(Backend::IptablesNft, Verb::Add, [150, 7, 48, 42, 252]);
+    failing(Backend::IptablesNft, Verb::Add, [150, 7, 48, 42, 252, 48]);
 }
 
 #[test]
 fn during_del_with_nftables() {
-    failing(Backend::Nftables, Verb::Del, [60, 2, 39, 36, 39]);
+    failing(Backend::Nftables, Verb::Del, [60, 2, 39, 36, 39, 24]);
 }
 
 #[test]
 fn during_del_with_iptables() {
-    failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69]);
+    failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69, 24]);
 }
 
 /// Loses the kernel's answer, whether or not the kernel handled the request. A failed ADD must undo
@@ -70,7 +71,7 @@ fn losing_answers(backend: Backend, floor: u64) {
     require!(trace::supported());
     require!(backend.probe());
     let sweep = Sweep { backend, verb: Verb::Add, act: Act::Fail(Errno::ENOBUFS), share: 0, floor };
-    sweep::none(&sweep.at_each(Some("recvfrom"), Way::Del, &["bridge", "tuning", "portmap"]));
+    sweep::none(&sweep.at_each(Some("recvfrom"), Way::Del, &["bridge", "tuning", "portmap", "bandwidth"]));
 }
 
 #[test]

@@ -32,6 +32,7 @@ fn during_add_with_nftables() {
             victim("bridge", "host-local", 78),
             victim("tuning", "tuning", 72),
             victim("portmap", "portmap", 140),
+            victim("bandwidth", "bandwidth", 85),
         ],
     );
 }
@@ -51,6 +52,7 @@ fn during_add_with_iptables() {
             victim("portmap", "portmap", 360),
             victim("portmap", "portmap+fork", 11),
             victim("portmap", "xtables-nft-multi", 227),
+            victim("bandwidth", "bandwidth", 85),
         ],
     );
 }
@@ -67,6 +69,7 @@ fn during_del_with_nftables() {
             victim("bridge", "host-local", 65),
             victim("tuning", "tuning", 65),
             victim("portmap", "portmap", 78),
+            victim("bandwidth", "bandwidth", 55),
         ],
     );
 }
@@ -83,6 +86,7 @@ fn during_del_with_iptables() {
             victim("bridge", "host-local", 65),
             victim("tuning", "tuning", 65),
             victim("portmap", "portmap", 130),
+            victim("bandwidth", "bandwidth", 55),
         ],
     );
 }

@@ -25,6 +25,8 @@ pub(crate) enum Kind {
     Forward,
     /// What tuning has set, and its backup.
     Tuned,
+    /// The ifb.
+    Ifb,
     /// A lock that is held, and what nobody on this list makes.
     Other,
 }
@@ -33,7 +35,10 @@ impl Kind {
     /// Of a line of [`State::differs_from`](crate::world::State::differs_from).
     pub(crate) fn of(line: &str) -> Kind {
         let has = |what: &str| line.contains(what);
-        if line.starts_with("link ") {
+        if line.starts_with("link ") && has(": bwp") {
+            Kind::Ifb
+        } else if line.starts_with("link ") || line.starts_with("qdisc ") {
+            // A qdisc goes with its link.
             Kind::Link
         } else if line.starts_with("inside ") || (line.starts_with("file ") && has("/tuning/")) {
             Kind::Tuned
@@ -58,6 +63,7 @@ impl Kind {
             Kind::Reservation | Kind::Link | Kind::Masquerade | Kind::Spoof => Some("bridge"),
             Kind::Tuned => Some("tuning"),
             Kind::Forward => Some("portmap"),
+            Kind::Ifb => Some("bandwidth"),
             Kind::Other => None,
         }
     }

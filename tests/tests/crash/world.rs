@@ -163,6 +163,7 @@ pub(crate) struct State {
     rules: Vec<String>,
     files: BTreeSet<String>,
     locks: BTreeSet<String>,
+    qdiscs: BTreeSet<String>,
 }
 
 impl State {
@@ -182,7 +183,7 @@ impl State {
         let mut files = run;
         walk(&world.data_dir(), &mut files);
         walk(&world.backups(), &mut files);
-        State { links, rules: rules(world), files, locks }
+        State { links, rules: rules(world), files, locks, qdiscs: qdiscs(world) }
     }
 
     /// One line for each difference.
@@ -192,6 +193,7 @@ impl State {
             ("link", &self.links, &before.links),
             ("file", &self.files, &before.files),
             ("held", &self.locks, &before.locks),
+            ("qdisc", &self.qdiscs, &before.qdiscs),
         ] {
             lines.extend(now.difference(then).map(|one| format!("{kind} left: {one}")));
             lines.extend(then.difference(now).map(|one| format!("{kind} lost: {one}")));
@@ -243,6 +245,13 @@ fn held(folders: &[&Path]) -> BTreeSet<String> {
         }
     }
     held
+}
+
+/// What limits a link, as `tbf` and its device, without what else there is.
+fn qdiscs(world: &World) -> BTreeSet<String> {
+    let all = world.node.json(&["tc", "-j", "qdisc", "show"]);
+    let limits = all.as_array().into_iter().flatten().filter(|qdisc| qdisc["kind"] != "noqueue");
+    limits.map(|qdisc| format!("{} of {}", qdisc["kind"], qdisc["dev"])).collect()
 }
 
 /// All rules and chains, each with the table and the chain that it is in, without what packets change.

@@ -529,19 +529,28 @@ fn what_one_side_added_the_other_checks_and_deletes() {
                 node.exec(&["tc", "qdisc", "del", "dev", &host, place]);
             }
         }
-        // Ours replaces Go's, and accepts what Go has made of a burst that is too large.
-        attachment.clone().by(&go).add_after(&prev).success();
-        attachment.add_after(&prev).success();
-        attachment.del().success();
         unplug(&node, &host);
     }
-    let (container, prev) = pod(&node, "host9");
+}
+
+#[test]
+fn what_go_added_is_replaced_and_its_overflow_accepted() {
+    require!(probe::go_plugins());
+    let node = Node::new();
+    let (container, prev) = pod(&node, "host0");
+    let attachment = Attachment::new(&node, &container, config(both()));
+    attachment.clone().by(go_bin_dir()).add_after(&prev).success();
+    let result = attachment.add_after(&prev).success();
+    attachment.check(&result).success();
+    attachment.del().success();
+    unplug(&node, "host0");
+    let (container, prev) = pod(&node, "host1");
     let limits = json!({"egressRate": 10_000_000, "egressBurst": 34_359_738_359_u64});
     let attachment = Attachment::new(&node, &container, config(limits));
-    let result = attachment.clone().by(&go).add_after(&prev).success();
+    let result = attachment.clone().by(go_bin_dir()).add_after(&prev).success();
     attachment.check(&result).success();
     attachment.del_with(&result).success();
-    unplug(&node, "host9");
+    unplug(&node, "host1");
 }
 
 /// Measures what passes each filter in three seconds beyond the burst, as a share of its rate: whole packets, as the filter

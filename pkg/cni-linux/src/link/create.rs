@@ -141,6 +141,7 @@ mod tests {
         });
     }
 
+    #[test]
     fn an_ifb_is_made_up_and_marked() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();

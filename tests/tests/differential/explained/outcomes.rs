@@ -179,6 +179,19 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         covers: |_, it| it.verb == "ADD" && outcome(it, "done", "invalid value: integer `-"),
     },
     Explanation {
+        name: "requested addresses of two sources",
+        reason: "docs/plugins/host-local.md: of several sources that name an address of one range set the first one wins",
+        covers: |case, it| {
+            let args = case["args"].as_str().is_some_and(|args| args.contains("IP="));
+            args && it.verb == "ADD" && outcome(it, "failed to allocate all requested IPs", "done")
+        },
+    },
+    Explanation {
+        name: "promiscuity that another network asked for",
+        reason: "differences, bridge: CHECK tolerates promiscuity that somebody else added",
+        covers: |_, it| it.verb == "CHECK" && outcome(it, "configured Promisc Mode false", "done"),
+    },
+    Explanation {
         name: "a negative MTU",
         reason: "differences, bridge: a negative mtu is refused",
         covers: |_, it| it.verb == "ADD" && outcome(it, "done", "7 invalid MTU -"),
