@@ -32,11 +32,17 @@ pub fn allow(ifname: &str) -> Result<()> {
 impl Netlink {
     /// Announces every address of an interface that is up and for which [`allow`] was called; `mac` is the hardware
     /// address it has. One request.
+    ///
+    /// Does nothing for an interface that has the address of another one, an ipvlan: the kernel has announced its addresses
+    /// when it was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
         message.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
-        self.set_link(message, |link| format!("failed to announce the addresses of {link} at {mac}"))
+        match self.set_link(message, |link| format!("failed to announce the addresses of {link} at {mac}")) {
+            Err(error) if error.is_unsupported() => Ok(()),
+            done => done,
+        }
     }
 }
 

@@ -51,7 +51,9 @@ pub mod watch;
 pub use addr::{Addr, Dad, SavedAddr};
 pub use bridge::{BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, Taken};
-pub use link::{BridgeInfo, Link, LinkKind, OperState, Port, PortState, Promisc};
+pub use link::{
+    BridgeInfo, IpvlanMode, Link, LinkKind, MacvlanMode, OperState, Port, PortState, Promisc, Stacked, StackedSpec,
+};
 pub use mac::Mac;
 pub use machine::LinuxMachine;
 pub use mark::Mark;

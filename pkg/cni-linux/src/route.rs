@@ -206,6 +206,18 @@ impl Netlink {
         self.dump_routes(family, Some(table))
     }
 
+    /// The index of the interface of the default route: in the main table the one with the lowest metric, IPv4 before
+    /// IPv6, of several gateways the first.
+    pub fn find_default_interface(&self) -> Result<Option<u32>> {
+        for family in [Family::V4, Family::V6] {
+            let routes = self.list_routes(family, None)?.into_iter();
+            if let Some(route) = routes.filter(|route| route.dst.is_default_route()).min_by_key(Route::metric) {
+                return Ok(Some(route.oif));
+            }
+        }
+        Ok(None)
+    }
+
     /// The unicast routes of one family in every table.
     pub fn list_all_routes(&self, family: Family) -> Result<Vec<Route>> {
         self.dump_routes(family, None)

@@ -18,6 +18,7 @@ static VLANS: OnceLock<Probed> = OnceLock::new();
 static VLAN_LINKS: OnceLock<Probed> = OnceLock::new();
 static DUMMY: OnceLock<Probed> = OnceLock::new();
 static VRF: OnceLock<Probed> = OnceLock::new();
+static IPVLAN: OnceLock<Probed> = OnceLock::new();
 static NFT_BRIDGE: OnceLock<Probed> = OnceLock::new();
 static IPTABLES: OnceLock<Probed> = OnceLock::new();
 static NFT: OnceLock<Probed> = OnceLock::new();
@@ -45,6 +46,13 @@ pub fn dummy() -> Probed {
 pub fn vrf() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "vrf", "table", "7"];
     once(&VRF, "the kernel has no VRFs", &[&argv, &["ip", "link", "del", "probe0"]])
+}
+
+/// ipvlan interfaces, in every mode.
+pub fn ipvlan() -> Probed {
+    let base = ["ip", "link", "add", "base0", "type", "veth", "peer", "name", "base1"];
+    let argv = ["ip", "link", "add", "link", "base0", "name", "probe0", "type", "ipvlan", "mode", "l3s"];
+    once(&IPVLAN, "the kernel has no ipvlan interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
 }
 
 /// SCTP sockets.
@@ -121,6 +129,8 @@ fn once(cell: &OnceLock<Probed>, reason: &str, steps: &[&[&str]]) -> Probed {
         for step in steps {
             let ran = node.run(step);
             if !ran.ok {
+                // An earlier step's links may still be there.
+                node.abandon();
                 return Err(format!("{reason}: `{}`: {}", step.join(" "), ran.stderr.trim()));
             }
         }

@@ -1,4 +1,5 @@
-//! Interfaces: what they are (here), how they are created (`create`) and changed (`change`).
+//! Interfaces: what they are (here), how they are created (`create`) and changed (`change`);
+//! `stacked` is about those on top of another one.
 //!
 //! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can be given away and
 //! indexes, within a boot, practically cannot. The newcomer's mistake: reading [`Link::up`] as "works". It is the
@@ -6,6 +7,7 @@
 
 mod change;
 mod create;
+mod stacked;
 
 use std::fmt;
 
@@ -15,6 +17,7 @@ use netlink_packet_route::link::{
 };
 
 pub use change::Promisc;
+pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
@@ -66,6 +69,8 @@ pub struct Link {
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
+    /// What it is on top of the interface below, if it is of such a kind.
+    pub stacked: Option<Stacked>,
 }
 
 /// What made an interface.
@@ -285,6 +290,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         port: None,
         bridge: None,
         vrf_table: None,
+        stacked: None,
     };
     if header.link_layer_type == LinkLayerType::Loopback {
         link.kind = LinkKind::Loopback;
@@ -341,12 +347,16 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
                     other => LinkKind::Other(other.to_owned()),
                 };
             }
-            libc::IFLA_INFO_DATA if link.kind == LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
-            libc::IFLA_INFO_DATA if link.kind == LinkKind::Other("vrf".to_owned()) => {
-                const IFLA_VRF_TABLE: u16 = 1;
-                link.vrf_table =
-                    attributes(value).find(|(kind, _)| *kind == IFLA_VRF_TABLE).and_then(|(_, id)| number(id));
-            }
+            libc::IFLA_INFO_DATA => match &link.kind {
+                LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
+                LinkKind::Other(kind) if kind == "vrf" => {
+                    const IFLA_VRF_TABLE: u16 = 1;
+                    link.vrf_table =
+                        attributes(value).find(|(kind, _)| *kind == IFLA_VRF_TABLE).and_then(|(_, id)| number(id));
+                }
+                LinkKind::Other(kind) => link.stacked = Stacked::decode(kind, value),
+                _ => {}
+            },
             libc::IFLA_INFO_SLAVE_KIND => is_port = text(value) == "bridge",
             libc::IFLA_INFO_SLAVE_DATA if is_port => link.port = Some(decode_port(value)),
             _ => {}

@@ -46,6 +46,7 @@ impl Body for LinkMessage {
                 LinkAttribute::TxQueueLen(packets) => words.push(format!("txqueuelen {packets}")),
                 LinkAttribute::Controller(0) => words.push("nomaster".to_owned()),
                 LinkAttribute::Controller(master) => words.push(format!("master {}", index(*master))),
+                LinkAttribute::Link(master) => words.push(format!("link {}", index(*master))),
                 LinkAttribute::NetNsFd(_) => words.push("netns of the container".to_owned()),
                 LinkAttribute::LinkInfo(infos) => infos.iter().for_each(|info| match info {
                     LinkInfo::Kind(kind) => words.push(format!("type {kind}")),

@@ -152,3 +152,26 @@ fn an_address_is_own_once_it_takes_packets_in() {
         assert!(own("fd00:9::1") && !own("fd00:9::2"));
     });
 }
+
+#[test]
+fn the_default_interface_is_that_of_the_lowest_metric() {
+    with_bridge(|netlink, oif| {
+        assert_eq!(netlink.find_default_interface().unwrap(), None);
+        output("ip link add far0 type veth peer name far1");
+        for link in ["far0", "far1"] {
+            output(&format!("ip link set {link} up"));
+        }
+        let far = |name| Some(netlink.link(name).unwrap().index);
+        // Neither a route of another table nor an unreachable one leads anywhere.
+        output("ip route add default dev far0 table 99");
+        output("ip -6 route add unreachable default metric 5");
+        assert_eq!(netlink.find_default_interface().unwrap(), None);
+        output("ip -6 route add default dev far1 metric 10");
+        assert_eq!(netlink.find_default_interface().unwrap(), far("far1"));
+        output("ip route add default dev far1 metric 200");
+        output("ip route add default dev br0 metric 100");
+        assert_eq!(netlink.find_default_interface().unwrap(), Some(oif));
+        output("ip route add default nexthop dev far0 nexthop dev br0");
+        assert_eq!(netlink.find_default_interface().unwrap(), far("far0"));
+    });
+}

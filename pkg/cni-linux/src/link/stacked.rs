@@ -1,0 +1,291 @@
+//! Interfaces on top of another one, their master: macvlan, ipvlan and vlan.
+//!
+//! The kernel (6.1) looks the name of a new interface up in the namespace of the socket as well as in the one that the
+//! interface is created in. A name that is to be free in the container alone can only be given afterwards, by
+//! [`Netlink::set_first_name`].
+
+use std::fmt;
+use std::os::fd::{AsFd as _, AsRawFd as _};
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::link::{
+    InfoData, InfoIpVlan, InfoKind, InfoMacVlan, InfoVlan, LinkAttribute, LinkInfo, LinkMessage,
+};
+
+use crate::error::{Error, Result};
+use crate::mac::Mac;
+use crate::netlink::{Kind, Netlink, attributes};
+use crate::netns::Netns;
+
+/// What an interface on top of a master is, and how it works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stacked {
+    /// It has a hardware address of its own.
+    Macvlan(MacvlanMode),
+    /// It has the master's hardware address. The mode is the master's: all interfaces on top of it get the last one set.
+    Ipvlan(IpvlanMode),
+    /// The master's frames with this VLAN ID.
+    Vlan(u16),
+}
+
+/// How macvlan interfaces of one master reach each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MacvlanMode {
+    /// Not at all.
+    Private = 1,
+    /// Over the switch behind the master, if it sends frames back.
+    Vepa = 2,
+    /// Directly.
+    #[default]
+    Bridge = 4,
+    /// There is only one, and it has the master's hardware address.
+    Passthru = 8,
+}
+
+/// Which part of the host's network stack handles the packets of ipvlan interfaces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IpvlanMode {
+    /// None.
+    #[default]
+    L2,
+    /// Routing.
+    L3,
+    /// Routing and netfilter.
+    L3s,
+}
+
+impl MacvlanMode {
+    const ALL: [MacvlanMode; 4] = [MacvlanMode::Private, MacvlanMode::Vepa, MacvlanMode::Bridge, MacvlanMode::Passthru];
+
+    /// Returns the mode of that name.
+    pub fn by_name(name: &str) -> Option<MacvlanMode> {
+        MacvlanMode::ALL.into_iter().find(|mode| mode.name() == name)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            MacvlanMode::Private => "private",
+            MacvlanMode::Vepa => "vepa",
+            MacvlanMode::Bridge => "bridge",
+            MacvlanMode::Passthru => "passthru",
+        }
+    }
+}
+
+impl IpvlanMode {
+    const ALL: [IpvlanMode; 3] = [IpvlanMode::L2, IpvlanMode::L3, IpvlanMode::L3s];
+
+    /// Returns the mode of that name.
+    pub fn by_name(name: &str) -> Option<IpvlanMode> {
+        IpvlanMode::ALL.into_iter().find(|mode| mode.name() == name)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            IpvlanMode::L2 => "l2",
+            IpvlanMode::L3 => "l3",
+            IpvlanMode::L3s => "l3s",
+        }
+    }
+}
+
+impl Stacked {
+    /// The kind, as the kernel names it.
+    pub fn kind(self) -> &'static str {
+        match self {
+            Stacked::Macvlan(_) => "macvlan",
+            Stacked::Ipvlan(_) => "ipvlan",
+            Stacked::Vlan(_) => "vlan",
+        }
+    }
+
+    /// Reads the options of a link of that kind. `None` for other kinds and modes.
+    pub(super) fn decode(kind: &str, options: &[u8]) -> Option<Stacked> {
+        // Mode and ID alike are the first attribute of their kind, the modes of macvlan in 32 bits.
+        let value = attributes(options).find(|(attribute, _)| *attribute == 1)?.1;
+        let short = || value.first_chunk().copied().map(u16::from_ne_bytes);
+        match kind {
+            "macvlan" => {
+                let number = u32::from_ne_bytes(*value.first_chunk()?);
+                MacvlanMode::ALL.into_iter().find(|mode| *mode as u32 == number).map(Stacked::Macvlan)
+            }
+            "ipvlan" => IpvlanMode::ALL.get(usize::from(short()?)).copied().map(Stacked::Ipvlan),
+            "vlan" => short().map(Stacked::Vlan),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Stacked {
+    /// The mode, or the VLAN ID.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Stacked::Macvlan(mode) => f.write_str(mode.name()),
+            Stacked::Ipvlan(mode) => f.write_str(mode.name()),
+            Stacked::Vlan(id) => id.fmt(f),
+        }
+    }
+}
+
+/// An interface that is to be created on top of a master.
+#[derive(Clone, Copy, Debug)]
+pub struct StackedSpec<'a> {
+    /// Its first name.
+    pub name: &'a str,
+    /// The index of its master, in the connection's namespace.
+    pub master: u32,
+    /// What it is.
+    pub stacked: Stacked,
+    /// Its largest packet in bytes, or the master's.
+    pub mtu: Option<u32>,
+    /// Its hardware address, or one of the kernel's choice.
+    pub mac: Option<Mac>,
+    /// How many broadcast frames a macvlan's master may hold, or the kernel's default.
+    pub broadcast_queue: Option<u32>,
+    /// Its namespace.
+    pub netns: &'a Netns,
+}
+
+impl Netlink {
+    /// Creates an interface on top of a master of this connection's namespace, down.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has one of that ID;
+    /// [`Error::is_unsupported`] if the kernel has no such interfaces.
+    pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
+        // The kernel would send an echo to the socket of that port in the other namespace, which is another connection.
+        let made = self.request(Kind::NewLink, &message(spec), NLM_F_CREATE | NLM_F_EXCL);
+        made.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
+    }
+
+    /// Gives a new interface its name and its alias, in one request.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if the name is taken: then the alias was not set.
+    pub fn set_first_name(&self, index: u32, name: &str, alias: &str) -> Result<()> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        message.attributes.push(LinkAttribute::IfAlias(alias.to_owned()));
+        self.set_link(message, |link| format!("failed to rename {link} to {name:?}"))
+    }
+}
+
+fn message(spec: &StackedSpec<'_>) -> LinkMessage {
+    let (kind, data) = match spec.stacked {
+        Stacked::Macvlan(mode) => {
+            let mut options = vec![InfoMacVlan::Mode((mode as u32).into())];
+            options.extend(spec.broadcast_queue.map(InfoMacVlan::BcQueueLen));
+            (InfoKind::MacVlan, InfoData::MacVlan(options))
+        }
+        Stacked::Ipvlan(mode) => (InfoKind::IpVlan, InfoData::IpVlan(vec![InfoIpVlan::Mode((mode as u16).into())])),
+        Stacked::Vlan(id) => (InfoKind::Vlan, InfoData::Vlan(vec![InfoVlan::Id(id)])),
+    };
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::IfName(spec.name.to_owned()));
+    message.attributes.push(LinkAttribute::Link(spec.master));
+    message.attributes.push(LinkAttribute::NetNsFd(spec.netns.as_fd().as_raw_fd()));
+    message.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
+    message.attributes.extend(spec.mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
+    message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(kind), LinkInfo::Data(data)]));
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_new_netns, new_netns};
+    use crate::{Link, VethSpec};
+    use cni_testkit::{probe, require};
+
+    /// A master `eth0` in the calling thread's namespace, and a container whose link gets the same name.
+    fn play(test: impl FnOnce(&Netlink, &Link, &Netns) + Send + 'static) {
+        in_new_netns(|| {
+            let host = Netlink::open().unwrap();
+            let spec = VethSpec::new("eth0", Mac([2, 0, 0, 0, 0, 1]), "peer0", Mac([2, 0, 0, 0, 0, 2]));
+            host.create_veth(&spec).unwrap();
+            test(&host, &host.link("eth0").unwrap(), &new_netns());
+        });
+    }
+
+    fn spec<'a>(master: &Link, stacked: Stacked, netns: &'a Netns) -> StackedSpec<'a> {
+        let (mtu, mac, broadcast_queue) = (None, None, None);
+        StackedSpec { name: "veth01234567", master: master.index, stacked, mtu, mac, broadcast_queue, netns }
+    }
+
+    #[track_caller]
+    fn is_created(host: &Netlink, spec: &StackedSpec<'_>) -> Link {
+        host.create_stacked(spec).unwrap();
+        let container = host.open_in(spec.netns).unwrap();
+        let link = container.link(spec.name).unwrap();
+        assert_eq!((link.stacked, link.up), (Some(spec.stacked), false));
+        assert_eq!(link.kind.to_string(), spec.stacked.kind());
+        assert!(host.create_stacked(spec).unwrap_err().is_exists());
+        container.set_first_name(link.index, "eth0", "cni:net/c1/eth0").unwrap();
+        let renamed = container.link("eth0").unwrap();
+        assert_eq!((renamed.index, renamed.alias.as_deref()), (link.index, Some("cni:net/c1/eth0")));
+        container.delete_link(link.index).unwrap();
+        renamed
+    }
+
+    #[test]
+    fn a_macvlan_of_each_mode_is_created_in_its_namespace() {
+        play(|host, master, netns| {
+            for mode in MacvlanMode::ALL {
+                assert_eq!(MacvlanMode::by_name(mode.name()), Some(mode));
+                is_created(host, &spec(master, Stacked::Macvlan(mode), netns));
+            }
+            let mac = Mac([2, 0, 0, 0, 0, 9]);
+            let spec = spec(master, Stacked::Macvlan(MacvlanMode::Bridge), netns);
+            let link = is_created(host, &StackedSpec { mtu: Some(1400), mac: Some(mac), ..spec });
+            assert_eq!((link.mtu, link.mac), (1400, Some(mac)));
+            let long = StackedSpec { broadcast_queue: Some(4321), ..spec };
+            host.create_stacked(&long).unwrap();
+            assert_eq!(host.list_links().unwrap().len(), 3);
+        });
+    }
+
+    #[test]
+    fn a_name_that_is_taken_leaves_the_first_one() {
+        play(|host, master, netns| {
+            let container = host.open_in(netns).unwrap();
+            let spec = spec(master, Stacked::Macvlan(MacvlanMode::Bridge), netns);
+            host.create_stacked(&spec).unwrap();
+            let link = container.link(spec.name).unwrap();
+            assert!(container.set_first_name(link.index, "lo", "cni:net/c1/lo").unwrap_err().is_exists());
+            assert_eq!(container.link(spec.name).unwrap(), link);
+        });
+    }
+
+    #[test]
+    fn an_ipvlan_of_each_mode_is_created_in_its_namespace() {
+        require!(probe::ipvlan());
+        play(|host, master, netns| {
+            for mode in IpvlanMode::ALL {
+                assert_eq!(IpvlanMode::by_name(mode.name()), Some(mode));
+                let link = is_created(host, &spec(master, Stacked::Ipvlan(mode), netns));
+                assert_eq!(link.mac, master.mac);
+            }
+        });
+    }
+
+    #[test]
+    fn a_vlan_is_created_in_its_namespace() {
+        require!(probe::vlan_links());
+        play(|host, master, netns| {
+            let link = is_created(host, &spec(master, Stacked::Vlan(5), netns));
+            assert_eq!(link.mac, master.mac);
+        });
+    }
+
+    #[test]
+    fn other_modes_are_not_read() {
+        let mode = |number: u8| [8, 0, 1, 0, number, 0, 0, 0];
+        assert_eq!(Stacked::decode("macvlan", &mode(8)), Some(Stacked::Macvlan(MacvlanMode::Passthru)));
+        assert_eq!(Stacked::decode("macvlan", &mode(16)), None);
+        assert_eq!(Stacked::decode("ipvlan", &mode(3)), None);
+        assert_eq!(Stacked::decode("vlan", &mode(5)), Some(Stacked::Vlan(5)));
+        assert_eq!(Stacked::decode("macvtap", &mode(4)), None);
+        assert_eq!(Stacked::decode("vlan", &[]), None);
+    }
+}
