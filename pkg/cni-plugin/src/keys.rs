@@ -97,7 +97,12 @@ pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     Ok(Some(mac))
 }
 
+/// Returns the name, unless it is empty.
+pub fn name(name: &str) -> Option<String> {
+    Some(name.to_owned()).filter(|name| !name.is_empty())
+}
+
 /// Returns `ipam.type`, unless it is absent or empty.
 pub fn ipam(conf: &NetConf) -> Option<String> {
-    Some(conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty())
+    name(conf.ipam_type())
 }

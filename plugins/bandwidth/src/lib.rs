@@ -131,7 +131,7 @@ fn limit<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &
     }
     if let Some(egress) = conf.egress {
         let mac = made_up_mac()?;
-        let created = undo_creation(&host, &name, mac, rollback);
+        let created = undo_creation(&host, &name, move |link| link.mac == Some(mac), rollback);
         let ifb = host.create_ifb(&name, mac, outer.mtu, &mark)?;
         created.set(Some(ifb.index));
         let undo = std::rc::Rc::clone(&host);

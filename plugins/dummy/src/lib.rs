@@ -57,7 +57,8 @@ impl Interface for Dummy {
 
     fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
         let (name, mac) = (&site.call.ifname, made_up_mac()?);
-        let created = undo_creation(&Rc::new(site.container.clone()), name, mac, rollback);
+        let created =
+            undo_creation(&Rc::new(site.container.clone()), name, move |link| link.mac == Some(mac), rollback);
         let link = site.container.create_dummy(name, mac)?;
         created.set(Some(link.index));
         site.container.set_alias(link.index, &site.mark.alias())?;

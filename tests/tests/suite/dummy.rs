@@ -1,6 +1,6 @@
 //! `dummy`: an interface with addresses that leads nowhere.
 
-use cni_testkit::{Attachment, Container, Node, probe, require};
+use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
 use conformance::{VERSION, attach, ipam, patched};
 use serde_json::{Value, json};
 
@@ -74,11 +74,30 @@ fn an_interface_of_somebody_else_stays() {
     require!(probe::dummy());
     let node = Node::new();
     let container = node.container();
-    container.exec(&["ip", "link", "add", "eth0", "type", "dummy"]);
+    container.exec(&["ip", "link", "add", "eth0", "type", "bridge"]);
     let attachment = Attachment::new(&node, &container, network(&node));
     attachment.add().fails_naming(102, &["eth0"]);
     attachment.del().success();
+    assert_eq!(kind(&container), "bridge");
+    container.ip(&["link del eth0", "link add eth0 type dummy"]);
+    let interface = json!({"name": "eth0", "mac": "02:00:00:00:00:77", "sandbox": container.netns()});
+    attachment.del_with(&json!({"cniVersion": VERSION, "interfaces": [interface]})).success();
     assert_eq!(kind(&container), "dummy");
+    assert_eq!(node.reservations("net1"), []);
+}
+
+/// Before specification 0.4.0 a DEL has no result, and what Go makes has no mark.
+#[test]
+fn what_go_added_is_deleted_without_a_result() {
+    require!(probe::dummy());
+    require!(probe::go_plugins());
+    let node = Node::new();
+    let container = node.container();
+    let config = patched(network(&node), json!({"cniVersion": "0.3.1"}));
+    let attachment = Attachment::new(&node, &container, config).by(go_bin_dir());
+    attachment.add().success();
+    attachment.by(bin_dir()).del().success();
+    assert!(container.link("eth0").is_none());
     assert_eq!(node.reservations("net1"), []);
 }
 

@@ -197,3 +197,30 @@ fn what_one_side_added_the_other_checks_and_deletes() {
         assert_eq!((host_ends(&node), node.reservations("net1")), (vec![], vec![]));
     }
 }
+
+/// Before specification 0.4.0 a DEL has no result, and what Go makes has no mark.
+#[test]
+fn what_go_added_is_deleted_without_a_result() {
+    require!(probe::go_plugins());
+    let node = Node::new();
+    let container = node.container();
+    let config = patched(dual(&node), json!({"cniVersion": "0.3.1"}));
+    let attachment = Attachment::new(&node, &container, config).by(go_bin_dir());
+    attachment.add().success();
+    attachment.by(bin_dir()).del().success();
+    assert!(container.link("eth0").is_none());
+    assert_eq!((host_ends(&node), node.reservations("net1")), (vec![], vec![]));
+}
+
+/// The namespace of a DEL may be the host's by mistake, or by CNI_NETNS_OVERRIDE.
+#[test]
+fn an_unmarked_interface_of_the_host_stays() {
+    let node = Node::new();
+    let container = node.container();
+    node.ip(&["link add eth0 type veth peer name peer0"]);
+    let attachment = Attachment::new(&node, &container, network(&node, &["10.1.0.0/24"])).netns(node.netns());
+    attachment.del().fails_with(8, "plugin's netns and netns from CNI_NETNS should not be the same");
+    attachment.invocation("DEL", None).env("CNI_NETNS_OVERRIDE", "1").run().success();
+    assert!(node.link("eth0").is_some());
+    node.ip(&["link del eth0"]);
+}

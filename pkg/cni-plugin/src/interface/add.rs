@@ -25,8 +25,11 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
     let mut made = plugin.create(&site, &mut rollback)?;
-    if let Some(kind) = policy.ipam {
-        let ipam = Delegate::find(call, kind)?.lease(&mut lease)?;
+    let answer = match policy.ipam {
+        Some(kind) => Some(Delegate::find(call, kind)?.lease(&mut lease)?),
+        None => policy.earlier.cloned(),
+    };
+    if let Some(ipam) = answer {
         let mut layer3 = Layer3::new(&ipam, &policy, made.interface, &made.result.ips)?;
         masquerade::ensure(&site, policy.masquerade, &layer3.addresses(), &mut rollback)?;
         bring_up(plugin, &site, &mut made, &mut layer3, &mut rollback)?;

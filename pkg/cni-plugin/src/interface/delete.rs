@@ -75,8 +75,10 @@ impl<I: Interface> Links<'_, '_, I> {
         let Some(netns) = netns else { return self.by_mark(&host, Port::GivenBack) };
         let inside = || -> Result<bool> {
             let container = host.open_in(&netns)?;
-            let Some(inner) = container.find_link(&self.call.ifname)? else { return Ok(false) };
-            self.remove_inner(&host, &container, &inner).map(|()| true)
+            let unnamed = self.remove_unnamed(&container);
+            let Some(inner) = container.find_link(&self.call.ifname)? else { return unnamed.map(|()| false) };
+            let inner = self.remove_inner(&host, &container, &inner);
+            Error::join([inner.err(), unnamed.err()].into_iter().flatten()).map(|()| true)
         };
         let inside = inside();
         // And the host's end of an earlier ADD whose DEL was lost. Where there is no CNI_IFNAME either, somebody may have
@@ -87,6 +89,17 @@ impl<I: Interface> Links<'_, '_, I> {
             Err(_) => self.by_mark(&host, Port::TakenOff),
         };
         Error::join([inside.err(), outside.err()].into_iter().flatten())
+    }
+
+    /// Deletes an interface that did not get CNI_IFNAME any more, because its ADD was killed.
+    fn remove_unnamed(&self, container: &Netlink) -> Result<()> {
+        if I::HOST_END == HostEnd::None
+            && let Some(link) = container.find_link(&self.mark.host_name(0))?
+            && link.kind.to_string() == I::KIND
+        {
+            container.purge_link(link.index)?;
+        }
+        Ok(())
     }
 
     /// Deletes CNI_IFNAME if it is this attachment's as far as can be determined: by the mark of its end on the host, else by the
@@ -137,8 +150,6 @@ impl<I: Interface> Links<'_, '_, I> {
         }
         match self.expected_mac() {
             Some(expected) => Ok(inner.mac == Some(expected)),
-            // Nothing says what it should look like: an ADD that failed because somebody else's interface has this name
-            // is followed by a DEL too.
             None => self.plugin.owns_unmarked(self.call, host, outer),
         }
     }

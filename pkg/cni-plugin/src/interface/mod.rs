@@ -4,7 +4,7 @@
 //! plugin implements [`Interface`], which says what is special about its link, and [`InterfacePlugin`] makes a whole
 //! [`Plugin`] of it: `add`, `check`, `delete` (DEL) and `collect` (GC) are the verbs, in each of which the plugin's own
 //! steps are called; `layer3` configures addresses and routes, `masquerade` the rules for what leaves the network, `veth` creates
-//! a pair with one end on the host, `adopted` marks an interface that an earlier plugin of the list created.
+//! a pair with one end on the host, `stacked` an interface on top of another one, `adopted` marks an interface that an earlier plugin of the list created.
 //!
 //! ADD calls the steps in this order: [`parse`](Interface::parse), [`create`](Interface::create), then, if there is an
 //! IPAM plugin, its ADD and [`serve`](Interface::serve), and once the interface is up
@@ -18,6 +18,7 @@ mod delete;
 mod layer3;
 mod masquerade;
 mod site;
+pub mod stacked;
 pub mod veth;
 
 use std::net::IpAddr;
@@ -126,10 +127,13 @@ pub trait Interface {
     /// DEL: whether CNI_IFNAME, of this plugin's kind, is this attachment's where neither a mark nor `prevResult` tells.
     /// `outer` is its end on the host.
     ///
+    /// In a namespace that is the container's alone it is, unless the plugin knows better: the Go plugins leave nothing
+    /// on an interface but its name, and a runtime gives no result to a DEL before specification 0.4.0.
+    ///
     /// # Errors
     /// The kernel's.
-    fn owns_unmarked(&self, _call: &Call<'_>, _host: &Netlink, _outer: Option<&Link>) -> Result<bool> {
-        Ok(false)
+    fn owns_unmarked(&self, call: &Call<'_>, _host: &Netlink, _outer: Option<&Link>) -> Result<bool> {
+        Ok(call.netns.as_deref().is_some_and(|path| call.machine.is_own_netns(path).is_ok_and(|own| !own)))
     }
 
     /// DEL: removes CNI_IFNAME, which is this attachment's.
@@ -184,6 +188,8 @@ pub enum HostEnd {
 pub struct Layer3Policy<'c> {
     /// The IPAM plugin; `None` is layer 2 alone.
     pub ipam: Option<&'c str>,
+    /// The result of an earlier plugin, whose addresses and routes the interface gets where there is no IPAM plugin.
+    pub earlier: Option<&'c AddResult>,
     /// Replaces IPAM's name resolution.
     pub dns: Option<&'c Dns>,
     /// Whether packets that leave the network get the host's address.
@@ -202,6 +208,7 @@ impl Default for Layer3Policy<'_> {
     fn default() -> Self {
         Layer3Policy {
             ipam: None,
+            earlier: None,
             dns: None,
             masquerade: Masquerading::Off,
             gateway: Gateway::None,
@@ -337,11 +344,13 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
 fn name_taken<I: Interface>(mark: &Mark) -> Error {
     match I::HOST_END {
         HostEnd::Veth { .. } => veth::name_taken(&mark.ifname, &mark.host_name(0)),
-        HostEnd::None => {
-            let msg = format!("interface {:?} already exists in the container", mark.ifname);
-            Error::new(Code::CONFLICT, msg).with_details(UNTOUCHED)
-        }
+        HostEnd::None => taken(&mark.ifname),
     }
+}
+
+/// The same for an interface without an end on the host.
+fn taken(ifname: &str) -> Error {
+    Error::new(Code::CONFLICT, format!("interface {ifname:?} already exists in the container")).with_details(UNTOUCHED)
 }
 
 /// What an operator wants to know of an interface whose name was taken.

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
 use cni_linux::veth::HOST_NAME_ATTEMPTS;
-use cni_linux::{Mac, Netlink, Taken, VethSpec, sysctl};
+use cni_linux::{Link, Mac, Netlink, Taken, VethSpec, sysctl};
 
 use super::{Site, UNTOUCHED};
 
@@ -57,7 +57,7 @@ pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollb
         };
         attempt += 1;
         // Registered before the effect: if the kernel's answer is lost, the pair may exist.
-        let made = undo_creation(host, &name, mac, rollback);
+        let made = undo_creation(host, &name, move |link| link.mac == Some(mac), rollback);
         match host.create_veth(&spec) {
             Ok(veth) => {
                 made.set(Some(veth.index));
@@ -75,18 +75,18 @@ pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollb
 }
 
 /// Registers the deletion of a link that is about to be created: by its index, once that is known,
-/// else by its name and the MAC that no other interface has.
+/// else by its name, if it `is_ours`.
 pub fn undo_creation<'a>(
     netlink: &Rc<Netlink>,
     name: &str,
-    mac: Mac,
+    is_ours: impl Fn(&Link) -> bool + 'a,
     rollback: &mut Rollback<'a>,
 ) -> Rc<Cell<Option<u32>>> {
     let made = Rc::new(Cell::new(None));
     let (netlink, index, name) = (Rc::clone(netlink), Rc::clone(&made), name.to_owned());
     rollback.push(format!("delete {name}"), move || match index.get() {
         Some(index) => netlink.purge_link(index).map(drop),
-        None => match netlink.find_link(&name)?.filter(|link| link.mac == Some(mac)) {
+        None => match netlink.find_link(&name)?.filter(&is_ours) {
             Some(link) => netlink.purge_link(link.index).map(drop),
             None => Ok(()),
         },
