@@ -29,6 +29,7 @@ mod ptp;
 mod rights;
 mod sbr;
 mod seccomp;
+mod stacked;
 mod status;
 mod storm;
 mod tuning;

@@ -1,0 +1,110 @@
+//! `ipvlan`: a container's network namespace gets an interface on top of an interface of the host, the master, with the
+//! master's hardware address.
+//!
+//! Behind another plugin and without an IPAM plugin of its own it takes the addresses, routes and, if none is configured,
+//! the master from that plugin's result. Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin
+//! is on the host.
+
+use cni::config::{self, NetConf};
+use cni::result::{AddResult, Dns};
+use cni::rollback::{Notes, Rollback};
+use cni::skel::Call;
+use cni::{Error, Result};
+use cni_linux::{IpvlanMode, Stacked};
+use cni_plugin::interface::stacked::{self, Choices, Place};
+use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::keys;
+use serde::Deserialize;
+
+/// The plugin's part that is not every interface plugin's.
+#[derive(Clone, Copy, Debug)]
+pub struct Ipvlan;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub struct Conf {
+    link: Choices,
+    ipam: Option<String>,
+    dns: Option<Dns>,
+    earlier: Option<AddResult>,
+}
+
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Keys {
+    master: String,
+    mode: String,
+    mtu: i64,
+    link_in_container: Place,
+    dns: Dns,
+    runtime_config: keys::RuntimeDnsConfig,
+}
+
+impl Interface for Ipvlan {
+    type Keys = Keys;
+    type Conf = Conf;
+    type Link = ();
+
+    const NAME: &'static str = "ipvlan";
+    const KIND: &'static str = "ipvlan";
+    const HOST_END: HostEnd = HostEnd::None;
+
+    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+        let keys: Keys = conf.decode()?;
+        let mode = match keys.mode.as_str() {
+            "" => IpvlanMode::default(),
+            name => IpvlanMode::by_name(name).ok_or_else(|| Error::config(format!("unknown ipvlan mode: {name:?}")))?,
+        };
+        Ok(Conf {
+            link: Choices {
+                stacked: Stacked::Ipvlan(mode),
+                master: keys::name(&keys.master),
+                place: keys.link_in_container,
+                // Go ignores what is negative.
+                mtu: keys.mtu.max(0),
+                mac: None,
+                broadcast_queue: None,
+            },
+            ipam: keys::ipam(conf),
+            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
+            earlier: conf.prev_result()?,
+        })
+    }
+
+    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
+        let earlier = conf.earlier.as_ref().filter(|earlier| conf.ipam.is_none() && !earlier.ips.is_empty());
+        Layer3Policy { ipam: conf.ipam.as_deref(), earlier, dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+    }
+
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+        let conf = &site.conf;
+        let mut link = conf.link.clone();
+        if let (None, Some(earlier)) = (&link.master, &conf.earlier) {
+            link.master = Some(master(earlier)?);
+        }
+        let policy = self.layer3(conf);
+        if policy.ipam.is_none() && policy.earlier.is_none() {
+            return Err(Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\""));
+        }
+        stacked::create(site, &link, rollback)
+    }
+
+    fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
+        stacked::check(check, check.site.conf.link.stacked, "Container IPVlan mode")
+    }
+
+    /// The master may come from another plugin's result, which STATUS does not get.
+    fn ready(&self, _call: &Call<'_>, conf: &Conf) -> Result<()> {
+        if conf.link.master.is_some() { stacked::ready(&conf.link) } else { Ok(()) }
+    }
+}
+
+/// The master by an earlier plugin's result: its only interface.
+fn master(earlier: &AddResult) -> Result<String> {
+    match &earlier.interfaces[..] {
+        [only] if !only.name.is_empty() => Ok(only.name.clone()),
+        _ => Err(Error::config("chained master failure. PrevResult lacks a single named interface")
+            .with_details("name it in \"master\"")),
+    }
+}

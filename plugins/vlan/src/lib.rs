@@ -1,0 +1,93 @@
+//! `vlan`: a container's network namespace gets an interface for one VLAN of an interface of the host, the master.
+//!
+//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+
+use cni::config::{self, NetConf};
+use cni::result::Dns;
+use cni::rollback::{Notes, Rollback};
+use cni::skel::Call;
+use cni::{Error, Result};
+use cni_linux::Stacked;
+use cni_plugin::interface::stacked::{self, Choices, Place};
+use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::keys;
+use serde::Deserialize;
+
+/// The plugin's part that is not every interface plugin's.
+#[derive(Clone, Copy, Debug)]
+pub struct Vlan;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub struct Conf {
+    link: Choices,
+    ipam: String,
+    dns: Option<Dns>,
+}
+
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Keys {
+    master: String,
+    vlan_id: Option<i64>,
+    mtu: i64,
+    link_in_container: Place,
+    dns: Dns,
+    runtime_config: keys::RuntimeDnsConfig,
+}
+
+impl Interface for Vlan {
+    type Keys = Keys;
+    type Conf = Conf;
+    type Link = ();
+
+    const NAME: &'static str = "vlan";
+    const KIND: &'static str = "vlan";
+    const HOST_END: HostEnd = HostEnd::None;
+
+    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+        let keys: Keys = conf.decode()?;
+        let missing = "\"master\" field is required. It specifies the host interface name to create the VLAN for";
+        let master = keys::name(&keys.master).ok_or_else(|| Error::config(missing))?;
+        Ok(Conf {
+            link: Choices {
+                stacked: Stacked::Vlan(vlan_id(keys.vlan_id)?),
+                master: Some(master),
+                place: keys.link_in_container,
+                mtu: keys.mtu,
+                mac: None,
+                broadcast_queue: None,
+            },
+            ipam: keys::ipam(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
+        })
+    }
+
+    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
+        Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+    }
+
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+        stacked::create(site, &site.conf.link, rollback)
+    }
+
+    fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
+        stacked::check(check, check.site.conf.link.stacked, "Container VLAN ID")
+    }
+
+    fn ready(&self, _call: &Call<'_>, conf: &Conf) -> Result<()> {
+        stacked::ready(&conf.link)
+    }
+}
+
+fn vlan_id(id: Option<i64>) -> Result<u16> {
+    let Some(id) = id else {
+        return Err(Error::config("\"vlanId\" field is required: an ID from 0 to 4094"));
+    };
+    // 4095 is reserved, whatever Go's text says.
+    u16::try_from(id).ok().filter(|id| *id < 4095).ok_or_else(|| {
+        Error::config(format!("invalid VLAN ID {id} (must be between 0 and 4095 inclusive)"))
+            .with_details("VLAN 4095 is reserved")
+    })
+}
