@@ -10,6 +10,7 @@
 
 mod chain;
 mod errors;
+mod interfaces;
 mod judge;
 mod kill;
 mod kinds;

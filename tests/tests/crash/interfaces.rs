@@ -1,0 +1,116 @@
+//! The interface plugins whose link is all in the container: killed, or failing, at each call of ADD and DEL.
+//!
+//! An ADD that fails leaves nothing. After one that was killed, and after a DEL that was killed or failed, the next DEL
+//! leaves nothing; it has no result then.
+
+use cni_testkit::probe::{self, Probed};
+use cni_testkit::trace::{self, Act, Hit, Plan};
+use cni_testkit::{Attachment, Container, Node, require, rounds};
+use conformance::measure::{Dice, figure, seed, soak};
+use conformance::{VERSION, ipam, patched, uplink};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+/// How many points an ordinary run tries of each plugin, verb and act, on a machine that is not slow.
+const SHARE: u64 = 8;
+
+/// The calls that a plugin makes, at the least.
+const FLOOR: u64 = 50;
+
+fn config(node: &Node, plugin: &str) -> Value {
+    let base = json!({"cniVersion": VERSION, "name": "net1", "type": plugin, "master": "eth0",
+                      "ipam": ipam(node, &["10.1.0.0/24", "fd00:1::/64"])});
+    if plugin == "vlan" { patched(base, json!({"vlanId": 5})) } else { base }
+}
+
+/// What a trial leaves, as lines.
+fn left(node: &Node, container: &Container) -> Vec<String> {
+    let names = |links: Value| -> Vec<String> {
+        let links = links.as_array().cloned().unwrap_or_default();
+        let names = links.iter().filter_map(|link| link["ifname"].as_str());
+        names.filter(|name| *name != "lo").map(str::to_owned).collect()
+    };
+    let list = ["ip", "-j", "link", "show"];
+    let inside = names(container.json(&list)).into_iter().map(|name| format!("inside: {name}"));
+    let outside = names(node.json(&list)).into_iter().filter(|name| name != "eth0");
+    let reserved = node.reservations("net1").into_iter().map(|(address, _)| format!("reserved: {address}"));
+    inside.chain(outside.map(|name| format!("on the host: {name}"))).chain(reserved).collect()
+}
+
+/// One trial; the calls that the plugin made, and whether it came to the point.
+fn attempt(node: &Node, plugin: &str, verb: &str, plan: &Plan) -> (Vec<Hit>, bool) {
+    let container = node.container();
+    let attachment = Attachment::new(node, &container, config(node, plugin));
+    let result = (verb == "DEL").then(|| attachment.add().success());
+    let traced = attachment.invocation(verb, result.as_ref()).traced(plan);
+    let story = || format!("{:?} of {plugin} at {} of {verb}, {:?}", plan.act, plan.at, traced.hit);
+    if verb == "ADD" && traced.outcome.status.is_some_and(|status| status != 0) {
+        let left = left(node, &container);
+        assert!(left.is_empty(), "{}: a failed ADD left {left:?}\n{}", story(), traced.outcome.report());
+    } else if let ("ADD", Some(0), Some(result)) = (verb, traced.outcome.status, &traced.outcome.json) {
+        attachment.check(result).success();
+    }
+    attachment.del().success();
+    let left = left(node, &container);
+    assert!(left.is_empty(), "{}: DEL left {left:?}\n{}", story(), traced.outcome.report());
+    (traced.all, traced.hit.is_some())
+}
+
+/// Tries a share of the calls that `is_meant`, all of them in a soak run.
+fn sweep(plugin: &str, probed: Probed, acts: &[Act], is_meant: impl Fn(&Hit) -> bool) {
+    require!(trace::supported());
+    require!(probed);
+    let node = Node::new();
+    let _outside = uplink(&node, "eth0");
+    let (mut dice, mut tried) = (Dice::new(seed()), 0);
+    for verb in ["ADD", "DEL"] {
+        let plan = |at, act| Plan { victim: plugin.to_owned(), at, act };
+        let (all, _) = attempt(&node, plugin, verb, &plan(u64::MAX, acts[0]));
+        assert!(all.len() as u64 >= FLOOR, "{plugin} made only {} calls in {verb}", all.len());
+        let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
+        let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(SHARE)).max(1) };
+        for act in acts {
+            let first = dice.below(step) as usize;
+            for at in points.iter().skip(first).step_by(step as usize) {
+                tried += u64::from(attempt(&node, plugin, verb, &plan(*at, *act)).1);
+            }
+        }
+    }
+    figure(&format!("{acts:?} of {plugin}: tried {tried} points, seed {}", seed()));
+    assert!(tried >= acts.len() as u64, "only {tried} points were tried");
+}
+
+/// Expands to a test of each plugin.
+macro_rules! for_each_plugin {
+    ($($plugin:ident: $probed:expr;)*) => {
+        $(mod $plugin {
+            use super::*;
+
+            #[test]
+            fn is_killed() {
+                sweep(stringify!($plugin), $probed, &[Act::Signal(Signal::SIGKILL)], |_| true);
+            }
+
+            #[test]
+            fn meets_an_error() {
+                let acts = [Act::Fail(Errno::EPERM), Act::Fail(Errno::ENOBUFS), Act::Signal(Signal::SIGTERM)];
+                sweep(stringify!($plugin), $probed, &acts, |_| true);
+            }
+
+            /// The kernel has done what it was asked for, and its answer does not come.
+            #[test]
+            fn loses_an_answer() {
+                let lost = |hit: &Hit| hit.call == "recvfrom" && !hit.starting;
+                sweep(stringify!($plugin), $probed, &[Act::Fail(Errno::ENOBUFS)], lost);
+            }
+        })*
+    };
+}
+
+for_each_plugin! {
+    dummy: probe::dummy();
+    ipvlan: probe::ipvlan();
+    macvlan: Ok(());
+    vlan: probe::vlan_links();
+}
