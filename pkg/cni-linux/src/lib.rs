@@ -8,6 +8,7 @@
 //!   [`conntrack`], [`watch`] and `cni-firewall`.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
+//! - [`tun`]: TAP interfaces. [`program`]: where programs of the system are. [`selinux`]: the label that a program gets.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
 //! - [`stream`]: standard input and output, with a deadline.
 //! - [`conntrack`]: forgetting connections that a mapping has made wrong.
@@ -36,14 +37,17 @@ pub mod neigh;
 pub mod netlink;
 pub mod netns;
 mod patience;
+pub mod program;
 pub mod qdisc;
 pub mod route;
 pub mod rule;
+pub mod selinux;
 pub mod stream;
 mod sys;
 pub mod sysctl;
 #[cfg(test)]
 mod testing;
+pub mod tun;
 pub mod veth;
 pub mod vlan;
 pub mod watch;
@@ -63,6 +67,7 @@ pub use qdisc::{Filter, Place, Qdisc, Tbf};
 pub use route::{Family, Route, SavedRoute};
 pub use rule::Rule;
 pub use sys::Arena;
+pub use tun::{Queues, Tap, TapSpec};
 pub use veth::{Veth, VethSpec};
 pub use vlan::{Target, Vlan, VlanFlags};
 pub use watch::Watch;

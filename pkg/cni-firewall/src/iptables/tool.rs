@@ -8,7 +8,6 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,10 +15,9 @@ use cni::machine::{Child, Exit, Machine, OnSigterm, RunError};
 
 use super::{Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
+use cni_linux::program;
 use cni_linux::route::Family;
 
-/// Where programs of the system are, after PATH.
-const FOLDERS: [&str; 6] = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/bin", "/bin", "/usr/local/bin"];
 /// How long iptables-legacy waits for its own lock, in seconds.
 const XTABLES_WAIT: &str = "10";
 /// How long a program may take, its wait for that lock included.
@@ -61,10 +59,7 @@ pub struct Folders {
 impl Folders {
     /// Programs in those of `path` (as in the variable PATH), then in the system's; the lock in /run/cni.
     pub fn new(path: Option<OsString>) -> Folders {
-        let path = path.unwrap_or_default();
-        let mut folders: Vec<PathBuf> = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).collect();
-        folders.extend(FOLDERS.map(PathBuf::from));
-        Folders::only(folders)
+        Folders::only(program::folders(path))
     }
 
     /// Programs in these alone.
@@ -84,12 +79,8 @@ impl Folders {
     }
 
     fn find(&self, name: &str) -> Option<PathBuf> {
-        self.programs.iter().map(|folder| folder.join(name)).find(|path| is_executable(path))
+        program::find(&self.programs, name)
     }
-}
-
-fn is_executable(path: &Path) -> bool {
-    path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 
 /// A program of one variant.

@@ -6,6 +6,7 @@
 
 mod arena;
 
+use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -33,6 +34,48 @@ pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
     // touches none of our memory.
     let kind = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), NS_GET_NSTYPE) };
     check(kind.into()).map(|_| kind)
+}
+
+/// What can be set of a tun or tap interface by a number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum TunSetting {
+    /// The user that may open it.
+    Owner,
+    /// The group that may open it.
+    Group,
+    /// Whether it stays when nothing has it open any more.
+    Persist,
+}
+
+/// Creates a tun or tap interface behind `device`, an open `/dev/net/tun`, in the calling thread's namespace. EINVAL for a
+/// name that does not fit.
+pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: all zeroes is an ifreq: an empty name, and a union of plain numbers.
+    let mut request: libc::ifreq = unsafe { MaybeUninit::zeroed().assume_init() };
+    // The last byte stays zero: the kernel reads up to it.
+    if name.len() >= request.ifr_name.len() {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from.cast_signed() as libc::c_char;
+    }
+    let flags = flags as u16;
+    request.ifr_ifru.ifru_flags = flags.cast_signed();
+    // SAFETY: the descriptor is open for as long as it is borrowed; the kernel reads and writes one ifreq, which lives
+    // until after the call. On another kind of file the request fails without a look at the argument.
+    check(unsafe { libc::ioctl(device.as_raw_fd(), libc::TUNSETIFF, &raw mut request) }.into()).map(drop)
+}
+
+/// Changes the tun or tap interface behind `device`.
+pub(crate) fn set_tun(device: &File, setting: TunSetting, value: u32) -> io::Result<()> {
+    let request = match setting {
+        TunSetting::Owner => libc::TUNSETOWNER,
+        TunSetting::Group => libc::TUNSETGROUP,
+        TunSetting::Persist => libc::TUNSETPERSIST,
+    };
+    // SAFETY: the descriptor is open for as long as it is borrowed; the argument is a number, so the kernel touches none
+    // of our memory.
+    check(unsafe { libc::ioctl(device.as_raw_fd(), request, libc::c_ulong::from(value)) }.into()).map(drop)
 }
 
 /// A descriptor that becomes readable when the process ends. ENOSYS on a kernel before 5.3.

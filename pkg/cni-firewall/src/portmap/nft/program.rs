@@ -5,7 +5,6 @@
 //! whose they are, and by a hash of the text whether an ADD would write the same again: then it does not. Between the two
 //! the rules look like Go's.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -16,18 +15,14 @@ use super::{Forwarding, Identity, NftPortMap, Refusal, conditions};
 use crate::nft::{Batch, Listed, Rule};
 use crate::portmap::{Claim, identity};
 use cni_linux::error::Result;
+use cni_linux::program;
 use cni_linux::route::Family;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// The program, in PATH or the system's folders.
 pub(super) fn find() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute());
-    let system = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
-    let runs =
-        |program: &PathBuf| program.metadata().is_ok_and(|it| it.is_file() && it.permissions().mode() & 0o111 != 0);
-    folders.chain(system).map(|folder| folder.join("nft")).find(runs)
+    program::find(&program::folders(std::env::var_os("PATH")), "nft")
 }
 
 /// The text of a family's mappings.

@@ -1,0 +1,147 @@
+//! TAP interfaces: Ethernet links whose other end is a program.
+//!
+//! A tap lives as long as its device file is open, unless it is told to stay: until [`Tap::keep`] the kernel removes the tap
+//! of a process that is killed. The program that opens the tap later chooses packet information and the virtio header again;
+//! owner, group and the number of queues are fixed here.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+
+use crate::error::{Error, Result};
+use crate::netns::Netns;
+use crate::sys::{self, TunSetting};
+
+const DEVICE: &str = "/dev/net/tun";
+
+/// How many programs may open a tap at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Queues {
+    /// One.
+    #[default]
+    One,
+    /// Several, each of which has to ask for it (`IFF_MULTI_QUEUE`).
+    Several,
+}
+
+/// A tap to be created.
+#[derive(Clone, Copy, Debug)]
+pub struct TapSpec<'a> {
+    /// The name.
+    pub name: &'a str,
+    /// The user that may open it; `None` leaves it to those with CAP_NET_ADMIN.
+    pub owner: Option<u32>,
+    /// The group whose members may open it.
+    pub group: Option<u32>,
+    /// How many may open it.
+    pub queues: Queues,
+}
+
+/// A tap that ends with this value, unless it is [kept](Tap::keep).
+#[derive(Debug)]
+pub struct Tap {
+    device: File,
+    name: String,
+}
+
+impl Tap {
+    /// Creates a tap in `netns`, down, with a random hardware address and the virtio header.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if any interface has that name.
+    pub fn create(netns: &Netns, spec: &TapSpec<'_>) -> Result<Tap> {
+        netns
+            .run(|| create(spec))?
+            .map_err(|error| Error::new(format_args!("failed to create tap {}", spec.name), error))
+    }
+
+    /// Lets the tap stay when this value goes.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn keep(&self) -> Result<()> {
+        sys::set_tun(&self.device, TunSetting::Persist, 1)
+            .map_err(|error| Error::new(format_args!("failed to make tap {} persistent", self.name), error))
+    }
+}
+
+/// Looks whether taps can be created.
+///
+/// # Errors
+/// The device file cannot be opened.
+pub fn probe() -> Result<()> {
+    open().map(drop).map_err(|error| Error::new(format_args!("failed to open {DEVICE}"), error))
+}
+
+fn open() -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open(DEVICE)
+}
+
+fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
+    let device = open()?;
+    let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
+    // Without IFF_TUN_EXCL the kernel would hand out an existing tap of that name. Kernels before 6.2 ignore IFF_NO_CARRIER:
+    // there the tap has a carrier until this process closes it, and the kernel notices the loss up to a second later.
+    let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
+    sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
+        // With IFF_TUN_EXCL that is a name that exists.
+        Some(libc::EBUSY) => io::Error::from_raw_os_error(libc::EEXIST),
+        _ => error,
+    })?;
+    for (setting, value) in [(TunSetting::Owner, spec.owner), (TunSetting::Group, spec.group)] {
+        if let Some(value) = value {
+            sys::set_tun(&device, setting, value)?;
+        }
+    }
+    Ok(Tap { device, name: spec.name.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Netlink;
+    use crate::testing::{in_new_netns, new_netns, output};
+
+    const SPEC: TapSpec<'_> = TapSpec { name: "tap0", owner: None, group: None, queues: Queues::One };
+
+    #[test]
+    fn a_tap_stays_only_if_it_is_kept() {
+        in_new_netns(|| {
+            let netns = new_netns();
+            let container = Netlink::open().unwrap().open_in(&netns).unwrap();
+            let tap = Tap::create(&netns, &SPEC).unwrap();
+            let link = container.link("tap0").unwrap();
+            assert_eq!((link.kind.to_string().as_str(), link.up), ("tun", false));
+            drop(tap);
+            assert_eq!(container.find_link("tap0").unwrap(), None);
+            Tap::create(&netns, &SPEC).unwrap().keep().unwrap();
+            assert!(container.find_link("tap0").unwrap().is_some());
+        });
+    }
+
+    #[test]
+    fn every_choice_is_read_back() {
+        in_new_netns(|| {
+            let spec = TapSpec { owner: Some(1), group: Some(2), queues: Queues::Several, ..SPEC };
+            let _tap = Tap::create(&Netns::current().unwrap(), &spec).unwrap();
+            let shown = output("ip -d link show tap0");
+            for word in ["tun type tap pi off vnet_hdr on", "persist off", "multi_queue", "user daemon", "group bin"] {
+                assert!(shown.contains(word), "no {word:?} in {shown}");
+            }
+        });
+    }
+
+    #[test]
+    fn an_existing_interface_of_that_name_is_left_alone() {
+        in_new_netns(|| {
+            let here = Netns::current().unwrap();
+            let error = Tap::create(&here, &TapSpec { name: "lo", ..SPEC }).unwrap_err();
+            assert!(error.is_exists(), "{error}");
+            Tap::create(&here, &SPEC).unwrap().keep().unwrap();
+            let error = Tap::create(&here, &SPEC).unwrap_err();
+            assert!(error.is_exists(), "{error}");
+            assert!(error.to_string().starts_with("failed to create tap tap0: "), "{error}");
+            assert!(Netlink::open().unwrap().find_link("tap0").unwrap().is_some());
+        });
+    }
+}
