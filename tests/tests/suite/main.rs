@@ -32,5 +32,6 @@ mod seccomp;
 mod stacked;
 mod status;
 mod storm;
+mod tap;
 mod tuning;
 mod vrf;

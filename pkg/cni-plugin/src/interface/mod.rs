@@ -340,8 +340,8 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 }
 
-/// The error of an ADD whose CNI_IFNAME exists, with Go's text for a veth.
-fn name_taken<I: Interface>(mark: &Mark) -> Error {
+/// Returns the error of an ADD whose CNI_IFNAME exists, with Go's text for a veth.
+pub fn name_taken<I: Interface>(mark: &Mark) -> Error {
     match I::HOST_END {
         HostEnd::Veth { .. } => veth::name_taken(&mark.ifname, &mark.host_name(0)),
         HostEnd::None => taken(&mark.ifname),

@@ -1,0 +1,219 @@
+//! `tap`: a container's network namespace gets an Ethernet interface whose other end is a program, such as a virtual machine.
+//!
+//! The plugin creates the tap by itself, and lets it outlive this process only at the end of ADD: the kernel removes the tap
+//! of an ADD that is killed. Only with `selinuxContext` does `ip` create it, because the kernel takes the label of a tap from
+//! the label of the program that creates it. Everything around the link is [`cni_plugin::interface`]'s.
+
+use std::ffi::OsString;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use cni::args::CniArgs;
+use cni::config::{self, NetConf};
+use cni::machine::{Child, Exit, OnSigterm};
+use cni::result::{AddResult, Dns};
+use cni::rollback::{Notes, Rollback};
+use cni::skel::Call;
+use cni::{Code, Error, Result};
+use cni_linux::{Link, Mac, Queues, Tap, TapSpec, program, selinux, tun};
+use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site, failed, name_taken};
+use cni_plugin::keys;
+use serde::Deserialize;
+
+/// The MTUs that the kernel accepts for a tap, in bytes.
+const MTU: RangeInclusive<i64> = 68..=65521;
+
+/// How long `ip` may take.
+const IP_LIMIT: Duration = Duration::from_secs(20);
+
+/// The plugin's part that is not every interface plugin's.
+#[derive(Clone, Copy, Debug)]
+pub struct TapPlugin;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub struct Conf {
+    ipam: Option<String>,
+    dns: Option<Dns>,
+    mtu: Option<u32>,
+    mac: Option<Mac>,
+    owner: Option<u32>,
+    group: Option<u32>,
+    queues: Queues,
+    selinux_context: Option<String>,
+    /// A bridge in the container.
+    bridge: Option<String>,
+}
+
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Keys {
+    multi_queue: bool,
+    mtu: i64,
+    mac: String,
+    owner: Option<u32>,
+    group: Option<u32>,
+    selinux_context: String,
+    bridge: String,
+    dns: Dns,
+    runtime_config: keys::RuntimeConfig,
+}
+
+impl Interface for TapPlugin {
+    type Keys = Keys;
+    type Conf = Conf;
+    /// The tap that ends with this process, until the end of ADD.
+    type Link = Option<Tap>;
+
+    const NAME: &'static str = "tap";
+    const KIND: &'static str = "tun";
+    const HOST_END: HostEnd = HostEnd::None;
+
+    fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
+        let args = CniArgs::parse(args)?;
+        args.check_known(&["MAC", "IP"])?;
+        let keys: Keys = conf.decode()?;
+        let mac = keys::mac([&keys.runtime_config.mac, args.get("MAC").unwrap_or_default(), &keys.mac]);
+        let named = |text: String| Some(text).filter(|text| !text.is_empty());
+        Ok(Conf {
+            ipam: keys::ipam(conf),
+            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
+            mtu: keys::mtu(keys.mtu, MTU)?,
+            mac: mac.map_err(Error::config)?,
+            owner: keys.owner,
+            group: keys.group,
+            queues: if keys.multi_queue { Queues::Several } else { Queues::One },
+            selinux_context: named(keys.selinux_context),
+            bridge: named(keys.bridge),
+        })
+    }
+
+    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
+        Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+    }
+
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Option<Tap>>> {
+        let Site { container, conf, call, .. } = site;
+        let bridge = match &conf.bridge {
+            Some(name) => Some(container.find_link(name)?.ok_or_else(|| no_bridge(name))?),
+            None => None,
+        };
+        let spec = TapSpec { name: &call.ifname, owner: conf.owner, group: conf.group, queues: conf.queues };
+        let tap = match &conf.selinux_context {
+            None => Some(create(site, &spec)?),
+            Some(context) => {
+                purge_on_failure(site, rollback);
+                create_labelled(site, &spec, context)?;
+                None
+            }
+        };
+        let link = container.link(&call.ifname)?;
+        if tap.is_some() {
+            let undo = container.clone();
+            rollback.push(format!("delete {}", link.name), move || undo.purge_link(link.index).map(drop));
+        }
+        container.set_alias(link.index, &site.mark.alias())?;
+        let mac = configure(site, &link)?;
+        if let Some(bridge) = bridge {
+            let doing = format!("failed to set tap {} as a port of bridge {}", link.name, bridge.name);
+            container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(doing))?;
+        }
+        let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
+        Ok(Made { index: link.index, mac, result, interface: 0, link: tap })
+    }
+
+    /// From here on the tap outlives this process.
+    fn finish(&self, _site: &Site<'_, Conf>, made: &mut Made<Option<Tap>>) -> Result<()> {
+        match made.link.take() {
+            Some(tap) => Ok(tap.keep()?),
+            None => Ok(()),
+        }
+    }
+
+    fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
+        check.interface()?;
+        if let Some(name) = &check.site.conf.bridge {
+            let bridge = check.site.container.find_link(name)?;
+            if bridge.is_none_or(|bridge| check.inner.master != Some(bridge.index)) {
+                return Err(failed(format!("{} is not attached to bridge {name}", check.inner.name)));
+            }
+        }
+        check.layer3()?;
+        // Duplicate address detection, which a tap of Go's needs, waits for the program that opens the tap.
+        if check.inner.running { check.settle(check.settle_deadline()) } else { Ok(()) }
+    }
+
+    fn ready(&self, _call: &Call<'_>, _conf: &Conf) -> Result<()> {
+        tun::probe().map_err(|error| Error::from(error).with_code(Code::NOT_AVAILABLE))
+    }
+}
+
+fn no_bridge(name: &str) -> Error {
+    Error::config(format!("failed to get bridge {name}: Link not found"))
+        .with_details("the container has no such interface")
+}
+
+fn create(site: &Site<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
+    Tap::create(&site.netns, spec).map_err(|error| match error.is_exists() {
+        true => name_taken::<TapPlugin>(&site.mark),
+        false => error.into(),
+    })
+}
+
+/// Sets the hardware address and the MTU that the configuration asks for. Returns the hardware address.
+fn configure(site: &Site<'_, Conf>, link: &Link) -> Result<Mac> {
+    let Site { container, conf, .. } = site;
+    if let Some(mtu) = conf.mtu {
+        container.set_mtu(link.index, mtu)?;
+    }
+    match conf.mac {
+        Some(mac) => {
+            container.set_mac(link.index, mac)?;
+            Ok(mac)
+        }
+        None => link.mac.ok_or_else(|| Error::new(Code::KERNEL, format!("{} has no hardware address", link.name))),
+    }
+}
+
+/// Registers the deletion of a tap that `ip` is about to create. The name was free.
+fn purge_on_failure<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) {
+    let (container, name) = (site.container.clone(), site.call.ifname.clone());
+    rollback.push(format!("delete {name}"), move || match container.find_link(&name)? {
+        Some(link) if link.kind.to_string() == TapPlugin::KIND => container.purge_link(link.index).map(drop),
+        _ => Ok(()),
+    });
+}
+
+/// Has `ip` create the tap, so that it gets the label `context`. As in Go the tap has no virtio header.
+fn create_labelled(site: &Site<'_, Conf>, spec: &TapSpec<'_>, context: &str) -> Result<()> {
+    let missing =
+        || Error::new(Code::UNSUPPORTED_FIELD, "\"selinuxContext\" needs the program ip, which is not installed");
+    let path = std::env::var_os("PATH");
+    let mut args = ["tuntap", "add", "mode", "tap", "name", spec.name].map(OsString::from).to_vec();
+    if spec.queues == Queues::Several {
+        args.push("multi_queue".into());
+    }
+    for (key, value) in [("user", spec.owner), ("group", spec.group)] {
+        args.extend(value.into_iter().flat_map(|value| [key.into(), value.to_string().into()]));
+    }
+    let child = Child {
+        program: program::find(&program::folders(path), "ip").ok_or_else(missing)?,
+        args,
+        env: None,
+        stdin: b"",
+        timeout: IP_LIMIT,
+        on_sigterm: OnSigterm::Kill,
+    };
+    // The program inherits both the label and the namespace of the thread that starts it.
+    let run = || site.netns.run(|| site.call.machine.0.run(&child));
+    let labelled = selinux::with_exec_label(context, run);
+    let ran = labelled.map_err(|error| Error::from(error).context("failed set socket label"))??;
+    let output = ran.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
+    if output.status == Exit::Status(0) {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let msg = format!("failed to run command {}: {}", said.trim(), output.status);
+    Err(Error::new(Code::KERNEL, msg).with_details(format!("ip tuntap add mode tap name {}", spec.name)))
+}
