@@ -20,6 +20,9 @@ impl Mac {
     /// The address every Ethernet station listens to.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
 
+    /// The address that no interface has.
+    pub const ZERO: Mac = Mac([0; 6]);
+
     /// A random address: unicast, locally administered, as the kernel itself makes them.
     ///
     /// # Errors
@@ -38,7 +41,7 @@ impl Mac {
 
     /// Whether all bytes are zero, which no interface can have either.
     pub fn is_zero(self) -> bool {
-        self.0 == [0; 6]
+        self == Mac::ZERO
     }
 
     pub(crate) fn from_slice(bytes: &[u8]) -> Option<Mac> {

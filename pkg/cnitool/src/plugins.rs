@@ -4,13 +4,15 @@ use cni::skel::{Plugin, Role};
 use cni_plugin::InterfacePlugin;
 
 /// Every plugin. One more line here, and `validate` covers it.
-const PLUGINS: [&dyn Plugin; 7] = [
+const PLUGINS: [&dyn Plugin; 9] = [
     &InterfacePlugin(plugin_bridge::Bridge),
     &InterfacePlugin(plugin_dummy::Dummy),
+    &InterfacePlugin(plugin_host_device::HostDevice),
     &plugin_host_local::HostLocal,
     &plugin_loopback::Loopback,
     &plugin_portmap::Portmap,
     &InterfacePlugin(plugin_ptp::Ptp),
+    &InterfacePlugin(plugin_tap::TapPlugin),
     &plugin_tuning::Tuning,
 ];
 

@@ -11,6 +11,7 @@ mod delegation;
 mod dummy;
 mod files;
 mod gc;
+mod host_device;
 mod host_local;
 mod install;
 mod interface_names;

@@ -2,11 +2,14 @@
 //!
 //! Every verb is one request and says the interface's name when it fails (it is looked up only then).
 
+use std::os::fd::{AsFd as _, AsRawFd as _};
+
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 
 use crate::error::{Error, Result};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
+use crate::netns::Netns;
 
 /// Whether an interface takes every frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +94,21 @@ impl Netlink {
         self.set(index, [attribute], |link| format!("failed to rename {link} to {name}"))
     }
 
+    /// Moves an interface into another namespace, where it gets this name and alias. It is down there and has lost its
+    /// addresses and routes; its index may be another one.
+    ///
+    /// # Errors
+    /// [`Error::is_exists`] if the name is taken there. The interface may then be there already, under its former name and
+    /// with its former alias.
+    pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
+        let attributes = [
+            LinkAttribute::NetNsFd(to.as_fd().as_raw_fd()),
+            LinkAttribute::IfName(name.to_owned()),
+            LinkAttribute::IfAlias(alias.to_owned()),
+        ];
+        self.set(index, attributes, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
+    }
+
     /// Sets the length of the transmit queue, in packets.
     pub fn set_txqlen(&self, index: u32, packets: u32) -> Result<()> {
         let attribute = LinkAttribute::TxQueueLen(packets);
@@ -147,8 +165,8 @@ impl Netlink {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{in_new_netns, output};
-    use crate::{BridgeSpec, LinkKind};
+    use crate::testing::{in_new_netns, new_netns, output};
+    use crate::{BridgeSpec, LinkKind, VethSpec};
 
     #[test]
     fn every_setting_of_a_link_is_read_back() {
@@ -176,6 +194,26 @@ mod tests {
             let link = netlink.find_link_by_index(bridge.index).unwrap().unwrap();
             assert_eq!((link.up, link.promisc, link.allmulti, link.promiscuity), (false, false, false, 0));
             assert_eq!((link.alias, link.name.as_str()), (None, "br1"));
+        });
+    }
+
+    #[test]
+    fn a_moved_link_has_its_new_name_and_alias_at_once() {
+        in_new_netns(|| {
+            let (host, there, home) = (Netlink::open().unwrap(), new_netns(), Netns::current().unwrap());
+            let container = host.open_in(&there).unwrap();
+            let macs = [Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2])];
+            let pair = host.create_veth(&VethSpec::new("dev0", macs[0], "peer0", macs[1])).unwrap();
+            // The name that it has here may be another's there.
+            container.create_veth(&VethSpec::new("dev0", macs[0], "peer0", macs[1])).unwrap();
+            host.move_link(pair.index, &there, "eth0", "dev0").unwrap();
+            assert_eq!(host.find_link("dev0").unwrap(), None);
+            let moved = container.link("eth0").unwrap();
+            assert_eq!((moved.mac, moved.alias.as_deref(), moved.up), (Some(macs[0]), Some("dev0"), false));
+            container.move_link(moved.index, &home, "dev0", "").unwrap();
+            assert_eq!(host.link("dev0").unwrap().alias, None);
+            let error = host.move_link(host.link("dev0").unwrap().index, &there, "peer0", "dev0").unwrap_err();
+            assert!(error.is_exists(), "{error}");
         });
     }
 

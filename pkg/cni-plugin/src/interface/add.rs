@@ -16,8 +16,9 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
     let earlier = plugin.earlier(call)?;
     let site = Site::open(call, conf, earlier)?;
+    let in_kernel = plugin.is_in_kernel(&site.conf)?;
     // The kernel would refuse this too, but only after links that are shared have been created for it.
-    if site.earlier.is_none() && site.container.find_link(&call.ifname)?.is_some() {
+    if in_kernel && site.earlier.is_none() && site.container.find_link(&call.ifname)?.is_some() {
         return Err(name_taken::<I>(&site.mark));
     }
     let policy = plugin.layer3(&site.conf);
@@ -31,14 +32,16 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     };
     if let Some(ipam) = answer {
         let mut layer3 = Layer3::new(&ipam, &policy, made.interface, &made.result.ips)?;
-        masquerade::ensure(&site, policy.masquerade, &layer3.addresses(), &mut rollback)?;
-        bring_up(plugin, &site, &mut made, &mut layer3, &mut rollback)?;
+        if in_kernel {
+            masquerade::ensure(&site, policy.masquerade, &layer3.addresses(), &mut rollback)?;
+            bring_up(plugin, &site, &mut made, &mut layer3, &mut rollback)?;
+        }
         made.result.ips.append(&mut layer3.ips);
         made.result.routes.append(&mut layer3.routes);
         if !ipam.dns.is_empty() {
             made.result.dns = ipam.dns;
         }
-    } else if policy.state == LinkState::Up && site.earlier.is_none() {
+    } else if in_kernel && policy.state == LinkState::Up && site.earlier.is_none() {
         let watch = host_watch::<I>()?;
         site.container.set_up(made.index)?;
         if let Some(watch) = &watch {
@@ -80,7 +83,9 @@ fn bring_up<'a, I: Interface>(
     let own = layer3.ips.iter().map(|ip| ip.address.address());
     layer3::wait_for_own(&site.container, own, site.call, || Watch::open_in(&site.netns))?;
     // An address that another container had a moment ago: its neighbours, and the host, still know the old MAC.
-    site.container.announce(made.index, made.mac)?;
+    if !made.mac.is_zero() {
+        site.container.announce(made.index, made.mac)?;
+    }
     if let Some(link) = served.neighbours_on {
         for ip in &layer3.ips {
             site.host.correct_neighbour(link, ip.address.address(), made.mac)?;

@@ -41,13 +41,19 @@ pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let site = Site::open(call, conf, None)?;
     let policy = plugin.layer3(&site.conf);
     let place = container_interface(call, &prev)?;
+    if !plugin.is_in_kernel(&site.conf)? {
+        return match policy.ipam {
+            Some(kind) => Delegate::find(call, kind)?.check(),
+            None => Ok(()),
+        };
+    }
     let Some(inner) = site.container.find_link(&call.ifname)? else {
         return Err(absent::<I>(&site, &prev)?);
     };
     if let Some(kind) = policy.ipam {
         Delegate::find(call, kind)?.check()?;
     }
-    if inner.kind.to_string() != I::KIND {
+    if !plugin.is_kind(&inner) {
         return Err(failed(format!("Container interface {} not of type {}", inner.name, I::KIND)));
     }
     let expected = prev.interfaces[place].clone();

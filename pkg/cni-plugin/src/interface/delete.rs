@@ -17,7 +17,7 @@ use cni::{Cidr, Error, Result};
 use cni_linux::{Link, Mac, Mark, Netlink, Netns};
 
 use super::adopted::take_off;
-use super::{HostEnd, Interface, PortMark, give_back, masquerade, purge_addresses, site};
+use super::{Claim, HostEnd, Interface, PortMark, Release, give_back, masquerade, purge_addresses, site};
 
 pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let mark = site::mark(call);
@@ -31,16 +31,26 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
         let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
         errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
     }
+    if I::RELEASE == Release::BeforeLink {
+        errors.extend(release(call).err());
+    }
     let links = Links { plugin, call, mark: &mark, prev: prev.as_ref() };
     errors.extend(links.remove().err());
     let cleaned = plugin.clean(call, &mark);
     // Only now: an address that is free again must not answer any more.
-    if !call.conf.ipam_type().is_empty() {
-        let released = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.del());
-        errors.extend(released.err());
+    if I::RELEASE == Release::AfterLink {
+        errors.extend(release(call).err());
     }
     errors.extend(cleaned.err());
     Error::join(errors)
+}
+
+/// Has IPAM give the attachment's addresses back.
+fn release(call: &Call<'_>) -> Result<()> {
+    match call.conf.ipam_type() {
+        "" => Ok(()),
+        kind => Delegate::find(call, kind)?.del(),
+    }
 }
 
 /// `prevResult`, if there is one that can be read.
@@ -122,13 +132,20 @@ impl<I: Interface> Links<'_, '_, I> {
             }
             return Ok(());
         }
+        if let Some(claim) = self.plugin.claims(self.call, self.prev, inner) {
+            return self.remove_or_leave(container, inner, claim);
+        }
         let marked = if I::HOST_END == HostEnd::None { Some(inner) } else { outer.as_ref() };
         let alias = marked.and_then(|link| link.alias.as_deref());
         let ours = match alias.filter(|alias| Mark::parse(alias).is_some()) {
             Some(_) => self.mark.is_on(alias),
-            None => inner.kind.to_string() == I::KIND && self.owns_unmarked(host, inner, outer.as_ref())?,
+            None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer.as_ref())?,
         };
-        if ours {
+        self.remove_or_leave(container, inner, if ours { Claim::Ours } else { Claim::NotOurs })
+    }
+
+    fn remove_or_leave(&self, container: &Netlink, inner: &Link, claim: Claim) -> Result<()> {
+        if claim == Claim::Ours {
             return self.plugin.remove(self.call, container, inner);
         }
         self.call.notes.note(format_args!(

@@ -56,6 +56,8 @@ pub trait Interface {
     const KIND: &'static str;
     /// The link's end on the host.
     const HOST_END: HostEnd;
+    /// When DEL gives the address back.
+    const RELEASE: Release = Release::AfterLink;
 
     /// Reads the configuration. `args` is CNI_ARGS; what is ignored goes to `notes`.
     ///
@@ -65,6 +67,19 @@ pub trait Interface {
 
     /// What the configuration says about addresses, routes and name resolution.
     fn layer3<'c>(&self, conf: &'c Self::Conf) -> Layer3Policy<'c>;
+
+    /// Whether the container gets a link. Otherwise a program drives the device (DPDK): what IPAM answers is only reported.
+    ///
+    /// # Errors
+    /// The device cannot be found.
+    fn is_in_kernel(&self, _conf: &Self::Conf) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// Whether a link can be one of this plugin's.
+    fn is_kind(&self, link: &Link) -> bool {
+        link.kind.to_string() == Self::KIND
+    }
 
     /// Creates the link, down, with CNI_IFNAME as its name in the container. The name is free.
     ///
@@ -136,6 +151,11 @@ pub trait Interface {
         Ok(call.netns.as_deref().is_some_and(|path| call.machine.is_own_netns(path).is_ok_and(|own| !own)))
     }
 
+    /// DEL: says whose `inner`, which is CNI_IFNAME, is; `None` lets kind, mark and `prevResult` tell.
+    fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Claim> {
+        None
+    }
+
     /// DEL: removes CNI_IFNAME, which is this attachment's.
     ///
     /// # Errors
@@ -181,6 +201,24 @@ pub enum HostEnd {
         /// How many.
         listed_after: usize,
     },
+}
+
+/// Whose an interface in the container is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// This attachment's.
+    Ours,
+    /// Not this attachment's: DEL leaves the interface.
+    NotOurs,
+}
+
+/// When DEL gives the address back to IPAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Release {
+    /// Once no link has it any more.
+    AfterLink,
+    /// At first, because the link may have to stay.
+    BeforeLink,
 }
 
 /// What a configuration says about addresses, routes and name resolution.
@@ -253,9 +291,9 @@ pub enum LinkState {
 /// A link that [`Interface::create`] has created.
 #[derive(Debug)]
 pub struct Made<L> {
-    /// The index of CNI_IFNAME in the container.
+    /// The index of CNI_IFNAME in the container; 0 if the kernel has no such link.
     pub index: u32,
-    /// Its hardware address.
+    /// Its hardware address; zero if it has no Ethernet address.
     pub mac: Mac,
     /// The result so far: the interfaces, and what an earlier plugin's result says.
     pub result: AddResult,

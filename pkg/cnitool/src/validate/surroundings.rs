@@ -60,7 +60,20 @@ pub(super) fn check(
             problems.push(Problem::error("", format!("this host cannot handle an ADD: {error}")));
         }
     }
+    problems.extend(lost_routes(&list, document));
     problems.extend(overlaps(&list, path, shared, call));
+    problems
+}
+
+/// The devices without which this host would have no default route.
+fn lost_routes(list: &NetworkList, document: &Value) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "host-device") {
+        let at = if document["plugins"].is_array() { format!("plugins[{index}].") } else { String::new() };
+        let conf = list.request(plugin, None).and_then(NetConf::parse).ok();
+        let lost = conf.as_ref().and_then(plugin_host_device::lost_default_route);
+        problems.extend(lost.map(|(key, what)| Problem::warning(format!("{at}{key}"), what)));
+    }
     problems
 }
 

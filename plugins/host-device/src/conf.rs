@@ -1,0 +1,165 @@
+//! The configuration of `host-device`: JSON in, impossible states out.
+//!
+//! Nothing is looked up on the host here: [`device`](crate::device) does that. Whether anything selects a device is known
+//! only there too, since STATUS has no `runtimeConfig`.
+
+use std::path::{Component, PathBuf};
+
+use cni::config::{self, NetConf};
+use cni::json::Json;
+use cni::result::Dns;
+use cni::rollback::Notes;
+use cni::{Error, Result};
+use cni_linux::Mac;
+use cni_plugin::keys;
+use serde::Deserialize;
+
+/// A sound configuration.
+#[derive(Clone, Debug)]
+pub struct Conf {
+    pub(crate) ipam: Option<String>,
+    pub(crate) dns: Option<Dns>,
+    /// The first of the keys `device`, `hwaddr` and `kernelpath` that is given.
+    pub(crate) selector: Option<Selector>,
+    /// The address of a PCI device.
+    pub(crate) pci: Option<String>,
+    /// The name of a PCI or auxiliary device, which the runtime has allocated.
+    pub(crate) device_id: Option<String>,
+    /// Whether the device is a program's, whatever its driver is.
+    pub(crate) dpdk_mode: bool,
+}
+
+/// What a device is known by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Selector {
+    Name(String),
+    Mac(Mac),
+    KernelPath(PathBuf),
+    Pci(String),
+    Auxiliary(String),
+}
+
+impl Selector {
+    /// The key that selects.
+    pub(crate) fn key(&self) -> &'static str {
+        match self {
+            Selector::Name(_) => "device",
+            Selector::Mac(_) => "hwaddr",
+            Selector::KernelPath(_) => "kernelpath",
+            Selector::Pci(_) => "pciBusID",
+            Selector::Auxiliary(_) => "runtimeConfig.deviceID",
+        }
+    }
+}
+
+/// The keys, as they stand in the JSON.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Keys {
+    device: String,
+    hwaddr: String,
+    kernelpath: String,
+    #[serde(rename = "pciBusID")]
+    pci_bus_id: String,
+    #[serde(rename = "DPDKMode")]
+    dpdk_mode: bool,
+    dns: Dns,
+    #[serde(rename = "runtimeConfig")]
+    runtime_config: RuntimeConfig,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct RuntimeConfig {
+    #[serde(rename = "deviceID")]
+    device_id: String,
+    dns: Option<Json>,
+}
+
+impl Conf {
+    pub(crate) fn new(conf: &NetConf, notes: &Notes) -> Result<Conf> {
+        let keys: Keys = conf.decode()?;
+        let named = |text: String| Some(text).filter(|text| !text.is_empty());
+        let (pci, device_id) = (named(keys.pci_bus_id), named(keys.runtime_config.device_id));
+        for (key, name) in [("pciBusID", &pci), ("runtimeConfig.deviceID", &device_id)] {
+            if let Some(name) = name.as_ref().filter(|name| name.contains('/') || [".", ".."].contains(&name.as_str()))
+            {
+                return Err(Error::config(format!("{key}: {name:?} is not the name of a device")));
+            }
+        }
+        let mac = mac(&keys.hwaddr)?;
+        let selector = match (named(keys.device), mac, named(keys.kernelpath)) {
+            (Some(name), ..) => Some(Selector::Name(name)),
+            (_, Some(mac), _) => Some(Selector::Mac(mac)),
+            (_, _, Some(path)) => Some(Selector::KernelPath(kernel_path(path)?)),
+            _ => None,
+        };
+        Ok(Conf {
+            ipam: keys::ipam(conf),
+            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
+            selector,
+            pci,
+            device_id,
+            dpdk_mode: keys.dpdk_mode,
+        })
+    }
+}
+
+fn mac(text: &str) -> Result<Option<Mac>> {
+    let refused =
+        |error| Error::config(format!("failed to find host device: failed to parse MAC address {text:?}: {error}"));
+    if text.is_empty() { Ok(None) } else { text.parse().map(Some).map_err(refused) }
+}
+
+fn kernel_path(text: String) -> Result<PathBuf> {
+    let path = PathBuf::from(&text);
+    let has_dots = path.components().any(|part| part == Component::ParentDir);
+    if path.starts_with("/sys/devices") && !has_dots { Ok(path) } else { Err(not_a_kernel_path(&text)) }
+}
+
+/// Returns the error of a kernel path that leads elsewhere.
+pub(crate) fn not_a_kernel_path(text: &str) -> Error {
+    Error::config(format!(
+        "failed to find host device: kernel device path {text:?} must be absolute and begin with /sys/devices/"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(keys: &str) -> Result<Conf> {
+        let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"host-device"{keys}}}"#);
+        Conf::new(&NetConf::parse(conf)?, &Notes::silent())
+    }
+
+    #[test]
+    fn the_first_selector_wins() {
+        let all = [r#","device":"d""#, r#","hwaddr":"02:00:00:00:00:01""#, r#","kernelpath":"/sys/devices/p""#];
+        for (place, key) in ["device", "hwaddr", "kernelpath"].into_iter().enumerate() {
+            assert_eq!(parse(&all[place..].concat()).unwrap().selector.unwrap().key(), key);
+        }
+    }
+
+    #[test]
+    fn what_can_select_nothing_is_refused() {
+        let prefix = "failed to find host device: ";
+        for (keys, text) in [
+            (
+                r#","hwaddr":"zz""#,
+                format!("{prefix}failed to parse MAC address \"zz\": address zz: invalid MAC address"),
+            ),
+            (
+                r#","kernelpath":"/sys/devices/../x""#,
+                format!(
+                    "{prefix}kernel device path \"/sys/devices/../x\" must be absolute and begin with /sys/devices/"
+                ),
+            ),
+            (r#","pciBusID":"../x""#, "pciBusID: \"../x\" is not the name of a device".to_owned()),
+        ] {
+            let error = parse(keys).unwrap_err();
+            assert_eq!((error.code(), error.msg()), (cni::Code::INVALID_CONFIG, text.as_str()));
+        }
+        assert!(parse("").unwrap().selector.is_none(), "the runtime may select the device");
+    }
+}
