@@ -9,6 +9,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
 mod chain;
+mod devices;
 mod errors;
 mod interfaces;
 mod judge;

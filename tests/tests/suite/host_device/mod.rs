@@ -1,5 +1,7 @@
 //! `host-device`: an interface of the host moves into the container, and comes back.
 
+mod cards;
+
 use std::path::Path;
 
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
@@ -168,7 +170,8 @@ fn a_device_that_is_not_there_is_refused_in_gos_words() {
         ),
     ] {
         let container = node.container();
-        assert_eq!(Attachment::new(&node, &container, layer2(keys)).add().failure().msg, msg);
+        let outcome = Attachment::new(&node, &container, layer2(keys)).add();
+        assert_eq!(outcome.json.as_ref().map(|error| &error["msg"]), Some(&json!(msg)), "{}", outcome.report());
     }
     is_back(&node, "up");
 }
