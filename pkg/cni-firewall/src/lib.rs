@@ -9,6 +9,7 @@
 //! newcomer's mistake: tidying a shared table or chain away with the last rule in it. They stay, as with Go: another
 //! plugin may be about to fill them.
 
+pub mod forward;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -19,6 +20,7 @@ pub mod portmap;
 pub mod spoof;
 pub mod survey;
 
+pub use forward::Forward;
 pub use masquerade::Masquerade;
 pub use spoof::SpoofCheck;
 

@@ -1,7 +1,7 @@
 //! What is still on a node when its test is over: links, reservations, firewall rules.
 //!
-//! Bridges without ports stay by design, and so do the empty base chains of the firewall and what all host ports share:
-//! nobody's container is in them. Everything else must have gone with the last DEL.
+//! Bridges without ports stay by design, and so do the empty base chains of the firewall and what all host ports, and all
+//! forwarded packets, share: nobody's container is in them. Everything else must have gone with the last DEL.
 
 use std::fs;
 use std::path::Path;
@@ -84,7 +84,7 @@ pub(crate) fn reservations(dir: &Path) -> Vec<(String, String)> {
 
 /// Rules, and chains that are somebody's alone, in nf_tables: what `iptables-nft` makes is seen here too.
 fn nft(node: &Node) -> Vec<String> {
-    const BASE: [&str; 4] = ["PREROUTING", "POSTROUTING", "INPUT", "OUTPUT"];
+    const BASE: [&str; 5] = ["PREROUTING", "POSTROUTING", "INPUT", "FORWARD", "OUTPUT"];
     if !crate::probe::has_tool("nft") {
         return Vec::new();
     }
@@ -94,16 +94,24 @@ fn nft(node: &Node) -> Vec<String> {
         if let Some(rule) = object.get("rule")
             && !is_portmaps_shared_rule(rule)
             && !is_masquerades_shared_rule(rule)
+            && !is_firewalls_shared_rule(rule)
         {
             left.push(format!("nft rule {rule}"));
         }
         if let Some(chain) = object.get("chain")
             && !BASE.contains(&chain["name"].as_str().unwrap_or_default())
             && !is_portmaps_shared_chain(chain)
+            && !is_firewalls_shared_chain(chain)
             && !(chain["table"] == MASQUERADE
                 && ["postrouting", "masq_checks"].iter().any(|name| chain["name"] == *name))
         {
             left.push(format!("nft chain {chain}"));
+        }
+        if let Some(set) = object.get("set")
+            && set["name"].as_str().is_some_and(|name| name.starts_with("cni_pods"))
+            && set["elem"].as_array().is_some_and(|elements| !elements.is_empty())
+        {
+            left.push(format!("nft set {set}"));
         }
     }
     left
@@ -130,13 +138,36 @@ fn is_portmaps_shared_chain(chain: &Value) -> bool {
     chain["table"] == "cni_hostport" || chain["name"].as_str().is_some_and(|name| name.starts_with("CNI-HOSTPORT-"))
 }
 
+/// The chains that all containers' forwarding shares.
+const FIREWALL: [&str; 5] =
+    ["CNI-FORWARD", "CNI-ADMIN", "CNI-FW-OWNERS", "CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
+const FIREWALL_NFT: [&str; 4] = ["cni_forward", "cni_owners", "cni_isolation_1", "cni_isolation_2"];
+
+fn is_firewalls_shared_chain(chain: &Value) -> bool {
+    let name = chain["name"].as_str().unwrap_or_default();
+    chain["table"] == "cni_firewall" || FIREWALL.contains(&name) || FIREWALL_NFT.contains(&name)
+}
+
+/// What leads to the shared chains, and their ends.
+fn is_firewalls_shared_rule(rule: &Value) -> bool {
+    let (chain, exprs) = (rule["chain"].as_str().unwrap_or_default(), rule["expr"].to_string());
+    let leads = FIREWALL.iter().chain(&FIREWALL_NFT).any(|to| exprs.contains(&format!("\"target\":\"{to}\"")));
+    let of_bridge = exprs.contains("ifname");
+    (leads && !of_bridge) || chain == "cni_forward" || (FIREWALL.contains(&chain) && exprs.contains("\"return\""))
+}
+
 /// Rules of legacy iptables. Its tables exist only where somebody has used it.
 fn legacy(node: &Node) -> Vec<String> {
     let mut left = Vec::new();
     for (names, save) in [("ip_tables_names", "iptables-legacy-save"), ("ip6_tables_names", "ip6tables-legacy-save")] {
         if !node.proc_net(names).trim().is_empty() && crate::probe::has_tool(save) {
             let rules = node.exec(&[save]);
-            let is_shared = |line: &str| line.contains(" CNI-HOSTPORT-") && !line.contains(" -j CNI-DN-");
+            let leads = |line: &str| FIREWALL.iter().any(|to| line.ends_with(&format!("-j {to}")));
+            let of_firewall = |line: &str| {
+                !line.contains(" -i ") && (leads(line) || line.contains("CNI-ISOLATION") && line.ends_with("-j RETURN"))
+            };
+            let is_shared =
+                |line: &str| (line.contains(" CNI-HOSTPORT-") && !line.contains(" -j CNI-DN-")) || of_firewall(line);
             let rules = rules.lines().filter(|line| line.starts_with("-A") && !is_shared(line));
             left.extend(rules.map(|line| format!("{save}: {line}")));
         }

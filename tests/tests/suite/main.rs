@@ -10,6 +10,7 @@ mod cnitool;
 mod delegation;
 mod dummy;
 mod files;
+mod firewall;
 mod gc;
 mod host_device;
 mod host_local;

@@ -53,15 +53,22 @@ impl Chains<'_> {
     /// Those of the chain's rules that lead to `target`. In a long chain much cheaper than to look
     /// for them in all rules.
     pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
-        let leads = |rule: &Rule| rule.target() == Some(target);
+        self.find(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
+    }
+
+    /// Those of the chain's rules, in order, that are `wanted`. Each such rule must contain one of the `needles`, a text
+    /// or an address in network byte order: rules without any are not even decoded, which makes this cheap in a long
+    /// chain.
+    pub fn find(&mut self, name: &str, needles: &[&[u8]], wanted: impl Fn(&Rule) -> bool) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let found = match nft.rules_where(self.table.of(self.family), name, |rule| nft::mentions(rule, target)) {
+            let could_be = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
+            let found = match nft.rules_where(self.table.of(self.family), name, could_be) {
                 Err(error) if error.is_unsupported() => Vec::new(),
                 found => found?,
             };
-            return Ok(found.into_iter().map(|listed| compat::rule(self.family, listed)).filter(leads).collect());
+            return Ok(found.into_iter().map(|listed| compat::rule(self.family, listed)).filter(wanted).collect());
         }
-        Ok(self.rules(name)?.iter().filter(|rule| leads(rule)).cloned().collect())
+        Ok(self.rules(name)?.iter().filter(|rule| wanted(rule)).cloned().collect())
     }
 
     /// Those of the chain's rules that could be about one of these ports, or lead to `target`;

@@ -178,6 +178,10 @@ impl Words {
                 (Some(value), Some(mask), Some(0)) => self.mark(value, mask),
                 _ => self.whole = false,
             },
+            ("conntrack", 2 | 3) => match conntrack_states(info) {
+                Some(states) => self.push(&["-m", "conntrack", "--ctstate", &states]),
+                None => self.whole = false,
+            },
             // Source ports, first and last, destination ports, then what else there is to match and to invert.
             ("tcp" | "udp", 0) => {
                 let flags = if name == "tcp" { info.get(8..12) } else { info.get(8..9) };
@@ -247,6 +251,22 @@ impl Words {
         words.extend(self.target);
         Rule { words, handle: Some(handle), whole: self.whole, raw: None }
     }
+}
+
+/// The states in a `struct xt_conntrack_mtinfo2` or `3` that matches nothing else, in iptables' order. Behind eight
+/// addresses come two numbers, five ports, and then what is matched, inverted, and the states.
+fn conntrack_states(info: &[u8]) -> Option<String> {
+    const MATCHED: usize = 8 * 16 + 2 * 4 + 5 * 2;
+    const STATE: u16 = 1;
+    const NAMES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
+    let (matched, inverted) = (u16_at(info, MATCHED)?, u16_at(info, MATCHED + 2)?);
+    let states = u16_at(info, MATCHED + 4)?;
+    let known = NAMES.iter().fold(0, |all, (bit, _)| all | bit);
+    if matched != STATE || inverted != 0 || states & !known != 0 {
+        return None;
+    }
+    let names: Vec<&str> = NAMES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
+    Some(names.join(","))
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {

@@ -15,6 +15,8 @@ use cni_linux::error::{Cause, Error, Result};
 pub struct Edit {
     pub(crate) chains: Vec<(String, New)>,
     pub(crate) rules: Vec<Added>,
+    /// What is removed because the same rule is added elsewhere in its chain.
+    pub(crate) moved: Vec<(String, Rule)>,
     pub(crate) put_back: Vec<(String, Rule)>,
     pub(crate) deleted: Vec<(String, Rule)>,
     pub(crate) deleted_chains: Vec<(String, Option<u64>)>,
@@ -69,6 +71,13 @@ impl Edit {
         self.add(chain, words, Place::First);
     }
 
+    /// Puts a rule at the chain's beginning and removes the same rule, read as `before`, from where else it is. At no time
+    /// is the chain without it.
+    pub fn move_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, before: &[Rule]) {
+        self.insert(chain, words);
+        self.moved.extend(before.iter().map(|rule| (chain.to_owned(), rule.clone())));
+    }
+
     fn add<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, place: Place) {
         let words = words.into_iter().map(Into::into).collect();
         self.rules.push(Added { chain: chain.to_owned(), words, place });
@@ -93,6 +102,7 @@ impl Edit {
     pub fn extend(&mut self, other: Edit) {
         self.chains.extend(other.chains);
         self.rules.extend(other.rules);
+        self.moved.extend(other.moved);
         self.put_back.extend(other.put_back);
         self.deleted.extend(other.deleted);
         self.deleted_chains.extend(other.deleted_chains);
@@ -100,7 +110,11 @@ impl Edit {
 
     /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
-        !self.adds() && self.put_back.is_empty() && self.deleted.is_empty() && self.deleted_chains.is_empty()
+        !self.adds()
+            && self.moved.is_empty()
+            && self.put_back.is_empty()
+            && self.deleted.is_empty()
+            && self.deleted_chains.is_empty()
     }
 
     pub(crate) fn adds(&self) -> bool {
@@ -109,7 +123,10 @@ impl Edit {
 
     /// The additions in the form that `iptables-restore` reads.
     pub(crate) fn additions(&self, table: Table) -> Result<String> {
-        let mut text = format!("*{}\n", table.name());
+        self.additions_after(format!("*{}\n", table.name()))
+    }
+
+    fn additions_after(&self, mut text: String) -> Result<String> {
         for (name, new) in &self.chains {
             let name = word(name)?;
             // Writing to a String cannot fail.
@@ -128,9 +145,14 @@ impl Edit {
         Ok(text)
     }
 
-    /// Everything in one text: what is added, then what is removed.
+    /// Everything in one text: what is added, then what is removed. A rule that is moved is removed first: `-D` takes the
+    /// first rule that looks like it, which would be the new one.
     pub(crate) fn everything(&self, table: Table) -> Result<String> {
-        let mut text = self.additions(table)?;
+        let mut text = format!("*{}\n", table.name());
+        for (chain, rule) in &self.moved {
+            line(&mut text, "-D", chain, &rule.words)?;
+        }
+        let mut text = self.additions_after(text)?;
         for (chain, rule) in &self.put_back {
             line(&mut text, "-A", chain, &rule.words)?;
         }

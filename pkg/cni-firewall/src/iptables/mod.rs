@@ -38,7 +38,6 @@ mod rule;
 mod tool;
 
 pub use chains::Chains;
-#[cfg(feature = "fuzzing")]
 pub(crate) use compat::rule as rule_of_nft;
 pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};
@@ -108,6 +107,15 @@ pub struct Chain {
     /// Its rules, in order.
     pub rules: Vec<Rule>,
     pub(crate) handle: Option<u64>,
+}
+
+/// What a removal in all families and variants has come to.
+#[derive(Debug)]
+pub struct Cleaned {
+    /// Where there may be something that could not be looked at, because the programs are not installed.
+    pub unreached: Vec<(Family, Variant)>,
+    /// All that went wrong.
+    pub outcome: Result<()>,
 }
 
 /// One table of iptables in the network namespace of the thread that uses it.
@@ -245,6 +253,26 @@ impl<'m> Iptables<'m> {
         }
     }
 
+    /// Plans a removal in every family and variant that may hold one of the chains, whatever becomes of the others.
+    pub fn clean(&mut self, chains: &[&str], mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Cleaned {
+        let (mut unreached, mut results) = (Vec::new(), Vec::new());
+        for family in FAMILIES {
+            let variants = self.holders(family, chains).unwrap_or_else(|error| {
+                results.push(Err(error));
+                // Where iptables-legacy has no table this finds nothing and starts no program.
+                vec![Variant::Legacy]
+            });
+            for variant in variants {
+                match self.can_remove(family, variant) {
+                    Ok(true) => results.push(self.change(family, variant, &mut plan)),
+                    Ok(false) => unreached.push((family, variant)),
+                    Err(error) => results.push(Err(error)),
+                }
+            }
+        }
+        Cleaned { unreached, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
+    }
+
     fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],
@@ -313,7 +341,7 @@ impl<'m> Iptables<'m> {
                 batch.put_back(table, chain, raw, protocol);
             }
         }
-        for (chain, rule) in &edit.deleted {
+        for (chain, rule) in edit.moved.iter().chain(&edit.deleted) {
             if let Some(handle) = rule.handle {
                 batch.delete_rule(table, chain, handle);
             }

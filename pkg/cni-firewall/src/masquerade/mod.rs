@@ -16,7 +16,7 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{FAMILIES, Folders, Iptables, Table, Variant};
+use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Table, Variant};
 use super::nft::{Listed, Nft};
 use crate::Backend;
 use cni_linux::error::{Cause, Error, Result};
@@ -202,32 +202,18 @@ impl<'m> Masquerade<'m> {
     fn clean(
         &self,
         chains: &[&str],
-        mut plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
+        plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
     ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Finish)?;
-        let mut results = Vec::new();
-        for family in FAMILIES {
-            let variants = iptables.holders(family, chains).unwrap_or_else(|error| {
-                results.push(Err(error));
-                // Where iptables-legacy has no table this finds nothing and starts no program.
-                vec![Variant::Legacy]
-            });
-            for variant in variants {
-                results.push(match iptables.can_remove(family, variant) {
-                    Ok(true) => iptables.change(family, variant, &mut plan),
-                    Ok(false) => {
-                        self.notes.note(format_args!(
-                            "iptables-{variant} may have a table nat for {family:?}, and its programs are not installed: \
-                             masquerade rules may be left in it",
-                        ));
-                        Ok(())
-                    }
-                    Err(error) => Err(error),
-                });
-            }
+        let Cleaned { unreached, outcome } = iptables.clean(chains, plan);
+        for (family, variant) in unreached {
+            self.notes.note(format_args!(
+                "iptables-{variant} may have a table nat for {family:?}, and its programs are not installed: \
+                 masquerade rules may be left in it",
+            ));
         }
         self.kept.borrow_mut().iptables.push(iptables);
-        Error::join(results.into_iter().filter_map(Result::err))
+        outcome
     }
 
     /// What is not in force for the attachment's addresses, one sentence each; empty if all is well. Rules made by Go

@@ -10,7 +10,11 @@
 use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables as wire;
-use netlink_packet_netfilter::nftables::{ChainAttribute, NfTablesMessage, RuleAttribute, TableAttribute};
+use netlink_packet_netfilter::nftables::{
+    ChainAttribute, DataAttribute, ListAttribute, NfTablesMessage, RuleAttribute, SetAttribute, SetElementAttribute,
+    SetElementList, SetElementMessage, TableAttribute,
+};
+use std::net::IpAddr;
 
 use super::userdata;
 use super::{Family, Generation, Raw, Rule, Table};
@@ -55,6 +59,8 @@ impl Kind {
 pub enum Hook {
     /// Packets that came in.
     Prerouting,
+    /// Packets that go on to another machine or container.
+    Forward,
     /// Packets that start here.
     Output,
     /// Packets about to leave.
@@ -65,13 +71,50 @@ impl Hook {
     fn wire(self) -> wire::InetHookNumber {
         match self {
             Hook::Prerouting => wire::InetHookNumber::PreRouting,
+            Hook::Forward => wire::InetHookNumber::Forward,
             Hook::Output => wire::InetHookNumber::LocalOut,
             Hook::Postrouting => wire::InetHookNumber::PostRouting,
         }
     }
 
     pub(crate) fn by_number(wanted: u32) -> Option<Hook> {
-        [Hook::Prerouting, Hook::Output, Hook::Postrouting].into_iter().find(|hook| u32::from(hook.wire()) == wanted)
+        let all = [Hook::Prerouting, Hook::Forward, Hook::Output, Hook::Postrouting];
+        all.into_iter().find(|hook| u32::from(hook.wire()) == wanted)
+    }
+}
+
+/// The addresses that a set holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SetKind {
+    /// `type ipv4_addr`
+    Ipv4,
+    /// `type ipv6_addr`
+    Ipv6,
+}
+
+impl SetKind {
+    /// The number that `nft` has for the type, and the length of an element.
+    fn wire(self) -> (u32, u32) {
+        match self {
+            SetKind::Ipv4 => (7, 4),
+            SetKind::Ipv6 => (8, 16),
+        }
+    }
+}
+
+/// The address as an element of the set.
+pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElementMessage {
+    let key = match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    };
+    let key = SetElementAttribute::Key(DataAttribute::Value(key));
+    SetElementMessage {
+        attributes: vec![
+            SetElementList::Table(table.name.into()),
+            SetElementList::Set(set.into()),
+            SetElementList::Elements(vec![ListAttribute::Element(vec![key])]),
+        ],
     }
 }
 
@@ -180,8 +223,17 @@ impl Batch {
         self.push(format!("failed to flush nft chain {table} {name}"), Meaning::Plain, table.family, 0, message);
     }
 
-    /// Puts the rule at the chain's end. ENOENT if the chain, or one it jumps to, is missing.
+    /// Puts the rule at the chain's end. ENOENT if the chain, one it jumps to, or a set it uses is missing.
     pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
+        self.new_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
+    }
+
+    /// The same at the chain's beginning; of several the last one is the first then.
+    pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
+        self.new_rule(table, chain, rule, NLM_F_CREATE);
+    }
+
+    fn new_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
         let comment = rule.comment.as_deref();
         let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
         let mut attributes = vec![
@@ -191,7 +243,38 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
+        self.push(what, Meaning::Plain, table.family, flags, message);
+    }
+
+    /// Makes a set of addresses unless it exists.
+    pub fn ensure_set(&mut self, table: Table<'_>, name: &str, kind: SetKind) {
+        // Only within the transaction, to which the number belongs.
+        let id = u32::try_from(self.changes.len()).unwrap_or(u32::MAX);
+        let (data_type, len) = kind.wire();
+        let attributes = vec![
+            SetAttribute::Table(table.name.into()),
+            SetAttribute::Name(name.into()),
+            SetAttribute::KeyType(data_type),
+            SetAttribute::KeyLen(len),
+            SetAttribute::Id(id),
+        ];
+        let message = NfTablesMessage::NewSet(wire::SetMessage { attributes });
+        let what = format!("failed to add nft set {table} {name}");
+        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
+    }
+
+    /// Puts an address into a set, if it is not there. ENOENT if there is no such set.
+    pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
+        let message = NfTablesMessage::NewSetElement(element(table, set, address));
+        let what = format!("failed to add {address} to nft set {table} {set}");
+        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
+    }
+
+    /// Takes an address out of a set. ENOENT if it is not there.
+    pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
+        let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
+        let what = format!("failed to delete {address} from nft set {table} {set}");
+        self.push(what, Meaning::Plain, table.family, 0, message);
     }
 
     /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol` (`IPPROTO_*`) is the one that

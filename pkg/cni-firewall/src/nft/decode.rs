@@ -28,6 +28,8 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NFTA_CHAIN_HANDLE: u16 = 2;
     const NFTA_CHAIN_NAME: u16 = 3;
     const NFTA_CHAIN_HOOK: u16 = 4;
+    const NFTA_CHAIN_POLICY: u16 = 5;
+    const NF_DROP: u32 = 0;
     const NFTA_CHAIN_TYPE: u16 = 7;
     const NFTA_CHAIN_USERDATA: u16 = 12;
     let bytes = payload.get(NFGENMSG..)?;
@@ -36,7 +38,8 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     let handle = u64_be(attribute(bytes, NFTA_CHAIN_HANDLE)?)?;
     let (comment, _) = userdata::decode(attribute(bytes, NFTA_CHAIN_USERDATA).unwrap_or_default());
     let base = attribute(bytes, NFTA_CHAIN_HOOK).and_then(|hook| base(hook, attribute(bytes, NFTA_CHAIN_TYPE)?));
-    Some((table, Chain { name, handle, base, comment }))
+    let drops = number(bytes, NFTA_CHAIN_POLICY) == Some(NF_DROP);
+    Some((table, Chain { name, handle, base, drops, comment }))
 }
 
 fn base(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
@@ -97,6 +100,9 @@ fn expr(element: &[u8]) -> Expr {
         "cmp" => cmp(data),
         "immediate" => immediate(data),
         "fib" => fib(data),
+        "lookup" => lookup(data),
+        // 1: destination, 2: key. A direction or a source register makes it something else.
+        "ct" if attributes(data).count() == 2 => ct(data),
         "nat" => nat(data),
         "match" => xt(data).map(|(name, revision, info)| Expr::XtMatch { name, revision, info }),
         "target" => xt(data).map(|(name, revision, info)| Expr::XtTarget { name, revision, info }),
@@ -151,6 +157,17 @@ fn fib(data: &[u8]) -> Option<Expr> {
     Some(Expr::Fib { to: Reg(number(data, 1)?), result: number(data, 2)?, flags: number(data, 3)? })
 }
 
+fn lookup(data: &[u8]) -> Option<Expr> {
+    const NFTA_LOOKUP_FLAGS: u16 = 5;
+    // 1: set, 2: register, 3: a map's result. Flags invert it.
+    let plain = attribute(data, 3).is_none() && number(data, NFTA_LOOKUP_FLAGS).unwrap_or(0) == 0;
+    plain.then_some(Expr::Lookup { set: text(attribute(data, 1)?), reg: Reg(number(data, 2)?) })
+}
+
+fn ct(data: &[u8]) -> Option<Expr> {
+    Some(Expr::Ct { to: Reg(number(data, 1)?), key: number(data, 2)? })
+}
+
 /// A match or a target of xtables: 1: name, 2: revision, 3: its structure.
 fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
     Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
@@ -189,6 +206,8 @@ mod tests {
         round_trip(&expr::dnat("10.0.0.2".parse().unwrap(), Some(80)));
         round_trip(&expr::dnat("fd00::2".parse().unwrap(), None));
         round_trip(&[Expr::Masquerade, Expr::Other("counter".into())]);
+        round_trip(&expr::in_set(expr::saddr("10.0.0.2".parse().unwrap()), "pods"));
+        round_trip(&expr::answers());
         let verdicts = [Verdict::Accept, Verdict::Drop, Verdict::Return, Verdict::Jump("a".into())];
         round_trip(&verdicts.map(Expr::Verdict));
         round_trip(&[Expr::Verdict(Verdict::Goto("b".into())), Expr::Verdict(Verdict::Other(3))]);

@@ -172,6 +172,20 @@ pub enum Expr {
         /// Whereto.
         to: Reg,
     },
+    /// Goes on only if the set of this name contains what the register holds.
+    Lookup {
+        /// The set, in the rule's table.
+        set: String,
+        /// What is looked up.
+        reg: Reg,
+    },
+    /// Loads something about the packet's tracked connection, by the kernel's number (`NFT_CT_*`).
+    Ct {
+        /// What.
+        key: u32,
+        /// Whereto.
+        to: Reg,
+    },
     /// Replaces the source address by the outgoing interface's.
     Masquerade,
     /// Replaces the destination (`dnat`).
@@ -209,6 +223,8 @@ pub enum Expr {
 const NFTA_FIB_DREG: u16 = 1;
 const NFTA_FIB_RESULT: u16 = 2;
 const NFTA_FIB_FLAGS: u16 = 3;
+const NFTA_CT_DREG: u16 = 1;
+const NFTA_CT_KEY: u16 = 2;
 const NFTA_NAT_TYPE: u16 = 1;
 const NFTA_NAT_FAMILY: u16 = 2;
 const NFTA_NAT_REG_ADDR_MIN: u16 = 3;
@@ -253,6 +269,11 @@ impl Expr {
             Expr::Fib { flags, result, to } => {
                 other("fib", &[(NFTA_FIB_FLAGS, *flags), (NFTA_FIB_RESULT, *result), (NFTA_FIB_DREG, to.0)])
             }
+            Expr::Lookup { set, reg } => wire::Expressions::Lookup(vec![
+                wire::Lookup::Set(set.clone()),
+                wire::Lookup::SourceRegister(reg.wire()),
+            ]),
+            Expr::Ct { key, to } => other("ct", &[(NFTA_CT_DREG, to.0), (NFTA_CT_KEY, *key)]),
             Expr::Masquerade => other("masq", &[]),
             Expr::Dnat { family, addr, port } => {
                 let mut attributes = vec![(NFTA_NAT_TYPE, NAT_DNAT), (NFTA_NAT_FAMILY, *family)];
@@ -291,6 +312,15 @@ pub fn iifname(name: &str) -> Option<Vec<Expr>> {
     // The last byte stays NUL: a name of 16 bytes would match nothing, ever.
     data[..libc::IFNAMSIZ - 1].get_mut(..name.len())?.copy_from_slice(name.as_bytes());
     Some(equal(Expr::Meta { key: MetaKey::IIFNAME, to: Reg::R1 }, data))
+}
+
+/// `oifname "NAME"`; see [`iifname`].
+pub fn oifname(name: &str) -> Option<Vec<Expr>> {
+    let mut exprs = iifname(name)?;
+    if let Some(Expr::Meta { key, .. }) = exprs.first_mut() {
+        *key = MetaKey::OIFNAME;
+    }
+    Some(exprs)
 }
 
 /// The name in an [`iifname`] match, if the rule begins with one.
@@ -332,6 +362,27 @@ pub fn daddr(addr: IpAddr) -> Vec<Expr> {
         IpAddr::V4(addr) => equal(payload(Base::NETWORK, 16, 4), addr.octets().to_vec()),
         IpAddr::V6(addr) => equal(payload(Base::NETWORK, 24, 16), addr.octets().to_vec()),
     }
+}
+
+/// `ip saddr @SET` or `ip6 saddr @SET` for what is in `exprs` a comparison with one address.
+pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
+    if let Some(last) = exprs.last_mut() {
+        *last = Expr::Lookup { set: set.to_owned(), reg: Reg::R1 };
+    }
+    exprs
+}
+
+/// `ct state established,related`
+pub fn answers() -> Vec<Expr> {
+    const NFT_CT_STATE: u32 = 0;
+    const ESTABLISHED: u32 = 1 << 1;
+    const RELATED: u32 = 1 << 2;
+    let mask = (ESTABLISHED | RELATED).to_ne_bytes().to_vec();
+    vec![
+        Expr::Ct { key: NFT_CT_STATE, to: Reg::R1 },
+        Expr::Bitwise { reg: Reg::R1, mask, xor: vec![0; 4] },
+        Expr::Cmp { op: CmpOp::NE, reg: Reg::R1, data: vec![0; 4] },
+    ]
 }
 
 /// `meta nfproto ipv4` or `ipv6`: what `nft` puts silently before an address in an inet table.

@@ -21,7 +21,7 @@ pub mod expr;
 mod socket;
 pub mod userdata;
 
-pub use batch::{BaseChain, Batch, Hook, Kind};
+pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
 pub use expr::{Expr, Verdict};
 pub use socket::{Generation, Nft, mentions, occurs, raced};
 
@@ -64,15 +64,21 @@ pub struct Table<'a> {
     pub name: &'a str,
 }
 
-impl fmt::Display for Table<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let family = match self.family {
+impl Family {
+    /// As `nft` has it.
+    pub fn name(self) -> &'static str {
+        match self {
             Family::Inet => "inet",
             Family::Ip => "ip",
             Family::Ip6 => "ip6",
             Family::Bridge => "bridge",
-        };
-        write!(f, "{family} {}", self.name)
+        }
+    }
+}
+
+impl fmt::Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.family.name(), self.name)
     }
 }
 
@@ -140,6 +146,8 @@ pub struct Chain {
     pub handle: u64,
     /// Where it is hooked in; `None` for a regular chain, and for base chains of types and hooks not used here.
     pub base: Option<BaseChain>,
+    /// Whether packets that reach its end are dropped.
+    pub drops: bool,
     /// The comment that `nft` shows.
     pub comment: Option<String>,
 }

@@ -250,13 +250,8 @@ impl Nft {
 
     /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
     pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
-        let what = format!("failed to list the chains of nft table {table}");
-        let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
-        self.dump(&what, table, request, |payload| {
-            decode::chain(payload)
-                .filter(|(in_table, _)| in_table == table.name)
-                .map(|(_, chain)| (chain.handle, chain))
-        })
+        let chains = self.chains_where(table.family, |in_table, _| in_table == table.name)?;
+        Ok(chains.into_iter().map(|(_, chain)| chain).collect())
     }
 
     /// One chain by name.
@@ -268,6 +263,31 @@ impl Nft {
         match self.ask(&what, table, &request, 0, |message| found = decode::chain(message.payload)) {
             Ok(_) => Ok(found.map(|(_, chain)| chain)),
             Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The chains of all tables of the family that are `wanted`, each with its table.
+    pub fn chains_where(
+        &mut self,
+        family: super::Family,
+        wanted: impl Fn(&str, &Chain) -> bool,
+    ) -> Result<Vec<(String, Chain)>> {
+        let what = format!("failed to list the nft chains of family {}", family.name());
+        let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
+        self.dump(&what, Table { family, name: "" }, request, |payload| {
+            let (table, chain) = decode::chain(payload)?;
+            wanted(&table, &chain).then_some((chain.handle, (table, chain)))
+        })
+    }
+
+    /// Whether the address is in the set; not if there is no such set.
+    pub fn has_element(&mut self, table: Table<'_>, set: &str, address: std::net::IpAddr) -> Result<bool> {
+        let what = format!("failed to read nft set {table} {set}");
+        let request = NfTablesMessage::GetSetElement(super::batch::element(table, set, address));
+        match self.ask(&what, table, &request, 0, |_| {}) {
+            Ok(_) => Ok(true),
+            Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
         }
     }

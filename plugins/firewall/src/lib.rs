@@ -1,0 +1,197 @@
+//! `firewall`: packets from and to a container pass the node's filter, and bridges can be isolated. Always behind another plugin,
+//! whose result it passes on as it is.
+//!
+//! `conf` reads the configuration; the rules themselves are [`cni_firewall::forward`]'s. The container's namespace is
+//! never entered.
+//!
+//! DEL often comes without `prevResult`. What has to go is found by its owner, in both backends, whatever the configuration
+//! says by then.
+
+mod conf;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
+
+use std::net::IpAddr;
+
+use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
+use cni::result::AddResult;
+use cni::skel::{Added, Call, Plugin, Role};
+use cni::{Code, Error, Result};
+use cni_firewall::forward::{self, Former, Forward, Ingress, Wanted};
+use cni_firewall::{Backend, nft_usable};
+use cni_linux::{Mark, Netlink, sysctl};
+
+use conf::{Conf, Policy};
+
+/// The plugin.
+#[derive(Clone, Copy, Debug)]
+pub struct Firewall;
+
+const NO_RESULT: &str = "missing prevResult from earlier plugin";
+
+impl Plugin for Firewall {
+    fn name(&self) -> &'static str {
+        "firewall"
+    }
+
+    fn role(&self) -> Role {
+        Role::Chained
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        Conf::new(conf).map(drop)
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        conf::unknown_keys(json)
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        let conf = Conf::new(&call.conf)?;
+        let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
+        let mut rollback = call.rollback();
+        let wanted = wanted(call, &conf, &result)?;
+        if wanted.addresses.is_empty() {
+            return Ok(Added { result, rollback });
+        }
+        let backend = backend(call, &conf)?;
+        let former = std::rc::Rc::new(Former::default());
+        let (undone, before) = (wanted.clone(), former.clone());
+        rollback.push("put the rules back as they were", move || forward(call).put_back(&undone, &before));
+        if let Err(error) = forward(call).ensure(&wanted, backend, &former) {
+            return Err(refusal(call, error, &conf, backend));
+        }
+        remark(call, &conf, backend);
+        Ok(Added { result, rollback })
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(&call.conf)?;
+        let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
+        let wanted = wanted(call, &conf, &prev)?;
+        match forward(call).check(&wanted, backend(call, &conf)?)?.as_slice() {
+            [] => Ok(()),
+            missing => Err(Error::new(Code::CHECK_FAILED, missing.join("; "))),
+        }
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        let addresses = call.conf.prev_result().map(|prev| prev.map_or_else(Vec::new, |prev| addresses(&prev)));
+        let addresses = addresses.unwrap_or_else(|error| {
+            call.notes.note(format_args!("firewall: prevResult is not used: {error}"));
+            Vec::new()
+        });
+        Ok(forward(call).purge(&mark(call), &addresses)?)
+    }
+
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        let valid: Vec<(&str, &str)> = valid.iter().collect();
+        Ok(forward(call).gc(call.conf.name(), &valid)?)
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        let conf = Conf::new(&call.conf)?;
+        let backend = backend(call, &conf)?;
+        let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
+        if backend == Backend::Nftables && !nft_usable().map_err(not_ready)? {
+            return Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables"));
+        }
+        forward(call).probe(backend, conf.place.as_ref()).map_err(not_ready)
+    }
+}
+
+fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
+    Forward::new(call.machine.0, call.notes.clone())
+}
+
+fn mark(call: &Call<'_>) -> Mark {
+    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
+}
+
+/// All addresses of the result, whichever interface they are on, as in Go.
+fn addresses(prev: &AddResult) -> Vec<IpAddr> {
+    let mut all = Vec::new();
+    for address in prev.ips.iter().map(|ip| ip.address.address()) {
+        if !all.contains(&address) {
+            all.push(address);
+        }
+    }
+    all
+}
+
+/// What this attachment wants.
+fn wanted(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Wanted> {
+    Ok(Wanted {
+        mark: mark(call),
+        addresses: addresses(prev),
+        ingress: ingress(conf.policy, prev)?,
+        admin: conf.admin.clone(),
+        place: conf.place.clone(),
+    })
+}
+
+/// The bridge to isolate: the first interface on the host that the result names, as in Go.
+///
+/// # Errors
+/// There is none, or it is not a bridge: rules for a container's own interface would isolate nothing.
+fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
+    if policy == Policy::Open {
+        return Ok(Ingress::Open);
+    }
+    let name = policy.name();
+    let refused = |why: String| Error::config(format!("\"ingressPolicy\": {name:?} needs a bridge: {why}"));
+    let first = prev.interfaces.iter().find(|interface| interface.sandbox.is_empty());
+    let first = first.ok_or_else(|| refused("prevResult names no interface of the host".into()))?;
+    match Netlink::open()?.find_link(&first.name)? {
+        Some(link) if link.is_bridge() => Ok(policy.on(link.name)),
+        Some(link) => Err(refused(format!("{} in prevResult is a {}", link.name, link.kind))),
+        None => Err(refused(format!("{} in prevResult does not exist", first.name))),
+    }
+}
+
+/// The backend that is asked for, or the one that the host has.
+fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
+    match conf.backend {
+        Some(backend) => Ok(backend),
+        None => Ok(forward(call).chosen()?),
+    }
+}
+
+/// What kept the rules from being made, with the code for a backend that is not there.
+fn refusal(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
+    let has_no_program = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
+    let is_absent = error.is_unsupported() || has_no_program();
+    match &conf.place {
+        Some(place) if error.is_not_found() => Error::from(error)
+            .context(format!("nftablesChain: there is no chain {place}"))
+            .with_code(Code::INVALID_CONFIG),
+        _ if is_absent => Error::from(error)
+            .context(format!("\"backend\": \"{}\" cannot be had on this host", backend.name()))
+            .with_code(Code::UNSUPPORTED_FIELD),
+        _ => error.into(),
+    }
+}
+
+/// What the operator should know although nothing has failed.
+fn remark(call: &Call<'_>, conf: &Conf, backend: Backend) {
+    if backend == Backend::Nftables
+        && let Ok(dropping) = forward::dropping(conf.place.as_ref())
+        && !dropping.is_empty()
+    {
+        call.notes.note(format_args!(
+            "firewall: {} drops what it does not accept itself, and backend nftables cannot change that from another \
+             table: name the chain in \"nftablesChain\"",
+            dropping.join(", ")
+        ));
+    }
+    if conf.policy == Policy::Isolated {
+        let key = "net/bridge/bridge-nf-call-iptables";
+        if sysctl::read(key).map_or(true, |value| value != "1") {
+            call.notes.note(format_args!(
+                "firewall: sysctl {key} is not 1, so containers on one bridge reach each other despite \"isolated\""
+            ));
+        }
+    }
+}

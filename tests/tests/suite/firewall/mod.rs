@@ -1,0 +1,8 @@
+//! `firewall`: packets of containers pass the node's filter, bridges are isolated, and nothing of a container stays.
+
+mod life;
+mod packets;
+mod shapes;
+mod storm;
+mod swaps;
+mod world;

@@ -1,0 +1,1 @@
+//! Real packets, in both families, where the node drops what nobody accepts.

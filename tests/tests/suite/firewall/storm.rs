@@ -1,0 +1,117 @@
+//! Many at once, and many rules of others'.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use cni_testkit::Attachment;
+use serde_json::{Value, json};
+
+use super::world::{BACKENDS, Backend, World, chain, config, each, rules, shell};
+
+/// Attachments with results made by hand: it is about firewall's rules, not about bridge.
+fn crowd(world: &World, count: usize) -> Vec<(Attachment<'_>, Value)> {
+    let container = world.node.container();
+    let config = config(world, json!({}));
+    let one = |number: usize| {
+        let mut attachment = Attachment::new(&world.node, &container, config.clone());
+        attachment.id = format!("crowd-{number}");
+        let ips = json!([{"address": format!("10.9.1.{number}/16")}, {"address": format!("fd00:9::{number}/64")}]);
+        (attachment, json!({"cniVersion": "1.0.0", "ips": ips}))
+    };
+    (1..=count).map(one).collect()
+}
+
+fn all(world: &World, crowd: &[(Attachment<'_>, Value)], verb: &str) {
+    let path = world.backend.path(&world.node);
+    let start = |(attachment, prev): &(Attachment<'_>, Value)| {
+        attachment.invocation(verb, Some(prev)).env("PATH", &path).start()
+    };
+    let mut started: Vec<_> = crowd.iter().map(start).collect();
+    started.iter_mut().for_each(cni_testkit::Started::release);
+    started.into_iter().for_each(|started| drop(started.finish().success()));
+}
+
+/// Every address has what it should have, once.
+#[track_caller]
+fn complete(world: &World, count: usize) {
+    let rules = rules(world);
+    for number in 1..=count {
+        let (v4, v6) = (format!("10.9.1.{number}"), format!("fd00:9::{number}"));
+        let wanted = match world.backend {
+            Backend::Nftables => vec![format!("ip saddr {v4} comment"), format!("ip6 saddr {v6} comment")],
+            _ => vec![
+                format!("-A CNI-FORWARD -s {v4}/32 -j ACCEPT"),
+                format!("-A CNI-FORWARD -d {v6}/128 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"),
+                format!("-A CNI-FW-OWNERS -s {v6}/128 "),
+            ],
+        };
+        for rule in wanted {
+            assert_eq!(rules.iter().filter(|line| line.starts_with(&rule)).count(), 1, "{rule} {rules:#?}");
+        }
+    }
+}
+
+#[test]
+fn fifty_adds_beside_a_foreign_writer_are_all_there() {
+    each(&BACKENDS, |world| {
+        let count = cni_testkit::crowd(50);
+        let crowd = crowd(world, count);
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            if world.backend != Backend::Nftables {
+                // Somebody who does not know our lock, as kube-proxy does it, at most as often as there are ADDs.
+                scope.spawn(|| {
+                    for number in 0..count {
+                        if done.load(Ordering::Relaxed) {
+                            return;
+                        }
+                        let text = format!(
+                            "*filter\\n:FOREIGN - [0:0]\\n-A FOREIGN -s 198.51.100.{number} -j RETURN\\nCOMMIT"
+                        );
+                        shell(world, &format!("printf '{text}\\n' | iptables-restore --noflush -w 10"));
+                    }
+                });
+            }
+            all(world, &crowd, "ADD");
+            done.store(true, Ordering::Relaxed);
+        });
+        complete(world, count);
+        if world.backend != Backend::Nftables {
+            assert_eq!(chain(world, "FORWARD").len(), 2, "{:?} {:#?}", world.backend, rules(world));
+            shell(world, "iptables -w -F FOREIGN; iptables -w -X FOREIGN");
+        }
+        all(world, &crowd, "DEL");
+    });
+}
+
+#[test]
+fn five_thousand_foreign_rules_stay_as_they_are() {
+    each(&BACKENDS, |world| {
+        let foreign = match world.backend {
+            Backend::Nftables => {
+                "(echo 'add table inet site; add chain inet site many'; \
+                 for i in $(seq 5000); do echo \"add rule inet site many ip saddr 10.$((i / 250)).7.$((i % 250)) return\"; done) | nft -f -"
+            }
+            _ => {
+                "(echo '*filter'; for i in $(seq 5000); do \
+                 echo \"-A FORWARD -s 10.$((i / 250)).7.$((i % 250))/32 -j RETURN\"; done; echo COMMIT) | iptables-restore --noflush"
+            }
+        };
+        shell(world, foreign);
+        let before = rules(world).len();
+        let crowd = crowd(world, 2);
+        for verb in ["ADD", "CHECK", "DEL"] {
+            for (attachment, prev) in &crowd {
+                let path = world.backend.path(&world.node);
+                attachment.invocation(verb, Some(prev)).env("PATH", path).run().success();
+            }
+        }
+        let after = rules(world);
+        let foreign = after.iter().filter(|rule| rule.contains(".7.")).count();
+        assert!(foreign == 5000 && after.len() >= before, "{foreign}");
+        shell(
+            world,
+            if world.backend == Backend::Nftables { "nft delete table inet site" } else { "iptables -w -F FORWARD" },
+        );
+    });
+}

@@ -1,0 +1,79 @@
+//! A node is switched from the Go plugin to this one and back while containers run.
+
+use cni_testkit::{bin_dir, probe, require};
+use serde_json::json;
+
+use super::world::{IPTABLES, chain, config, each, go, naming, rules};
+
+#[test]
+fn what_go_added_is_checked_and_removed() {
+    require!(probe::go_plugins());
+    each(&IPTABLES, |world| {
+        for policy in ["open", "same-bridge", "isolated"] {
+            let config = config(world, json!({"ingressPolicy": policy}));
+            let pod = world.dual();
+            pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
+            pod.check(&config).success();
+            // Adopts them: from now on nobody's result is needed.
+            let by_go = chain(world, "CNI-FORWARD");
+            pod.add(&config).success();
+            assert_eq!(chain(world, "CNI-FORWARD"), by_go, "{policy} {:?}", world.backend);
+            pod.invocation(&bin_dir(), "DEL", &config, None).run().success();
+            assert_eq!(naming(world, &pod), 0, "{policy} {:?}", world.backend);
+            pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
+            pod.del(&config).success();
+            assert_eq!(naming(world, &pod), 0, "{policy} {:?}", world.backend);
+            let late = world.dual();
+            late.add(&config).success();
+            late.leave();
+            pod.leave();
+        }
+    });
+}
+
+#[test]
+fn what_was_added_here_is_checked_and_removed_by_go() {
+    require!(probe::go_plugins());
+    each(&IPTABLES, |world| {
+        for policy in ["open", "same-bridge", "isolated"] {
+            let config = config(world, json!({"ingressPolicy": policy}));
+            let pod = world.dual();
+            pod.add(&config).success();
+            let before = rules(world);
+            pod.call_by(&go(), "CHECK", &config, Some(&pod.result)).success();
+            pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
+            assert_eq!(rules(world), before, "{policy} {:?}", world.backend);
+            pod.call_by(&go(), "DEL", &config, Some(&pod.result)).success();
+            let left = chain(world, "CNI-FORWARD");
+            assert!(!left.iter().any(|rule| rule.ends_with("ACCEPT")), "{left:?}");
+            // What only this plugin knows goes with its own DEL or GC.
+            pod.leave();
+            assert_eq!(naming(world, &pod), 0, "{policy} {:?}", world.backend);
+        }
+    });
+}
+
+#[test]
+fn go_beside_this_plugin_shares_chains_and_keeps_its_isolation() {
+    require!(probe::go_plugins());
+    each(&IPTABLES, |world| {
+        let config = config(world, json!({"ingressPolicy": "same-bridge"}));
+        let (ours, theirs) = (world.dual(), world.dual());
+        theirs.call_by(&go(), "ADD", &config, Some(&theirs.result)).success();
+        ours.add(&config).success();
+        ours.check(&config).success();
+        theirs.call_by(&go(), "CHECK", &config, Some(&theirs.result)).success();
+        ours.del(&config).success();
+        // Nobody has recorded what the remaining container wants.
+        theirs.check(&config).success();
+        assert!(chain(world, "CNI-ISOLATION-STAGE-1").len() == 4, "{:?}", rules(world));
+        assert!(naming(world, &theirs) > 0 && naming(world, &ours) == 0);
+        let late = world.dual();
+        late.add(&config).success();
+        theirs.call_by(&go(), "DEL", &config, Some(&theirs.result)).success();
+        late.check(&config).success();
+        late.leave();
+        theirs.leave();
+        ours.leave();
+    });
+}
