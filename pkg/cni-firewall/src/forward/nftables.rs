@@ -181,6 +181,16 @@ pub(crate) fn owners(nft: &mut Nft) -> Result<Vec<(Family, String, Vec<Listed>)>
     Ok(all)
 }
 
+/// # Errors
+/// ENOENT if there is no such chain.
+fn must_exist(nft: &mut Nft, place: Option<&Place>) -> Result<()> {
+    let Some(place) = place else { return Ok(()) };
+    match nft.find_chain(place.table(), &place.chain)? {
+        Some(_) => Ok(()),
+        None => Err(Error::new(format!("failed to find nft chain {place}"), Cause::from(nix::errno::Errno::ENOENT))),
+    }
+}
+
 /// What an attachment had before an ADD.
 #[derive(Debug, Default)]
 pub(super) struct Former {
@@ -202,11 +212,7 @@ pub(super) fn ensure(
 ) -> Result<()> {
     let own = Place::own();
     let place_of = |owned: &Owned| place_of(owned, place, &own);
-    if let Some(place) = place
-        && nft.find_chain(place.table(), &place.chain)?.is_none()
-    {
-        return Err(Error::new(format!("failed to find nft chain {place}"), Cause::from(nix::errno::Errno::ENOENT)));
-    }
+    must_exist(nft, place)?;
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.settle()?);
@@ -424,6 +430,7 @@ pub(super) fn dropping(nft: &mut Nft, place: Option<&Place>) -> Result<Vec<Strin
 /// Whether rules could be made here.
 pub(super) fn probe(place: Option<&Place>) -> Result<()> {
     let mut nft = Nft::open()?;
+    must_exist(&mut nft, place)?;
     let own = Place::own();
     let place = place.unwrap_or(&own);
     if nft.find_chain(place.table(), FORWARD)?.is_some() && leads_on(&mut nft, place)? {

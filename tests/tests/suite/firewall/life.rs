@@ -113,7 +113,7 @@ fn add_runs_one_program_per_family_check_and_del_none() {
         let config = config(world, json!({"ingressPolicy": "same-bridge"}));
         let expected: &[&str] = match world.backend {
             Backend::Nftables => &[],
-            _ => &["xtables-nft-iptables-restore", "xtables-nft-ip6tables-restore"],
+            _ => &["iptables-restore", "ip6tables-restore"],
         };
         let pod = world.dual();
         world.ran();
@@ -261,12 +261,24 @@ fn firewalld_is_refused_and_not_replaced() {
 fn without_a_wish_nftables_serves_where_iptables_is_missing() {
     each(&[Backend::Nftables], |world| {
         let pod = world.dual();
-        let call = |config: &Value| {
-            // What is looked for is in /usr/sbin too, so a decoy that cannot be executed does not hide it.
-            pod.invocation(&bin_dir(), "ADD", config, Some(&pod.result)).run()
+        // On this node alone.
+        let nothing = world.node.file("nothing", "");
+        for program in ["xtables-nft-multi", "xtables-legacy-multi"] {
+            let path = format!("/usr/sbin/{program}");
+            if std::path::Path::new(&path).exists() {
+                world.node.exec(&["mount", "--bind", nothing.to_str().unwrap(), &path]);
+            }
+        }
+        let config = config(world, json!({"backend": null}));
+        let call = |verb: &str, config: &Value| {
+            pod.invocation(&bin_dir(), verb, config, Some(&pod.result)).env("PATH", "/usr/bin:/bin").run()
         };
-        call(&config(world, json!({"backend": "nftables"}))).success();
-        assert!(rules(world).iter().any(|rule| rule.contains("cni_pods4")));
+        call("ADD", &patched(config.clone(), json!({"backend": "iptables"}))).fails_naming(2, &["iptables"]);
+        call("ADD", &config).success();
+        assert!(naming(world, &pod) > 0, "{:#?}", rules(world));
+        call("CHECK", &config).success();
+        call("DEL", &config).success();
+        assert_eq!(naming(world, &pod), 0, "{:#?}", rules(world));
         pod.leave();
     });
 }

@@ -57,6 +57,8 @@ fn fifty_adds_beside_a_foreign_writer_are_all_there() {
         let count = cni_testkit::crowd(50);
         let crowd = crowd(world, count);
         let done = AtomicBool::new(false);
+        // Makes the programs, before two threads do.
+        world.backend.path(&world.node);
         thread::scope(|scope| {
             if world.backend != Backend::Nftables {
                 // Somebody who does not know our lock, as kube-proxy does it, at most as often as there are ADDs.
