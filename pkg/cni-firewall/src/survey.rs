@@ -7,6 +7,7 @@
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
+use super::forward;
 use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{self, Listed, Nft, Table};
@@ -27,6 +28,8 @@ pub enum Purpose {
     PortMap,
     /// Frames with forged sources are dropped.
     SpoofCheck,
+    /// Packets from and to the container pass the node's filter.
+    Forward,
 }
 
 impl std::fmt::Display for Purpose {
@@ -35,6 +38,7 @@ impl std::fmt::Display for Purpose {
             Purpose::Masquerade => "masquerade",
             Purpose::PortMap => "portmap",
             Purpose::SpoofCheck => "macspoofchk",
+            Purpose::Forward => "firewall",
         })
     }
 }
@@ -78,6 +82,8 @@ enum Sign {
     PortMapIptables(String),
     /// The comment of the rule that leads into the checks.
     Spoof(String),
+    /// The comment of the record of an address.
+    Forward(String),
 }
 
 impl Owner {
@@ -92,6 +98,7 @@ impl Owner {
             }
             Sign::PortMapNft(rule) => Identity::new(mark).owner(rule) != Claimed::Other,
             Sign::PortMapIptables(comment) => *comment == portmap_iptables::comment(mark),
+            Sign::Forward(comment) => *comment == forward::owner::name(mark),
             Sign::Spoof(comment) => *comment == spoof::Id::new(&mark.container, &mark.ifname).comment(),
         }
     }
@@ -124,8 +131,38 @@ pub fn survey(machine: &dyn Machine, notes: &Notes) -> Result<Vec<Held>> {
             }
         }
     }
+    let mut iptables = Iptables::open(iptables::Table::Filter, machine, notes.clone(), OnSigterm::Kill)?;
+    for family in FAMILIES {
+        for variant in iptables.holders(family, &[forward::iptables::OWNERS])? {
+            match iptables.read(family, variant).and_then(|mut filter| in_filter(&mut filter, variant, &mut held)) {
+                Ok(()) => {}
+                Err(error) if variant == Variant::Legacy => notes.note(format_args!("not looked at: {error}")),
+                Err(error) => return Err(error),
+            }
+        }
+    }
     held.sort_by_key(|one| one.purpose);
     Ok(held)
+}
+
+/// An address that firewall accepts, of whose rules only the record names the owner.
+fn forwarded(place: String, owner: &str, address: std::net::IpAddr, ingress: &forward::Ingress) -> Option<Held> {
+    let text = match ingress.bridge() {
+        Some(bridge) => format!("{address} is accepted, {bridge} is {}", ingress.name()),
+        None => format!("{address} is accepted"),
+    };
+    let owner = Owner::marked(owner, Sign::Forward(owner.to_owned()))?;
+    Some(Held { purpose: Purpose::Forward, place, owner, text, removal: None })
+}
+
+fn in_filter(filter: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) -> Result<()> {
+    let program = if filter.family() == Family::V4 { "iptables" } else { "ip6tables" };
+    for rule in filter.rules(forward::iptables::OWNERS)? {
+        let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
+        let place = format!("{program}-{variant} -t filter {}", forward::iptables::FORWARD);
+        held.extend(forwarded(place, owner, address, &ingress));
+    }
+    Ok(())
 }
 
 fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
@@ -164,6 +201,12 @@ fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
                 };
                 held.push(entry(Purpose::PortMap, table, chain, &listed, marked.unwrap_or(unmarked), text));
             }
+        }
+    }
+    for (family, table, rules) in forward::nftables::owners(nft)? {
+        for owned in rules.iter().filter_map(forward::nftables::read) {
+            let place = format!("nft {}", Table { family, name: &table });
+            held.extend(forwarded(place, &owned.owner, owned.address, &owned.ingress));
         }
     }
     let (table, chain) = (spoof::TABLE, spoof::PREROUTING);

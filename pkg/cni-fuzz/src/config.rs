@@ -27,19 +27,21 @@ use crate::machine::NoMachine;
 #[derive(Clone, Copy)]
 enum Reader {
     Bridge,
+    Firewall,
     HostLocal,
     Loopback,
     Portmap,
     Tuning,
 }
 
-use Reader::{Bridge, HostLocal, Loopback, Portmap, Tuning};
+use Reader::{Bridge, Firewall, HostLocal, Loopback, Portmap, Tuning};
 
 impl Reader {
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
         judge_program(call.conf.ipam_type());
         match self {
             Bridge => plugin_bridge::fuzzing::read(call)?,
+            Firewall => plugin_firewall::fuzzing::read(call)?,
             HostLocal => return plugin_host_local::fuzzing::read(call).map(Some),
             Loopback => {}
             Portmap => plugin_portmap::fuzzing::read(call)?,
@@ -57,7 +59,7 @@ impl Reader {
                 plugin_portmap::fuzzing::sound_mappings(call);
                 Ok(())
             }
-            Bridge | Loopback => Ok(()),
+            Bridge | Firewall | Loopback => Ok(()),
         }
     }
 }
@@ -66,6 +68,7 @@ impl Plugin for Reader {
     fn name(&self) -> &'static str {
         match self {
             Bridge => "bridge",
+            Firewall => "firewall",
             HostLocal => "host-local",
             Loopback => "loopback",
             Portmap => "portmap",
@@ -78,7 +81,7 @@ impl Plugin for Reader {
             Bridge => Role::Interface,
             HostLocal => Role::Ipam,
             Loopback => Role::Namespace,
-            Portmap | Tuning => Role::Chained,
+            Firewall | Portmap | Tuning => Role::Chained,
         }
     }
 
@@ -131,7 +134,7 @@ pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let head = input.line_text();
     let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
-    let all = [Bridge, HostLocal, Loopback, Portmap, Tuning];
+    let all = [Bridge, Firewall, HostLocal, Loopback, Portmap, Tuning];
     let plugin = all.into_iter().find(|known| known.name() == plugin).unwrap_or(Bridge);
     let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
     let mut variables: Vec<(OsString, OsString)> =

@@ -227,7 +227,7 @@ pub(super) fn ensure(
                 had.owned.extend(own);
             }
             let is_gone = |owned: &Owned| owned.owner == owner && !here.contains(owned);
-            forget(nft, &mut batch, table, &rules, (&is_gone, &here))?;
+            forget(nft, &mut batch, table, &rules, &Leaving { is_gone: &is_gone, still: &here })?;
         }
         former.replace(Some(had));
         for place in [place, Some(&own)].into_iter().flatten() {
@@ -315,27 +315,28 @@ fn remove(nft: &mut Nft, is_gone: &dyn Fn(&Owned) -> bool) -> Result<()> {
         let mut batch = Batch::new();
         batch.only_at(nft.settle()?);
         for (family, name, rules) in owners(nft)? {
-            forget(nft, &mut batch, Table { family, name: &name }, &rules, (is_gone, &[]))?;
+            forget(nft, &mut batch, Table { family, name: &name }, &rules, &Leaving { is_gone, still: &[] })?;
         }
         nft.commit(batch)
     })
 }
 
+/// Which owners of a table go.
+struct Leaving<'a> {
+    is_gone: &'a dyn Fn(&Owned) -> bool,
+    /// What is about to be added there.
+    still: &'a [Owned],
+}
+
 /// Removes the owners that are gone, addresses that have no owner then, and the isolation of bridges for which nobody asks.
-/// `still`: what is about to be added.
-fn forget(
-    nft: &mut Nft,
-    batch: &mut Batch,
-    table: Table<'_>,
-    rules: &[Listed],
-    (is_gone, still): (&dyn Fn(&Owned) -> bool, &[Owned]),
-) -> Result<()> {
+fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], leaving: &Leaving<'_>) -> Result<()> {
+    let Leaving { is_gone, still } = leaving;
     let all: Vec<(u64, Owned)> = rules.iter().filter_map(|listed| Some((listed.handle, read(listed)?))).collect();
     let (gone, left): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, owned)| is_gone(owned));
     if gone.is_empty() {
         return Ok(());
     }
-    let left: Vec<&Owned> = left.iter().map(|(_, owned)| owned).chain(still).collect();
+    let left: Vec<&Owned> = left.iter().map(|(_, owned)| owned).chain(still.iter()).collect();
     let mut free: Vec<IpAddr> = gone.iter().map(|(_, owned)| owned.address).collect();
     free.sort();
     free.dedup();

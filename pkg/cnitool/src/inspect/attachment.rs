@@ -235,6 +235,7 @@ fn rules(picture: &Picture, mark: &Mark, entry: &Entry, facts: &mut Vec<Fact>) {
             cni_firewall::survey::Purpose::Masquerade => "masquerade",
             cni_firewall::survey::Purpose::PortMap => "host port",
             cni_firewall::survey::Purpose::SpoofCheck => "macspoofchk",
+            cni_firewall::survey::Purpose::Forward => "firewall",
         };
         facts.push(Fact::fine(what, format!("{}  [{}]", held.text, held.place)));
     }
@@ -250,6 +251,7 @@ fn rules(picture: &Picture, mark: &Mark, entry: &Entry, facts: &mut Vec<Fact>) {
     for (what, purpose, wanted) in [
         ("masquerade", "masquerade", plugins.iter().any(|plugin| is_on(plugin, "ipMasq"))),
         ("macspoofchk", "macspoofchk", plugins.iter().any(|plugin| is_on(plugin, "macspoofchk"))),
+        ("firewall", "firewall", plugins.iter().any(|plugin| kind(plugin) == "firewall")),
         ("host port", "portmap", has_mappings && plugins.iter().any(|plugin| kind(plugin) == "portmap")),
     ] {
         if wanted && !found.iter().any(|one| one == purpose) {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::world::{BACKENDS, Backend, Pod, World, config, each, named, rules, shell};
+use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, config, each, end_isolation, named, rules, shell};
 use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for};
 use conformance::{HOST, OUTSIDE};
 
@@ -46,30 +46,37 @@ fn serve(world: &World) {
 
 #[test]
 fn through_a_dropping_filter_the_container_talks() {
-    each(&BACKENDS, |world| {
-        let patch = dropping(world);
-        let pod = world.dual();
-        let other = world.pod(&world.network("net2", &["10.2.0.0/24", "fd00:2::/64"]));
-        serve(world);
-        pod.serve_tcp(80, "pod");
-        assert_eq!(pod.container.enter(|| ask_tcp_for(IN_VAIN, &out(0))), None, "{:?}", world.backend);
-        pod.add(&config(world, patch.clone())).success();
-        other.add(&named(world, "net2", patch.clone())).success();
-        for family in [0, 1] {
-            let answer = pod.container.enter(|| ask_tcp(&out(family)));
-            assert_eq!(answer.as_deref(), Some("outside"), "{:?} {:#?}", world.backend, rules(world));
-            let to = to(&pod, family);
-            assert!(world.node.enter(|| ask_tcp(&to)).is_some(), "{:?} from the node", world.backend);
-            assert!(other.container.enter(|| ask_tcp(&to)).is_some(), "{:?} from another network", world.backend);
-        }
-        pod.del(&config(world, patch.clone())).success();
-        assert_eq!(pod.container.enter(|| ask_tcp_for(IN_VAIN, &out(1))), None, "{:?}", world.backend);
-        pod.leave();
-        other.leave();
-        if world.backend == Backend::Nftables {
-            shell(world, "nft delete table inet site");
-        }
-    });
+    each(&IPTABLES, talks);
+}
+
+#[test]
+fn nftables_through_a_dropping_filter_the_container_talks() {
+    each(&[Backend::Nftables], talks);
+}
+
+fn talks(world: &World) {
+    let patch = dropping(world);
+    let pod = world.dual();
+    let other = world.pod(&world.network("net2", &["10.2.0.0/24", "fd00:2::/64"]));
+    serve(world);
+    pod.serve_tcp(80, "pod");
+    assert_eq!(pod.container.enter(|| ask_tcp_for(IN_VAIN, &out(0))), None, "{:?}", world.backend);
+    pod.add(&config(world, patch.clone())).success();
+    other.add(&named(world, "net2", patch.clone())).success();
+    for family in [0, 1] {
+        let answer = pod.container.enter(|| ask_tcp(&out(family)));
+        assert_eq!(answer.as_deref(), Some("outside"), "{:?} {:#?}", world.backend, rules(world));
+        let to = to(&pod, family);
+        assert!(world.node.enter(|| ask_tcp(&to)).is_some(), "{:?} from the node", world.backend);
+        assert!(other.container.enter(|| ask_tcp(&to)).is_some(), "{:?} from another network", world.backend);
+    }
+    pod.del(&config(world, patch.clone())).success();
+    assert_eq!(pod.container.enter(|| ask_tcp_for(IN_VAIN, &out(1))), None, "{:?}", world.backend);
+    pod.leave();
+    other.leave();
+    if world.backend == Backend::Nftables {
+        shell(world, "nft delete table inet site");
+    }
 }
 
 #[test]
@@ -117,44 +124,71 @@ fn is_blocked(world: &World, from: &Pod<'_>, to: &str) {
 
 #[test]
 fn same_bridge_passes_within_and_blocks_between_bridges() {
-    each(&BACKENDS, |world| {
-        let pods = isolated(world, "same-bridge");
-        let [one, two, other] = &pods;
-        let open = world.pod(&world.network("net3", &["10.3.0.0/24", "fd00:3::/64"]));
-        open.add(&named(world, "net3", json!({}))).success();
-        serve(world);
-        for family in [0, 1] {
-            world.client.exec(&["ip", "route", "add", ["10.0.0.0/8", "fd00::/16"][family], "via", HOST[family]]);
-            passes(world, one, &to(two, family));
-            passes(world, one, &out(family));
-            passes(world, &open, &to(one, family));
-            is_blocked(world, one, &to(other, family));
-            is_blocked(world, other, &to(one, family));
-        }
-        pods.iter().for_each(Pod::leave);
-        open.leave();
-    });
+    each(&IPTABLES, same_bridge);
+}
+
+#[test]
+fn nftables_same_bridge_passes_within_and_blocks_between_bridges() {
+    each(&[Backend::Nftables], same_bridge);
+}
+
+fn same_bridge(world: &World) {
+    let pods = isolated(world, "same-bridge");
+    let [one, two, other] = &pods;
+    let open = world.pod(&world.network("net3", &["10.3.0.0/24", "fd00:3::/64"]));
+    open.add(&named(world, "net3", json!({}))).success();
+    serve(world);
+    for family in [0, 1] {
+        world.client.exec(&["ip", "route", "add", ["10.0.0.0/8", "fd00::/16"][family], "via", HOST[family]]);
+        passes(world, one, &to(two, family));
+        passes(world, one, &out(family));
+        passes(world, &open, &to(one, family));
+        is_blocked(world, one, &to(other, family));
+        is_blocked(world, other, &to(one, family));
+    }
+    pods.iter().for_each(Pod::leave);
+    end_isolation(world);
+    open.leave();
 }
 
 #[test]
 fn isolated_blocks_within_and_between_bridges() {
+    each(&IPTABLES, isolates);
+}
+
+#[test]
+fn nftables_isolated_blocks_within_and_between_bridges() {
+    each(&[Backend::Nftables], isolates);
+}
+
+fn isolates(world: &World) {
+    let keys = ["net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables"];
+    if !std::path::Path::new("/proc/sys").join(keys[0]).exists() {
+        return cni_testkit::skipped("the kernel has no br_netfilter");
+    }
+    keys.iter().for_each(|key| world.node.set_sysctl(key, "1"));
+    let pods = isolated(world, "isolated");
+    let [one, two, other] = &pods;
+    serve(world);
+    for family in [0, 1] {
+        world.client.exec(&["ip", "route", "add", ["10.0.0.0/8", "fd00::/16"][family], "via", HOST[family]]);
+        is_blocked(world, one, &to(two, family));
+        is_blocked(world, one, &to(other, family));
+        passes(world, one, &out(family));
+    }
+    pods.iter().for_each(Pod::leave);
+    end_isolation(world);
+}
+
+#[test]
+fn without_br_netfilter_isolated_says_what_it_cannot_do() {
     each(&BACKENDS, |world| {
         let keys = ["net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables"];
-        if !std::path::Path::new("/proc/sys").join(keys[0]).exists() {
-            return cni_testkit::skipped("the kernel has no br_netfilter");
+        if std::path::Path::new("/proc/sys").join(keys[0]).exists() {
+            keys.iter().for_each(|key| world.node.set_sysctl(key, "0"));
         }
-        keys.iter().for_each(|key| world.node.set_sysctl(key, "1"));
         let pods = isolated(world, "isolated");
         let [one, two, other] = &pods;
-        serve(world);
-        for family in [0, 1] {
-            world.client.exec(&["ip", "route", "add", ["10.0.0.0/8", "fd00::/16"][family], "via", HOST[family]]);
-            is_blocked(world, one, &to(two, family));
-            is_blocked(world, one, &to(other, family));
-            passes(world, one, &out(family));
-        }
-        // Frames on one bridge are not forwarded packets then, and ADD says so.
-        keys.iter().for_each(|key| world.node.set_sysctl(key, "0"));
         let added = one.add(&config(world, json!({"ingressPolicy": "isolated"})));
         added.success();
         assert!(added.stderr.contains(keys[0]) && added.stderr.contains("isolated"), "{}", added.report());

@@ -4,7 +4,7 @@ use cni_testkit::Attachment;
 use conformance::patched;
 use serde_json::json;
 
-use super::world::{IPTABLES, chain, config, each, rules, shell};
+use super::world::{IPTABLES, chain, config, each, end_isolation, rules, shell};
 
 const JUMP: &str = r#"-m comment --comment "CNI firewall plugin rules" -j CNI-FORWARD"#;
 const ADMIN: &str = r#"-m comment --comment "CNI firewall plugin admin overrides" -j"#;
@@ -63,6 +63,7 @@ fn a_second_add_changes_nothing() {
             assert_eq!(rules(world), before, "{policy} {:?}", world.backend);
             pod.check(&config).success();
             pod.leave();
+            end_isolation(world);
         }
     });
 }
@@ -122,10 +123,7 @@ fn an_isolated_bridge_has_gos_rules_to_the_byte() {
             assert_eq!(chain(world, "CNI-ISOLATION-STAGE-2"), [second.clone(), second].concat(), "{:?}", world.backend);
             pod.leave();
             shell(world, "iptables -w -D FORWARD 1; ip6tables -w -D FORWARD 1");
-            shell(
-                world,
-                "for i in iptables ip6tables; do $i -w -F CNI-ISOLATION-STAGE-1; $i -w -F CNI-ISOLATION-STAGE-2; done",
-            );
+            end_isolation(world);
         }
     });
 }

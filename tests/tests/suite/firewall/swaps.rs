@@ -3,7 +3,7 @@
 use cni_testkit::{bin_dir, probe, require};
 use serde_json::json;
 
-use super::world::{IPTABLES, chain, config, each, go, naming, rules};
+use super::world::{IPTABLES, chain, config, each, end_isolation, go, naming, rules};
 
 #[test]
 fn what_go_added_is_checked_and_removed() {
@@ -75,5 +75,6 @@ fn go_beside_this_plugin_shares_chains_and_keeps_its_isolation() {
         late.leave();
         theirs.leave();
         ours.leave();
+        end_isolation(world);
     });
 }

@@ -55,3 +55,11 @@ pub(crate) fn shell(world: &World, script: &str) {
     let path = format!("PATH={}", world.backend.path(&world.node));
     world.node.exec(&["env", &path, "sh", "-ec", script]);
 }
+
+/// Removes the rules of isolated bridges, which the Go plugin never does.
+pub(crate) fn end_isolation(world: &World) {
+    shell(
+        world,
+        "for i in iptables ip6tables; do for n in 1 2; do $i -w -F CNI-ISOLATION-STAGE-$n 2>/dev/null || :; done; done",
+    );
+}
