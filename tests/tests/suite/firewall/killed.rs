@@ -1,0 +1,72 @@
+//! Killed at, or refused, each of its system calls: what is left goes with the next DEL, beside a neighbour that notices
+//! nothing. A share of the calls each time; `CNI_TEST_SLOW` and `--soak` change it (`cni_testkit::rounds`).
+
+use cni_testkit::trace::{self, Act, Plan};
+use cni_testkit::{bin_dir, require, rounds};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use super::world::{Backend, World, config, each, naming, rules};
+
+const SWEPT: [Backend; 2] = [Backend::Nftables, Backend::IptablesNft];
+
+/// Does `verb` once for each of a share of its calls, which `act` hits; `DEL` then leaves nothing.
+#[track_caller]
+fn swept(world: &World, verb: &str, act: Act) {
+    let config = config(world, json!({"ingressPolicy": "same-bridge"}));
+    let (pod, neighbour) = (world.dual(), world.dual());
+    neighbour.add(&config).success();
+    let kept = naming(world, &neighbour);
+    let live = |at: u64| {
+        let plan = Plan { victim: "firewall".to_owned(), at, act };
+        if verb == "DEL" {
+            pod.add(&config).success();
+        }
+        let traced = pod.invocation(&bin_dir(), verb, &config, Some(&pod.result)).traced(&plan);
+        let (left, failed) = (naming(world, &pod), traced.outcome.status != Some(0));
+        let told = || format!("call {at}, {:?}, {:?}\n{}", traced.hit, world.backend, traced.outcome.report());
+        // An ADD that fails and lives has undone it all.
+        let must_be_clean = if verb == "ADD" { failed && matches!(act, Act::Fail(_)) } else { !failed };
+        assert!(!must_be_clean || left == 0, "{} {:#?}", told(), rules(world));
+        pod.invocation(&bin_dir(), "DEL", &config, None).run().success();
+        assert_eq!((naming(world, &pod), naming(world, &neighbour)), (0, kept), "{} {:#?}", told(), rules(world));
+        traced.calls
+    };
+    live(u64::MAX);
+    let calls = live(u64::MAX);
+    assert!(calls > 20, "{calls}");
+    let some = rounds(calls).clamp(1, 25);
+    for at in (1..=calls).step_by(usize::try_from(calls.div_ceil(some)).unwrap()) {
+        live(at);
+    }
+    neighbour.check(&config).success();
+    pod.add(&config).success();
+    pod.check(&config).success();
+    pod.leave();
+    neighbour.leave();
+}
+
+#[test]
+fn a_killed_add_leaves_nothing_that_del_does_not_remove() {
+    require!(trace::supported());
+    each(&SWEPT, |world| swept(world, "ADD", Act::Signal(Signal::SIGKILL)));
+}
+
+#[test]
+fn a_killed_del_leaves_nothing_to_the_next() {
+    require!(trace::supported());
+    each(&SWEPT, |world| swept(world, "DEL", Act::Signal(Signal::SIGKILL)));
+}
+
+#[test]
+fn an_add_whose_calls_fail_undoes_itself() {
+    require!(trace::supported());
+    each(&SWEPT, |world| swept(world, "ADD", Act::Fail(Errno::EIO)));
+}
+
+#[test]
+fn a_del_whose_calls_fail_says_so_and_the_next_cleans() {
+    require!(trace::supported());
+    each(&SWEPT, |world| swept(world, "DEL", Act::Fail(Errno::EIO)));
+}
