@@ -19,6 +19,7 @@ use cni::result::AddResult;
 use cni::rollback::Notes;
 use cni::skel::{Added, Call, Environment, Plugin, Role, Streams, dispatch};
 use cni::version::Version;
+use cni_plugin::Interface;
 
 use crate::input::Input;
 use crate::machine::NoMachine;
@@ -28,13 +29,20 @@ use crate::machine::NoMachine;
 enum Reader {
     Bridge,
     Firewall,
+    HostDevice,
     HostLocal,
     Loopback,
     Portmap,
+    Tap,
     Tuning,
 }
 
-use Reader::{Bridge, Firewall, HostLocal, Loopback, Portmap, Tuning};
+use Reader::{Bridge, Firewall, HostDevice, HostLocal, Loopback, Portmap, Tap, Tuning};
+
+/// Reads the configuration of a plugin that creates an interface.
+fn parse<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
+    plugin.parse(&call.conf, &call.environment.args, &call.notes).map(drop)
+}
 
 impl Reader {
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
@@ -42,9 +50,11 @@ impl Reader {
         match self {
             Bridge => plugin_bridge::fuzzing::read(call)?,
             Firewall => plugin_firewall::fuzzing::read(call)?,
+            HostDevice => parse(&plugin_host_device::HostDevice, call)?,
             HostLocal => return plugin_host_local::fuzzing::read(call).map(Some),
             Loopback => {}
             Portmap => plugin_portmap::fuzzing::read(call)?,
+            Tap => parse(&plugin_tap::TapPlugin, call)?,
             Tuning => plugin_tuning::fuzzing::read(call)?,
         }
         Ok(None)
@@ -59,7 +69,7 @@ impl Reader {
                 plugin_portmap::fuzzing::sound_mappings(call);
                 Ok(())
             }
-            Bridge | Firewall | Loopback => Ok(()),
+            Bridge | Firewall | HostDevice | Loopback | Tap => Ok(()),
         }
     }
 }
@@ -69,16 +79,18 @@ impl Plugin for Reader {
         match self {
             Bridge => "bridge",
             Firewall => "firewall",
+            HostDevice => "host-device",
             HostLocal => "host-local",
             Loopback => "loopback",
             Portmap => "portmap",
+            Tap => "tap",
             Tuning => "tuning",
         }
     }
 
     fn role(&self) -> Role {
         match self {
-            Bridge => Role::Interface,
+            Bridge | HostDevice | Tap => Role::Interface,
             HostLocal => Role::Ipam,
             Loopback => Role::Namespace,
             Firewall | Portmap | Tuning => Role::Chained,
@@ -134,7 +146,7 @@ pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let head = input.line_text();
     let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
-    let all = [Bridge, Firewall, HostLocal, Loopback, Portmap, Tuning];
+    let all = [Bridge, Firewall, HostDevice, HostLocal, Loopback, Portmap, Tap, Tuning];
     let plugin = all.into_iter().find(|known| known.name() == plugin).unwrap_or(Bridge);
     let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
     let mut variables: Vec<(OsString, OsString)> =
