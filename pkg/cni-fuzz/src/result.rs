@@ -55,6 +55,7 @@ fn expressible(result: &AddResult, version: Version) -> AddResult {
     }
     if version.shape() == Shape::Ip4Ip6 {
         left.interfaces.clear();
+        left.unknown = result.unknown.without_elements();
         let first = |is_ipv4: bool| result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4);
         let families: Vec<bool> = [true, false].into_iter().filter(|is_ipv4| first(*is_ipv4).is_some()).collect();
         left.ips = families.iter().filter_map(|is_ipv4| first(*is_ipv4)).cloned().collect();

@@ -15,10 +15,21 @@ struct Known(&'static str, &'static [Known]);
 const DNS: Known =
     Known("dns", &[Known("nameservers", &[]), Known("domain", &[]), Known("search", &[]), Known("options", &[])]);
 
-const OLDEST: [Known; 4] = [Known("cniVersion", &[]), Known("ip4", &[]), Known("ip6", &[]), DNS];
-
-const IPS: [Known; 5] = [
+/// The members of every version. One of another version's is dropped, not unknown.
+const OLDEST: [Known; 7] = [
     Known("cniVersion", &[]),
+    Known("ip4", &[]),
+    Known("ip6", &[]),
+    Known("interfaces", &[]),
+    Known("ips", &[]),
+    Known("routes", &[]),
+    DNS,
+];
+
+const IPS: [Known; 7] = [
+    Known("cniVersion", &[]),
+    Known("ip4", &[]),
+    Known("ip6", &[]),
     Known(
         "interfaces",
         &[
@@ -55,6 +66,16 @@ impl Unknown {
         })
     }
 
+    /// Those that are not in an element of a list, which the oldest versions do not have.
+    #[must_use]
+    pub fn without_elements(&self) -> Unknown {
+        let mut members = self.0.clone();
+        if let Value::Object(members) = &mut members {
+            members.retain(|name, _| !["interfaces", "ips", "routes"].contains(&name.as_str()));
+        }
+        Unknown(if members.as_object().is_some_and(Map::is_empty) { Value::Null } else { members })
+    }
+
     /// Whether there are none.
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_null()
@@ -78,12 +99,13 @@ fn unknown(json: &Json, known: &[Known]) -> Value {
             for (key, value) in members {
                 match known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) {
                     None => drop(rest.insert(key.clone(), Value::from(value))),
-                    Some(Known(name, inner)) => {
-                        let value = if inner.is_empty() { Value::Null } else { unknown(value, inner) };
-                        if !value.is_null() {
-                            rest.insert((*name).to_owned(), value);
-                        }
-                    }
+                    // Of duplicates the last counts that is not null.
+                    Some(Known(_, [])) => {}
+                    Some(_) if *value == Json::Null => {}
+                    Some(Known(name, inner)) => match unknown(value, inner) {
+                        Value::Null => drop(rest.remove(*name)),
+                        value => drop(rest.insert((*name).to_owned(), value)),
+                    },
                 }
             }
             if rest.is_empty() { Value::Null } else { Value::Object(rest) }

@@ -31,11 +31,15 @@ pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>
         Shape::VersionedIps => Wire::VersionedIps(WriteVersionedIps::new(result, version)),
         Shape::Ips => Wire::Sorted(sorted(&WriteIps::new(result, version))),
     };
-    if result.unknown.is_empty() {
+    let unknown = match known {
+        Wire::Ip4Ip6(_) => result.unknown.without_elements(),
+        Wire::VersionedIps(_) | Wire::Sorted(_) => result.unknown.clone(),
+    };
+    if unknown.is_empty() {
         return Ok(Encoded(known));
     }
     let mut all = Value::Object(sorted(&known).into_iter().collect());
-    result.unknown.add_to(&mut all);
+    unknown.add_to(&mut all);
     Ok(Encoded(Wire::Sorted(sorted(&all))))
 }
 
