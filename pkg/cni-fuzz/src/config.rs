@@ -19,27 +19,37 @@ use cni::result::AddResult;
 use cni::rollback::Notes;
 use cni::skel::{Added, Call, Environment, Plugin, Role, Streams, dispatch};
 use cni::version::Version;
-use cni_plugin::Interface;
+use cni_plugin::{Interface, InterfacePlugin};
 
 use crate::input::Input;
 use crate::machine::NoMachine;
 
 /// A plugin that reads its configuration with the real reader and does nothing.
 #[derive(Clone, Copy)]
-enum Reader {
-    Bridge,
-    Firewall,
-    HostDevice,
-    HostLocal,
-    Loopback,
-    Portmap,
-    Tap,
-    Tuning,
-}
+struct Reader(&'static dyn Plugin);
 
-use Reader::{Bridge, Firewall, HostDevice, HostLocal, Loopback, Portmap, Tap, Tuning};
+/// Every plugin.
+const READERS: [Reader; 17] = [
+    Reader(&plugin_bandwidth::Bandwidth),
+    Reader(&InterfacePlugin(plugin_bridge::Bridge)),
+    Reader(&InterfacePlugin(plugin_dummy::Dummy)),
+    Reader(&plugin_firewall::Firewall),
+    Reader(&InterfacePlugin(plugin_host_device::HostDevice)),
+    Reader(&plugin_host_local::HostLocal),
+    Reader(&InterfacePlugin(plugin_ipvlan::Ipvlan)),
+    Reader(&plugin_loopback::Loopback),
+    Reader(&InterfacePlugin(plugin_macvlan::Macvlan)),
+    Reader(&plugin_portmap::Portmap),
+    Reader(&InterfacePlugin(plugin_ptp::Ptp)),
+    Reader(&plugin_sbr::Sbr),
+    Reader(&plugin_static::Static),
+    Reader(&InterfacePlugin(plugin_tap::TapPlugin)),
+    Reader(&plugin_tuning::Tuning),
+    Reader(&InterfacePlugin(plugin_vlan::Vlan)),
+    Reader(&plugin_vrf::Vrf),
+];
 
-/// Reads the configuration of a plugin that creates an interface.
+/// Reads the configuration of a plugin that creates an interface, and CNI_ARGS.
 fn parse<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     plugin.parse(&call.conf, &call.environment.args, &call.notes).map(drop)
 }
@@ -47,54 +57,38 @@ fn parse<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
 impl Reader {
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
         judge_program(call.conf.ipam_type());
-        match self {
-            Bridge => plugin_bridge::fuzzing::read(call)?,
-            Firewall => plugin_firewall::fuzzing::read(call)?,
-            HostDevice => parse(&plugin_host_device::HostDevice, call)?,
-            HostLocal => return plugin_host_local::fuzzing::read(call).map(Some),
-            Loopback => {}
-            Portmap => plugin_portmap::fuzzing::read(call)?,
-            Tap => parse(&plugin_tap::TapPlugin, call)?,
-            Tuning => plugin_tuning::fuzzing::read(call)?,
+        match self.name() {
+            "bridge" => plugin_bridge::fuzzing::read(call)?,
+            "firewall" => plugin_firewall::fuzzing::read(call)?,
+            "host-local" => return plugin_host_local::fuzzing::read(call).map(Some),
+            "macvlan" => parse(&plugin_macvlan::Macvlan, call)?,
+            "portmap" => plugin_portmap::fuzzing::read(call)?,
+            "tap" => parse(&plugin_tap::TapPlugin, call)?,
+            "tuning" => plugin_tuning::fuzzing::read(call)?,
+            _ => self.0.examine(&call.conf)?,
         }
         Ok(None)
     }
 
     fn read_place(self, call: &Call<'_>) -> Result<()> {
         judge_program(call.conf.ipam_type());
-        match self {
-            HostLocal => plugin_host_local::fuzzing::read_place(call),
-            Tuning => plugin_tuning::fuzzing::read_place(call),
-            Portmap => {
-                plugin_portmap::fuzzing::sound_mappings(call);
-                Ok(())
-            }
-            Bridge | Firewall | HostDevice | Loopback | Tap => Ok(()),
+        match self.name() {
+            "host-local" => plugin_host_local::fuzzing::read_place(call)?,
+            "portmap" => drop(plugin_portmap::fuzzing::sound_mappings(call)),
+            "tuning" => plugin_tuning::fuzzing::read_place(call)?,
+            _ => {}
         }
+        Ok(())
     }
 }
 
 impl Plugin for Reader {
     fn name(&self) -> &'static str {
-        match self {
-            Bridge => "bridge",
-            Firewall => "firewall",
-            HostDevice => "host-device",
-            HostLocal => "host-local",
-            Loopback => "loopback",
-            Portmap => "portmap",
-            Tap => "tap",
-            Tuning => "tuning",
-        }
+        self.0.name()
     }
 
     fn role(&self) -> Role {
-        match self {
-            Bridge | HostDevice | Tap => Role::Interface,
-            HostLocal => Role::Ipam,
-            Loopback => Role::Namespace,
-            Firewall | Portmap | Tuning => Role::Chained,
-        }
+        self.0.role()
     }
 
     fn examine(&self, _: &NetConf) -> Result<()> {
@@ -126,7 +120,7 @@ impl Plugin for Reader {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
-        if let HostLocal = self {
+        if self.name() == "host-local" {
             return plugin_host_local::fuzzing::read_ranges(call);
         }
         self.read(call).map(drop)
@@ -146,8 +140,8 @@ pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let head = input.line_text();
     let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
-    let all = [Bridge, Firewall, HostDevice, HostLocal, Loopback, Portmap, Tap, Tuning];
-    let plugin = all.into_iter().find(|known| known.name() == plugin).unwrap_or(Bridge);
+    let known = |name: &str| READERS.into_iter().find(|reader| reader.name() == name);
+    let plugin = known(plugin).or_else(|| known("bridge")).expect("bridge is one");
     let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
     let mut variables: Vec<(OsString, OsString)> =
         variables.map(|name| (name.into(), OsString::from_vec(input.line().to_vec()))).into();
