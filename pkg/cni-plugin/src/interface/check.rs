@@ -9,7 +9,8 @@ use cni::delegate::Delegate;
 use cni::result::{AddResult, IpConfig};
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Link, Mac, Watch};
+use cni_linux::route::MAIN_TABLE;
+use cni_linux::{Family, Link, Mac, Watch};
 
 use super::layer3::Layer3;
 use super::{HostEnd, Interface, LinkState, Site, masquerade};
@@ -157,12 +158,19 @@ impl<C> Check<'_, C> {
         Ok(())
     }
 
-    /// By destination, table, metric and gateway. Not by MTU and MSS: Go never sets them.
+    /// By destination, table, metric and gateway. Not by MTU and MSS: Go never sets them. Later plugins, sbr and vrf for
+    /// example, move routes of the main table into others.
     fn routes(&self) -> Result<()> {
         for wanted in self.layer3.kernel_routes(self.inner.index) {
             let wanted = cni_linux::Route { dst: wanted.dst.network(), ..wanted };
-            let there = self.site.container.find_rivals(&wanted)?;
-            if !there.iter().any(|route| route.gw == wanted.gw && route.oif == wanted.oif) {
+            let is_it = |route: &cni_linux::Route| route.gw == wanted.gw && route.oif == wanted.oif;
+            let container = &self.site.container;
+            let mut there = container.find_rivals(&wanted)?;
+            if wanted.table_id() == MAIN_TABLE && !there.iter().any(is_it) {
+                there = container.list_all_routes(Family::of(wanted.dst.address()))?;
+                there.retain(|route| wanted.is_rival_of(&cni_linux::Route { table: wanted.table, ..*route }));
+            }
+            if !there.iter().any(is_it) {
                 return Err(failed(format!("Expected Route {wanted} not found in routing table")));
             }
         }
