@@ -56,23 +56,23 @@ impl Selector {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Keys {
-    device: String,
-    hwaddr: String,
-    kernelpath: String,
+    pub(crate) device: String,
+    pub(crate) hwaddr: String,
+    pub(crate) kernelpath: String,
     #[serde(rename = "pciBusID")]
-    pci_bus_id: String,
+    pub(crate) pci_bus_id: String,
     #[serde(rename = "DPDKMode")]
     dpdk_mode: bool,
     dns: Dns,
     #[serde(rename = "runtimeConfig")]
-    runtime_config: RuntimeConfig,
+    pub(crate) runtime_config: RuntimeConfig,
 }
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct RuntimeConfig {
+pub(crate) struct RuntimeConfig {
     #[serde(rename = "deviceID")]
-    device_id: String,
+    pub(crate) device_id: String,
     dns: Option<Json>,
 }
 

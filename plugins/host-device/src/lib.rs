@@ -73,14 +73,7 @@ impl Interface for HostDevice {
     /// Go marks the interface by its alias alone, and a later plugin may change its hardware address.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Claim> {
         let is_prev = inner.mac.is_some() && inner.mac == mac_of(call, prev);
-        let keys = LooseKeys::of(call);
-        let is_ours = is_prev
-            || match (host_name(inner), &keys.device, keys.mac) {
-                (None, ..) => false,
-                (Some(name), Some(device), _) => name == device,
-                (Some(_), None, Some(mac)) => inner.mac == Some(mac),
-                (Some(_), None, None) => true,
-            };
+        let is_ours = is_prev || host_name(inner).is_some_and(|name| keys_of(call).allow(name, inner.mac));
         Some(if is_ours { Claim::Ours } else { Claim::NotOurs })
     }
 
@@ -102,11 +95,8 @@ impl Interface for HostDevice {
 
     /// Gives the interface its name back where the kernel has moved it to the host.
     fn clean(&self, call: &Call<'_>, _mark: &Mark) -> Result<()> {
-        let keys = LooseKeys::of(call);
-        let host = Netlink::open()?;
-        if let Some(device) = &keys.device
-            && host.find_link(device)?.is_some_and(|link| link.alias.is_none())
-        {
+        let (keys, host) = (keys_of(call), Netlink::open()?);
+        if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());
         }
         let prev = call.conf.prev_result().ok().flatten();
@@ -167,41 +157,32 @@ fn mac_of(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
     prev.interfaces[place].mac.parse().ok()
 }
 
-/// What a configuration says of the device, as far as it can be read: DEL must work with any.
-#[derive(Debug)]
-struct LooseKeys {
-    device: Option<String>,
-    mac: Option<Mac>,
-    /// The names of PCI and auxiliary devices.
-    ids: Vec<String>,
+/// The keys of a configuration that can be read, else none: DEL must work with any.
+fn keys_of(call: &Call<'_>) -> Keys {
+    call.conf.decode().unwrap_or_default()
 }
 
-impl LooseKeys {
-    fn of(call: &Call<'_>) -> LooseKeys {
-        let json = call.conf.json();
-        let text = |json: Option<&cni::json::Json>| {
-            json.and_then(cni::json::Json::as_str).filter(|text| !text.is_empty()).map(str::to_owned)
-        };
-        let device_id = json.get("runtimeConfig").and_then(|runtime| runtime.get("deviceID"));
-        LooseKeys {
-            device: text(json.get("device")),
-            mac: text(json.get("hwaddr")).and_then(|mac| mac.parse().ok()),
-            ids: [json.get("pciBusID"), device_id]
-                .into_iter()
-                .filter_map(text)
-                .filter(|id| !id.contains('/'))
-                .collect(),
+impl Keys {
+    /// Whether an interface in the container that had this name on the host can be the device.
+    fn allow(&self, name: &str, mac: Option<Mac>) -> bool {
+        match (self.device.as_str(), self.hwaddr.parse().ok()) {
+            ("", None) => true,
+            ("", hwaddr) => mac == hwaddr,
+            (device, _) => name == device,
         }
     }
 
     /// Whether a link of the host with an alias is the device: by `mac`, which `prevResult` has, or by the configuration.
     fn select(&self, link: &Link, mac: Option<Mac>) -> bool {
+        let hwaddr = self.hwaddr.parse::<Mac>().ok();
+        let ids = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
         let has = |mac: Option<Mac>| mac.is_some() && link.mac == mac;
-        if has(mac) || has(self.mac) || self.ids.iter().any(|id| names_of(id).contains(&link.name)) {
+        if has(mac) || has(hwaddr) || ids.iter().any(|id| names_of(id).contains(&link.name)) {
             return true;
         }
         // Nothing else tells.
-        mac.is_none() && self.mac.is_none() && self.ids.is_empty() && self.device.is_some() && link.alias == self.device
+        let by_name = mac.is_none() && hwaddr.is_none() && ids.iter().all(|id| id.is_empty());
+        by_name && !self.device.is_empty() && link.alias.as_ref() == Some(&self.device)
     }
 }
 

@@ -300,8 +300,10 @@ fn del_without_a_namespace_releases_the_address() {
 fn a_device_that_fell_back_gets_its_name_back() {
     let mac = json!({"hwaddr": MAC});
     let by_pci = json!({"pciBusID": "0000:00:01.0"});
+    let by_name = json!({"device": "dev0"});
+    let by_path = json!({"kernelpath": "/sys/devices/pci0/0000:00:01.0"});
     for (keys, with_result) in
-        [(json!({"device": "dev0"}), true), (json!({"device": "dev0"}), false), (mac, false), (by_pci, false)]
+        [(by_name.clone(), true), (by_name, false), (mac, false), (by_pci, false), (by_path, false)]
     {
         let node = node();
         sysfs(&node);
