@@ -296,14 +296,24 @@ mod tests {
                 .unwrap();
             let mut spoof = SpoofCheck::open().unwrap();
             spoof.ensure(&mine, "veth0", "02:00:00:00:00:01".parse().unwrap()).unwrap();
+            let wanted = forward::Wanted {
+                mark: mine.clone(),
+                addresses: vec!["10.1.0.2".parse().unwrap()],
+                ingress: forward::Ingress::SameBridge("br0".into()),
+                admin: forward::ADMIN.into(),
+                place: None,
+            };
+            let forward = crate::Forward::new(&machine, Notes::silent());
+            forward.ensure(&wanted, Backend::Nftables, &forward::Former::default()).unwrap();
             let found = survey(&machine, &Notes::silent()).unwrap();
-            assert_eq!(found.len(), 2, "{found:#?}");
+            assert_eq!(found.len(), 3, "{found:#?}");
             for held in &found {
                 assert!(held.owner.is(&mine) && !held.owner.is(&other), "{held:?}");
                 assert_eq!(held.owner.container.as_deref(), Some("c1"));
                 assert_eq!(held.owner.ifname.as_deref(), Some("eth0"));
                 assert_eq!(held.owner.network.as_deref(), Some("net"));
             }
+            assert_eq!(found[2].text, "10.1.0.2 is accepted, br0 is same-bridge");
             assert!(found[0].text.contains("10.1.0.2"), "{}", found[0].text);
         });
     }

@@ -410,6 +410,23 @@ mod tests {
     }
 
     #[test]
+    fn states_of_connections_are_read_and_nothing_else_of_that_match() {
+        let states = |at: usize, value: u16| {
+            let mut info = vec![0; 164];
+            for (at, value) in [(146, 1_u16), (150, 6), (at, value)] {
+                info[at..at + 2].copy_from_slice(&value.to_ne_bytes());
+            }
+            conntrack_states(&info)
+        };
+        assert_eq!(states(150, 6).as_deref(), Some("RELATED,ESTABLISHED"));
+        assert_eq!(states(150, 8 | 1).as_deref(), Some("INVALID,NEW"));
+        for (at, value) in [(146, 3), (148, 1), (150, 64)] {
+            assert_eq!(states(at, value), None, "{value} at {at}");
+        }
+        assert_eq!(conntrack_states(&[0; 20]), None);
+    }
+
+    #[test]
     fn a_prefix_is_read_from_a_mask_as_from_a_shorter_load() {
         let network = daddr("10.1.0.0".parse().unwrap());
         let (Expr::Payload { base, offset, to, .. }, data) = (network[0].clone(), vec![10, 1, 0, 0]) else { panic!() };

@@ -282,6 +282,17 @@ mod tests {
     }
 
     #[test]
+    fn a_moved_rule_is_removed_before_it_is_added_again() {
+        let words = ["-j".to_owned(), "CNI-A".to_owned()];
+        let rule = Rule { words: words.to_vec(), handle: Some(7), whole: true, raw: None };
+        let mut edit = Edit::new();
+        edit.move_first("FORWARD", words, &[rule]);
+        let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";
+        assert_eq!(edit.everything(Table::Filter).unwrap(), all);
+        assert_eq!(edit.additions(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");
+    }
+
+    #[test]
     fn a_word_that_would_end_its_line_fails_the_whole() {
         for hostile in ["x\nCOMMIT\n*filter", "x\0", "x\r"] {
             let mut edit = Edit::new();

@@ -2,6 +2,7 @@
 
 mod killed;
 mod life;
+mod operator;
 mod packets;
 mod shapes;
 mod storm;

@@ -1,0 +1,52 @@
+//! What cnitool says of firewall: its configuration, its rules, and what is left over.
+
+use cni_testkit::{probe, require};
+use serde_json::json;
+
+use crate::operator::Operator;
+
+#[test]
+fn its_configuration_is_judged_as_by_an_add() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let judged = |firewall: serde_json::Value| {
+        operator.configure(json!({}), &[firewall]);
+        let file = operator.node.dir().join("net.d/10-net1.conflist");
+        let outcome = operator.call(&["validate", file.to_str().unwrap()]).run();
+        format!("{}{}", outcome.stdout, outcome.stderr)
+    };
+    assert!(judged(json!({"type": "firewall", "ingressPolicy": "isolated"})).contains("sound"));
+    assert!(judged(json!({"type": "firewall", "ingressPolicy": "closed"})).contains("unknown ingress policy"));
+    assert!(judged(json!({"type": "firewall", "nftablesChain": "filter"})).contains("nftablesChain"));
+    assert!(judged(json!({"type": "firewall", "backend": "firewalld"})).contains("firewalld"));
+    assert!(judged(json!({"type": "firewall", "ingresPolicy": "open"})).contains("unknown key"));
+}
+
+#[test]
+fn its_rules_are_shown_missed_and_removed_when_left_over() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    require!(probe::iptables());
+    for (backend, flush) in
+        [("nftables", "nft delete table inet cni_firewall"), ("iptables", "iptables -w -F; iptables -w -X")]
+    {
+        let operator = Operator::new();
+        let plugin = json!({"type": "firewall", "backend": backend, "ingressPolicy": "same-bridge"});
+        operator.configure(json!({}), &[plugin]);
+        let container = operator.attach();
+        let text = operator.done(&["inspect"]);
+        assert!(text.contains("firewall     10.1.0.2 is accepted, br0 is same-bridge  ["), "{backend} {text}");
+        operator.node.exec(&["sh", "-ec", flush]);
+        operator.failed(&["inspect"], &["! firewall     there is no rule, although the configuration asked for one"]);
+        operator.detach(&container);
+        let lost = operator.attach();
+        operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/net1-*"]);
+        let link = operator.node.ports("br0").pop().unwrap();
+        operator.node.exec(&["ip", "link", "delete", &link]);
+        let seen = operator.json(&["inspect"]);
+        let rule = seen["leftOver"].as_array().unwrap().iter().find(|one| one["kind"] == "rule").cloned();
+        operator.paste(rule.unwrap_or_else(|| panic!("{backend} {seen:#}"))["command"].as_str().unwrap());
+        assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n", "{backend}");
+        drop(lost);
+    }
+}
