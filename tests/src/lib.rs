@@ -18,7 +18,23 @@ pub const VERSIONS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1
 pub const VERSION: &str = "1.0.0";
 
 /// The plugins of the suite, as far as every release of the Go plugins has them.
-pub const PLUGINS: [&str; 6] = ["bridge", "host-local", "loopback", "portmap", "ptp", "tuning"];
+pub const PLUGINS: [&str; 15] = [
+    "bandwidth",
+    "bridge",
+    "firewall",
+    "host-device",
+    "host-local",
+    "ipvlan",
+    "loopback",
+    "macvlan",
+    "portmap",
+    "ptp",
+    "sbr",
+    "static",
+    "tuning",
+    "vlan",
+    "vrf",
+];
 
 /// The addresses of a node on its [`uplink`], IPv4 and IPv6.
 pub const HOST: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
