@@ -109,7 +109,7 @@ impl Interface for Ptp {
             served.added.push(gateway);
         }
         for ip in &layer3.ips {
-            site.host.add_route(&route_to(ip, made.link))?;
+            add_route(site, &route_to(ip, made.link))?;
         }
         Ok(served)
     }
@@ -128,6 +128,20 @@ impl Interface for Ptp {
         check_host_end(&check.site.host, &outer, &check.layer3.ips)?;
         check.masquerade(&check.layer3.ips)?;
         check.settle(check.settle_deadline())
+    }
+}
+
+/// Adds the host's route to an address. The route of a container that had the address before may be left: the new one goes in
+/// front.
+fn add_route(site: &Site<'_, Conf>, route: &Route) -> Result<()> {
+    match site.host.add_route(route) {
+        Err(error) if error.is_exists() => {
+            site.host.add_route_in_front(&[*route])?;
+            let msg = format_args!("ptp: the host had a route to {} already; packets take the new one", route.dst);
+            site.call.notes.note(msg);
+            Ok(())
+        }
+        added => Ok(added?),
     }
 }
 

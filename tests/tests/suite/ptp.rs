@@ -151,6 +151,26 @@ fn an_add_that_fails_leaves_nothing_and_the_next_works() {
     attachment.del_with(&result).success();
 }
 
+/// The host's end of an earlier pair with the address is still there, and its container is not.
+#[test]
+fn a_stale_route_to_the_address_does_not_keep_it_from_working() {
+    let node = Node::new();
+    node.ip(&[
+        "link add old0 type veth peer name old1",
+        "link set old0 up",
+        "link set old1 up",
+        "route add 10.1.0.2/32 dev old0 scope host",
+        "route add fd00:1::2/128 dev old0",
+    ]);
+    let (container, attachment, result) = attach(&node, &dual(&node), 1).remove(0);
+    for gateway in ["10.1.0.1", "fd00:1::1"] {
+        ping(&container, gateway);
+    }
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+    node.exec(&["ip", "link", "del", "old0"]);
+}
+
 #[test]
 fn check_reports_what_the_host_lacks() {
     let node = Node::new();
