@@ -419,11 +419,9 @@ mod tests {
             conntrack_states(&info)
         };
         assert_eq!(states(150, 6).as_deref(), Some("RELATED,ESTABLISHED"));
-        assert_eq!(states(150, 8 | 1).as_deref(), Some("INVALID,NEW"));
         for (at, value) in [(146, 3), (148, 1), (150, 64)] {
             assert_eq!(states(at, value), None, "{value} at {at}");
         }
-        assert_eq!(conntrack_states(&[0; 20]), None);
     }
 
     #[test]
