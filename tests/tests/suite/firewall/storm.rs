@@ -21,14 +21,22 @@ fn crowd(world: &World, count: usize) -> Vec<(Attachment<'_>, Value)> {
     (1..=count).map(one).collect()
 }
 
+fn call<'n>((attachment, prev): &(Attachment<'n>, Value), verb: &str, path: &str) -> cni_testkit::Invocation<'n> {
+    attachment.invocation(verb, Some(prev)).env("PATH", path)
+}
+
+/// All at once. One that has waited for the lock of iptables too long says so (11), and is tried again, as runtimes do.
 fn all(world: &World, crowd: &[(Attachment<'_>, Value)], verb: &str) {
     let path = world.backend.path(&world.node);
-    let start = |(attachment, prev): &(Attachment<'_>, Value)| {
-        attachment.invocation(verb, Some(prev)).env("PATH", &path).start()
-    };
-    let mut started: Vec<_> = crowd.iter().map(start).collect();
+    let mut started: Vec<_> = crowd.iter().map(|one| call(one, verb, &path).start()).collect();
     started.iter_mut().for_each(cni_testkit::Started::release);
-    started.into_iter().for_each(|started| drop(started.finish().success()));
+    let outcomes: Vec<_> = started.into_iter().map(cni_testkit::Started::finish).collect();
+    for (one, outcome) in crowd.iter().zip(outcomes) {
+        if outcome.status != Some(0) {
+            outcome.fails_with(11, "");
+            call(one, verb, &path).run().success();
+        }
+    }
 }
 
 /// Every address has what it should have, once.
