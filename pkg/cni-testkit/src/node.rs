@@ -140,6 +140,13 @@ impl Node {
         self.run(argv).success()
     }
 
+    /// Asserts that an address answers from the node. Asks again and again: under load the kernel answers for a new address
+    /// some seconds late, and `ping` itself ends at the first error.
+    #[track_caller]
+    pub fn ping(&self, address: &str) {
+        answered(|| self.run(&["ping", "-nqc1", "-W2", address]));
+    }
+
     /// Like [`exec`](Node::exec), for programs that print JSON (`ip -j`); nothing printed is `null`.
     #[track_caller]
     pub fn json(&self, argv: &[&str]) -> Value {
@@ -266,6 +273,13 @@ impl Container {
         self.run(argv).success()
     }
 
+    /// Asserts that an address answers from the container. Asks again and again: under load the kernel answers for a new address
+    /// some seconds late, and `ping` itself ends at the first error.
+    #[track_caller]
+    pub fn ping(&self, address: &str) {
+        answered(|| self.run(&["ping", "-nqc1", "-W2", address]));
+    }
+
     /// Like [`exec`](Container::exec), for programs that print JSON.
     #[track_caller]
     pub fn json(&self, argv: &[&str]) -> Value {
@@ -357,6 +371,19 @@ fn ran_with(argv: &[&str], stdin: Stdio) -> Ran {
         ok: output.status.success(),
         stdout: text(&output.stdout),
         stderr: text(&output.stderr),
+    }
+}
+
+/// Repeats what must succeed once, as long as patience says.
+#[track_caller]
+fn answered(ask: impl Fn() -> Ran) {
+    let until = Instant::now() + crate::patience(Duration::from_secs(20));
+    loop {
+        let ran = ask();
+        if ran.ok || Instant::now() > until {
+            ran.success();
+            return;
+        }
     }
 }
 

@@ -143,7 +143,7 @@ impl World {
     /// The neighbour still reaches its gateway.
     pub(crate) fn neighbour_lives(&self) {
         let (neighbour, _) = self.neighbour.as_ref().expect("there is a neighbour");
-        neighbour.exec(&["ping", "-nqc1", "-w5", "10.1.0.1"]);
+        neighbour.ping("10.1.0.1");
     }
 
     /// The neighbour leaves; the node's own drop looks at what is there then.

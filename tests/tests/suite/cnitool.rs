@@ -122,7 +122,7 @@ fn a_real_network_lives_from_add_to_del() {
     operator.configuration("10.conflist", &json!({"cniVersion": "1.0.0", "name": "net1", "plugins": [plugin]}));
     let result: Value = serde_json::from_str(&succeeded(&operator.run("add"))).unwrap();
     assert_eq!(conformance::addresses(&result), ["10.1.0.2/24"]);
-    operator.container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    operator.container.ping("10.1.0.1");
     succeeded(&operator.run("check"));
     assert_eq!(operator.cached(), [format!("net1-{}-eth0", operator.container_id())]);
     succeeded(&operator.run("del"));

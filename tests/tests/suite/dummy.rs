@@ -32,7 +32,7 @@ fn the_interface_is_up_with_its_addresses_and_goes_again() {
     assert!(["10.1.0.2/24", "fd00:1::2/64"].iter().all(|one| addresses.iter().any(|is| is == one)), "{addresses:?}");
     // What a host sends to itself goes over lo, whichever interface has the address.
     container.exec(&["ip", "link", "set", "lo", "up"]);
-    container.exec(&["ping", "-c1", "-w10", "10.1.0.2"]);
+    container.ping("10.1.0.2");
     attachment.check(&result).success();
     container.exec(&["ip", "link", "set", "eth0", "down"]);
     assert_eq!(attachment.check(&result).failure().msg, "Interface eth0 is down");

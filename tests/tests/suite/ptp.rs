@@ -25,7 +25,7 @@ fn host_ends(node: &Node) -> Vec<String> {
 }
 
 fn ping(from: &Container, to: &str) {
-    from.exec(&["ping", "-c1", "-w10", to]);
+    from.ping(to);
 }
 
 #[test]

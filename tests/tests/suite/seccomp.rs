@@ -157,7 +157,7 @@ fn what_a_profile_forbids_fails_whole_and_is_cleaned_by_a_del_without_it() {
     cleaned_in_the_end(&node, &container, &first);
     assert_eq!(all(&node, &container), before);
     neighbour.check(&neighbours).success();
-    living.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    living.ping("10.1.0.1");
     neighbour.del_with(&neighbours).success();
 }
 

@@ -34,7 +34,7 @@ fn two_hundred_adds_and_two_hundred_dels_leave_nothing() {
     assert_eq!(node.ports("br0").len(), crowd);
     assert_eq!(node.reservations("net1").len(), 2 * crowd);
     for container in [&containers[0], &containers[crowd - 1]] {
-        container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+        container.ping("10.1.0.1");
     }
 
     let configs: Vec<Value> = results
@@ -77,7 +77,7 @@ fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
         let served: Vec<&str> = served.filter(|address| !address.starts_with("fe80")).collect();
         assert_eq!(served, ["10.1.0.1", "fd00:1::1"], "round {round}");
         for container in &containers {
-            container.exec(&["ping", "-nqc1", "-w5", "10.1.0.1"]);
+            container.ping("10.1.0.1");
         }
         for outcome in all_at_once(&node, "DEL", &containers, &configs) {
             outcome.success();
@@ -102,8 +102,8 @@ fn the_first_adds_of_two_vlans_at_once_make_one_gateway_for_each() {
         all_at_once(&node, "ADD", &containers, &configs).iter().map(cni_testkit::Outcome::success).collect();
     for (number, container) in containers.iter().enumerate() {
         let vlan = 100 + number % 2;
-        container.exec(&["ping", "-c1", "-w5", &format!("10.{vlan}.0.1")]);
-        container.exec(&["ping", "-c1", "-w5", &format!("fd00:{vlan}::1")]);
+        container.ping(&format!("10.{vlan}.0.1"));
+        container.ping(&format!("fd00:{vlan}::1"));
     }
     let configs: Vec<Value> = configs
         .iter()

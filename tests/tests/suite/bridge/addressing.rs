@@ -29,9 +29,9 @@ fn containers_reach_the_gateway_and_each_other() {
     let node = Node::new();
     let all = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 2);
     for target in ["10.1.0.1", "10.1.0.3"] {
-        all[0].0.exec(&["ping", "-c1", "-w5", target]);
+        all[0].0.ping(target);
     }
-    node.exec(&["ping", "-c1", "-w5", "10.1.0.2"]);
+    node.ping("10.1.0.2");
     for (_, attachment, result) in all {
         attachment.del_with(&result).success();
     }
@@ -43,7 +43,7 @@ fn ipv6_alone_works() {
     let all = attach(&node, &bridge(&node, &["fd00:1::/64"]), 2);
     assert_eq!(all[0].0.addresses("eth0"), ["fd00:1::2/64"]);
     for target in ["fd00:1::1", "fd00:1::3"] {
-        all[0].0.exec(&["ping", "-6", "-c1", "-w5", target]);
+        all[0].0.ping(target);
     }
     for (_, attachment, result) in all {
         attachment.del_with(&result).success();
@@ -57,7 +57,7 @@ fn both_families_work() {
     assert_eq!(addresses(&all[0].2), ["10.1.0.2/24", "fd00:1::2/64"]);
     assert_eq!(all[0].0.addresses("eth0"), ["10.1.0.2/24", "fd00:1::2/64"]);
     for target in ["10.1.0.1", "10.1.0.3", "fd00:1::1", "fd00:1::3"] {
-        all[0].0.exec(&["ping", "-c1", "-w5", target]);
+        all[0].0.ping(target);
     }
     for (_, attachment, result) in all {
         attachment.del_with(&result).success();
@@ -71,7 +71,7 @@ fn several_ipv6_ranges_with_a_gateway_work() {
         attach(&node, &bridge(&node, &["10.1.0.0/24", "fd00:1::/64", "fd00:2::/64"]), 1).remove(0);
     assert_eq!(container.addresses("eth0").len(), 3);
     for target in ["10.1.0.1", "fd00:1::1", "fd00:2::1"] {
-        container.exec(&["ping", "-c1", "-w5", target]);
+        container.ping(target);
     }
     attachment.del_with(&result).success();
 }
@@ -83,7 +83,7 @@ fn two_ipv4_ranges_with_a_gateway_work() {
     for _ in 0..2 {
         let (container, attachment, result) = attach(&node, &config, 1).remove(0);
         for target in ["10.1.0.1", "10.2.0.1"] {
-            container.exec(&["ping", "-c1", "-w5", target]);
+            container.ping(target);
         }
         attachment.check(&result).success();
         attachment.del_with(&result).success();
@@ -97,8 +97,8 @@ fn two_interfaces_of_one_container_work() {
     let other = json!({"name": "net2", "bridge": "br1", "ipam": ipam(&node, &["10.2.0.0/24"])});
     let second = first.clone().ifname("net1").config(patched(bridge(&node, &[]), other));
     let two = second.add().success();
-    container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
-    container.exec(&["ping", "-c1", "-w5", "10.2.0.1"]);
+    container.ping("10.1.0.1");
+    container.ping("10.2.0.1");
     first.del_with(&one).success();
     assert!(container.link("eth0").is_none() && container.link("net1").is_some());
     second.check(&two).success();
@@ -123,7 +123,7 @@ fn addresses_are_usable_when_the_add_returns() {
         let (container, attachment, result) = attach(&node, &config, 1).remove(0);
         let shown = container.exec(&["ip", "addr", "show", "dev", "eth0", "scope", "global"]);
         assert!(!shown.contains("tentative") && !shown.contains("dadfailed"), "enabledad {dad}: {shown}");
-        container.exec(&["ping", "-6", "-c1", "-w5", "fd00:1::1"]);
+        container.ping("fd00:1::1");
         attachment.del_with(&result).success();
     }
 }

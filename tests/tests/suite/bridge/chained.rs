@@ -100,7 +100,7 @@ fn ipam_is_asked_only_if_it_is_named() {
     let result = attachment.add_after(&prev).success();
     assert_eq!(conformance::addresses(&result), ["10.1.0.2/24"]);
     assert_eq!(container.addresses("eth0"), ["10.1.0.2/24"]);
-    container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    container.ping("10.1.0.1");
     attachment.check(&result).success();
     attachment.del_with(&result).success();
     assert!(node.link("host0").is_some());

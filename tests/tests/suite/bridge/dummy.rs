@@ -38,7 +38,7 @@ fn a_gateway_keeps_the_address_of_its_uplink() {
     let all = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 2);
     // With a lower address than its own a port would give the bridge another one, and cut off who knows the gateway.
     assert_eq!(node.link("br0").unwrap()["address"], UPLINK_MAC);
-    all[0].0.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
+    all[0].0.ping("10.1.0.1");
     for (_, attachment, result) in all {
         attachment.check(&result).success();
         attachment.del_with(&result).success();

@@ -42,7 +42,7 @@ fn a_gateway_named_by_ipam_is_the_bridge_s_address() {
     let config = patched(bridge(&node, &[]), json!({"ipam": {"ranges": range}}));
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
     assert_eq!(bridge_addresses(&node), ["10.1.0.254/24"]);
-    container.exec(&["ping", "-c1", "-w5", "10.1.0.254"]);
+    container.ping("10.1.0.254");
     attachment.del_with(&result).success();
 }
 

@@ -100,7 +100,7 @@ fn isolated_ports_reach_the_gateway_and_not_each_other() {
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"portIsolation": true}));
     let all = attach(&node, &config, 2);
     assert_eq!(port_flag(&node, &all[0].2, "isolated"), true);
-    all[0].0.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    all[0].0.ping("10.1.0.1");
     assert!(!all[0].0.run(&["ping", "-c1", "-W1", "10.1.0.3"]).ok, "an isolated port reached another");
     for (_, attachment, result) in all {
         attachment.del_with(&result).success();

@@ -15,7 +15,7 @@ fn first_packet_is_answered(address: &str) {
     let node = Node::new();
     let config = asking(&node, address);
     let (_old, first, result) = attach(&node, &config, 1).remove(0);
-    node.exec(&["ping", "-c1", "-w10", address]);
+    node.ping(address);
     let mac = sandboxed(&result)["mac"].as_str().unwrap().to_owned();
     first.del_with(&result).success();
     node.exec(&["ip", "neigh", "replace", address, "lladdr", &mac, "dev", "br0", "nud", "reachable"]);
@@ -44,7 +44,7 @@ fn first_packet_of_a_neighbour_is_answered(address: &str) {
     let subnet = if address.contains(':') { "fd00:1::/64" } else { "10.1.0.0/24" };
     let (neighbour, other, other_result) = attach(&node, &bridge(&node, &[subnet]), 1).remove(0);
     let (_old, first, result) = attach(&node, &config, 1).remove(0);
-    neighbour.exec(&["ping", "-c1", "-w10", address]);
+    neighbour.ping(address);
     let mac = sandboxed(&result)["mac"].as_str().unwrap().to_owned();
     first.del_with(&result).success();
     neighbour.exec(&["ip", "neigh", "replace", address, "lladdr", &mac, "dev", "eth0", "nud", "reachable"]);

@@ -19,7 +19,7 @@ fn life_in(version: &str) -> Life {
     let config = patched(bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]), config);
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
     assert_eq!(result["cniVersion"], version);
-    container.exec(&["ping", "-c1", "-w5", "10.1.0.1"]);
+    container.ping("10.1.0.1");
     let host = node.ports("br0").remove(0);
     let mac = |link: Option<Value>| link.unwrap()["address"].clone();
     let macs = [mac(node.link("br0")), mac(node.link(&host)), mac(container.link("eth0"))];

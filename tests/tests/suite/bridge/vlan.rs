@@ -133,7 +133,7 @@ fn vlans_are_separate_and_members_reach_each_other() {
     let base = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));
     let red = attach(&node, &patched(base.clone(), json!({"vlan": 100})), 2);
     let blue = attach(&node, &patched(base, json!({"vlan": 200})), 1);
-    red[0].0.exec(&["ping", "-c1", "-w10", "10.1.0.3"]);
+    red[0].0.ping("10.1.0.3");
     assert!(!red[0].0.run(&["ping", "-c1", "-W1", "10.1.0.4"]).ok, "a frame crossed from one VLAN to another");
     for (_, attachment, result) in red.into_iter().chain(blue) {
         attachment.del_with(&result).success();
@@ -152,8 +152,8 @@ fn a_vlan_s_gateway_is_an_interface_of_its_own() {
             node.expect_left(&port);
         }
     }
-    all[0].0.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
-    all[1].0.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
+    all[0].0.ping("10.1.0.1");
+    all[1].0.ping("10.1.0.1");
     assert!(all[0].2["interfaces"].as_array().unwrap().iter().any(|interface| interface["name"] == "br0.100"));
     for (_, attachment, result) in all {
         attachment.check(&result).success();

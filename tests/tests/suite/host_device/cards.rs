@@ -68,7 +68,7 @@ fn a_network_card_comes_back_when_its_namespace_ends() {
         let container = node.container();
         call("ADD", Some(&container), &keys);
         container.ip(&["address add 10.1.0.2/24 dev net7"]);
-        container.exec(&["ping", "-c1", "-w20", "10.1.0.1"]);
+        container.ping("10.1.0.1");
         call("DEL", Some(&container), &keys);
         assert_eq!(card(CARDS[0]).as_ref(), Some(&name), "{keys}");
         call("ADD", Some(&container), &keys);

@@ -87,7 +87,7 @@ fn a_device_moves_in_and_comes_back() {
     assert_eq!((&sandboxed(&result)["name"], &sandboxed(&result)["mac"]), (&json!("eth0"), &json!(MAC)));
     assert_eq!(result["ips"][0]["interface"], 0);
     node.ip(&["address add 10.1.0.1/24 dev peer0"]);
-    container.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
+    container.ping("10.1.0.1");
     attachment.check(&result).success();
     for _ in 0..2 {
         attachment.del_with(&result).success();
@@ -275,7 +275,7 @@ fn a_taken_host_name_fails_del_and_leaves_the_device_working() {
     let failure = attachment.del_with(&result).failure();
     assert_eq!(failure.msg, "failed to move \"dev0\" to hostNS: file exists");
     assert_eq!(container.link("eth0").unwrap()["ifalias"], "dev0");
-    container.exec(&["ping", "-c1", "-w10", "10.1.0.1"]);
+    container.ping("10.1.0.1");
     node.ip(&["link del dev0"]);
     attachment.del_with(&result).success();
     is_back(&node, "down");

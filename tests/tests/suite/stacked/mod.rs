@@ -84,7 +84,7 @@ fn links(container: &Container) -> Vec<String> {
 }
 
 fn ping(from: &Container, to: &str) {
-    from.exec(&["ping", "-c1", "-w10", to]);
+    from.ping(to);
 }
 
 /// What is outside still knows the hardware address that another container had with this address.
