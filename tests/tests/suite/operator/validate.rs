@@ -142,8 +142,8 @@ fn another_networks_faults_do_not_fail_a_sound_one() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let sound = operator.node.dir().join("net.d/10-net1.conflist");
-    // Podman's package on a node with these plugins: no `firewall`, and overlapping addresses.
-    let plugins = json!([conformance::bridge(&operator.node, &["10.1.0.0/16"]), {"type": "firewall"}]);
+    // Podman's package on a node with these plugins: no `calico`, and overlapping addresses.
+    let plugins = json!([conformance::bridge(&operator.node, &["10.1.0.0/16"]), {"type": "calico"}]);
     let podman = json!({"cniVersion": "0.4.0", "name": "podman", "plugins": plugins});
     operator.node.file("net.d/87-podman-bridge.conflist", podman.to_string());
     operator.node.file("net.d/90-broken.conflist", "{");
@@ -153,7 +153,7 @@ fn another_networks_faults_do_not_fail_a_sound_one() {
         let text = operator.done(args);
         assert!(text.contains(overlap) && !text.contains("error: "), "{args:?}: {text}");
     }
-    let absent = "error: plugins[1].type: failed to find plugin \"firewall\"";
+    let absent = "error: plugins[1].type: failed to find plugin \"calico\"";
     let all = operator.failed(&["networks"], &[absent, "  1 warning\n", "  1 error, 1 warning\n", "error: not JSON"]);
     assert_eq!(all.stdout.matches("net.d/").count(), 7, "three rows, four problems\n{}", all.report());
     let one = operator.failed(&["networks", "podman"], &[absent]);

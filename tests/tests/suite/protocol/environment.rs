@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 
 /// A configuration that `plugin` accepts.
 fn config(node: &Node, plugin: &str) -> Value {
-    patched(host_local(node, &["10.1.0.0/24"]), json!({"type": plugin}))
+    // Keys that some of the plugins need.
+    let keys = json!({"type": plugin, "device": "lo", "master": "lo", "vlanId": 7, "vrfname": "red"});
+    patched(host_local(node, &["10.1.0.0/24"]), keys)
 }
 
 #[test]
