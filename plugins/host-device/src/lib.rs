@@ -2,7 +2,7 @@
 //!
 //! While the interface is in the container, its alias is the name that it had on the host, as Go's plugin writes it: so either
 //! plugin can give it back. The kernel moves a hardware interface back by itself when its namespace ends, under the container's
-//! name and still with the alias: DEL finds it then in the host's namespace. [`conf`] reads the configuration, [`device`] finds
+//! name and still with the alias: DEL finds it then in the host's namespace. `conf` reads the configuration, `device` finds
 //! what it selects. Everything else around the link is [`cni_plugin::interface`]'s.
 
 mod conf;
