@@ -56,12 +56,12 @@ fn during_add_with_iptables() {
 
 #[test]
 fn during_del_with_nftables() {
-    failing(Backend::Nftables, Verb::Del, [60, 2, 39, 36, 39, 24]);
+    failing(Backend::Nftables, Verb::Del, [60, 2, 39, 36, 39, 16]);
 }
 
 #[test]
 fn during_del_with_iptables() {
-    failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69, 24]);
+    failing(Backend::IptablesNft, Verb::Del, [90, 2, 39, 36, 69, 16]);
 }
 
 /// Loses the kernel's answer, whether or not the kernel handled the request. A failed ADD must undo

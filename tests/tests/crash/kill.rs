@@ -69,7 +69,7 @@ fn during_del_with_nftables() {
             victim("bridge", "host-local", 65),
             victim("tuning", "tuning", 65),
             victim("portmap", "portmap", 78),
-            victim("bandwidth", "bandwidth", 55),
+            victim("bandwidth", "bandwidth", 38),
         ],
     );
 }
@@ -86,7 +86,7 @@ fn during_del_with_iptables() {
             victim("bridge", "host-local", 65),
             victim("tuning", "tuning", 65),
             victim("portmap", "portmap", 130),
-            victim("bandwidth", "bandwidth", 55),
+            victim("bandwidth", "bandwidth", 38),
         ],
     );
 }

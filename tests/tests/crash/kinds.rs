@@ -35,10 +35,10 @@ impl Kind {
     /// Of a line of [`State::differs_from`](crate::world::State::differs_from).
     pub(crate) fn of(line: &str) -> Kind {
         let has = |what: &str| line.contains(what);
-        if line.starts_with("link ") && has(": bwp") {
+        // A qdisc goes with its link.
+        if line.starts_with("link ") && has(": bwp") || line.starts_with("qdisc ") && has("\"bwp") {
             Kind::Ifb
         } else if line.starts_with("link ") || line.starts_with("qdisc ") {
-            // A qdisc goes with its link.
             Kind::Link
         } else if line.starts_with("inside ") || (line.starts_with("file ") && has("/tuning/")) {
             Kind::Tuned
