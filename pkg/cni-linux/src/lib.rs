@@ -9,6 +9,7 @@
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
 //! - [`tun`]: TAP interfaces. [`program`]: where programs of the system are. [`selinux`]: the label that a program gets.
+//! - [`packet`]: UDP over an interface that has no address yet.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
 //! - [`stream`]: standard input and output, with a deadline.
 //! - [`conntrack`]: forgetting connections that a mapping has made wrong.
@@ -36,6 +37,7 @@ pub mod mark;
 pub mod neigh;
 pub mod netlink;
 pub mod netns;
+pub mod packet;
 mod patience;
 pub mod program;
 pub mod qdisc;
@@ -66,7 +68,7 @@ pub use netns::Netns;
 pub use qdisc::{Filter, Place, Qdisc, Tbf};
 pub use route::{Family, Route, SavedRoute};
 pub use rule::Rule;
-pub use sys::Arena;
+pub use sys::{Arena, inherited};
 pub use tun::{Queues, Tap, TapSpec};
 pub use veth::{Veth, VethSpec};
 pub use vlan::{Target, Vlan, VlanFlags};

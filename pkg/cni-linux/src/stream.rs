@@ -72,6 +72,28 @@ impl<F: AsFd> Write for Stream<'_, F> {
     }
 }
 
+/// Waits until a descriptor can be read.
+///
+/// # Errors
+/// [`ErrorKind::TimedOut`] at a signal that ends this process, and at the deadline.
+pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machine::Machine) -> io::Result<()> {
+    let sigterm = crate::watch::term_descriptor()?;
+    loop {
+        if machine.terminated() {
+            return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
+        }
+        let left = deadline.saturating_duration_since(machine.now());
+        let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
+        wait_ready(&mut fds, Some(left))?;
+        if fds[0].any() != Some(false) {
+            return Ok(());
+        }
+        if left.is_zero() {
+            return Err(io::Error::new(ErrorKind::TimedOut, "the other end did not answer in time"));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

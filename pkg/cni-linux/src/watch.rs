@@ -5,7 +5,7 @@
 //!
 //! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event that is over.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use cni::machine::Machine;
@@ -28,7 +28,25 @@ pub struct Watch {
     events: Events,
 }
 
+impl AsFd for Watch {
+    /// Readable after a change, until [`forget`](Watch::forget).
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.events.as_fd()
+    }
+}
+
 impl Watch {
+    /// Listens to links that go in every namespace that has a number in the calling thread's, and to namespaces that go.
+    pub fn open_everywhere() -> Result<Watch> {
+        let events = Events::open_everywhere().map_err(|error| Error::new("failed to listen to the kernel", error))?;
+        Ok(Watch { events })
+    }
+
+    /// Takes every event out of the queue. Whether one of them was about a link or a namespace that goes, or was lost.
+    pub fn forget(&self) -> bool {
+        self.events.forget()
+    }
+
     /// Listens to the calling thread's namespace, from now on.
     pub fn open() -> Result<Watch> {
         let events = Events::open(GROUPS).map_err(|error| Error::new("failed to listen to the kernel", error))?;

@@ -170,15 +170,29 @@ impl Events {
         Ok(Events(socket))
     }
 
-    /// Takes every event out of the queue, unread.
-    pub(crate) fn forget(&self) {
+    /// Subscribes to links of all namespaces that have a number in the calling thread's, and to the numbers.
+    pub(crate) fn open_everywhere() -> io::Result<Events> {
+        const RTMGRP_LINK: u32 = 1;
+        const RTNLGRP_NSID: u32 = 28;
+        let mut socket = Protocol::Route.socket()?;
+        socket.set_listen_all_namespaces(true)?;
+        socket.bind(&SocketAddr::new(0, RTMGRP_LINK))?;
+        socket.add_membership(RTNLGRP_NSID)?;
+        Ok(Events(socket))
+    }
+
+    /// Takes every event out of the queue. Whether something went (a link, a namespace's number), or events were lost.
+    pub(crate) fn forget(&self) -> bool {
+        const GOING: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
+        let mut gone = false;
+        let mut head = [0; 8];
         loop {
-            match self.0.recv(&mut &mut [0][..], flags) {
-                Ok(_) => {}
+            match self.0.recv(&mut &mut head[..], flags) {
+                Ok(_) => gone |= GOING.contains(&u16::from_ne_bytes([head[4], head[5]])),
                 // Events were lost, which is reported once; the look that follows makes up for it.
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
-                Err(_) => return,
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => gone = true,
+                Err(_) => return gone,
             }
         }
     }

@@ -99,6 +99,71 @@ pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
     Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
 }
 
+/// Returns a copy of a descriptor that this process was started with.
+pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes integers and accesses no memory of this process; a number that is not open is EBADF.
+    let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, 10) }.into())?;
+    let copy = libc::c_int::try_from(copy).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+/// Lets a packet socket of whole frames receive nothing but UDP over IPv4 to this port.
+pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
+    const ACCEPT: u32 = 0xffff;
+    let code = |code: u32| u16::try_from(code).unwrap_or_default();
+    let load = |size: u32, mode: u32, at: u32| libc::sock_filter {
+        code: code(libc::BPF_LD | size | mode),
+        jt: 0,
+        jf: 0,
+        k: at,
+    };
+    let jump = |test: u32, value: u32, [jt, jf]: [u8; 2]| libc::sock_filter {
+        code: code(libc::BPF_JMP | test | libc::BPF_K),
+        jt,
+        jf,
+        k: value,
+    };
+    let end = |length: u32| libc::sock_filter { code: code(libc::BPF_RET | libc::BPF_K), jt: 0, jf: 0, k: length };
+    let mut program = [
+        load(libc::BPF_H, libc::BPF_ABS, 12),
+        jump(libc::BPF_JEQ, 0x0800, [0, 8]),
+        load(libc::BPF_B, libc::BPF_ABS, 23),
+        jump(libc::BPF_JEQ, 17, [0, 6]),
+        // A fragment has no ports.
+        load(libc::BPF_H, libc::BPF_ABS, 20),
+        jump(libc::BPF_JSET, 0x3fff, [4, 0]),
+        libc::sock_filter { code: code(libc::BPF_LDX | libc::BPF_B | libc::BPF_MSH), jt: 0, jf: 0, k: 14 },
+        load(libc::BPF_H, libc::BPF_IND, 16),
+        jump(libc::BPF_JEQ, port.into(), [0, 1]),
+        end(ACCEPT),
+        end(0),
+    ];
+    let length = u16::try_from(program.len()).map_err(io::Error::other)?;
+    let program = libc::sock_fprog { len: length, filter: program.as_mut_ptr() };
+    let size = libc::socklen_t::try_from(size_of::<libc::sock_fprog>()).map_err(io::Error::other)?;
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: the descriptor is open while it is borrowed; the kernel reads `size` bytes of `program`, and the `len`
+    // instructions it points to, which live until the end of this function.
+    check(
+        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, (&raw const program).cast(), size) }
+            .into(),
+    )
+    .map(drop)
+}
+
+/// Binds a packet socket to an interface's IPv4 packets.
+pub(crate) fn bind_packet(socket: impl AsFd, index: u32) -> io::Result<()> {
+    // SAFETY: all zeroes is a sockaddr_ll.
+    let mut address = unsafe { MaybeUninit::<libc::sockaddr_ll>::zeroed().assume_init() };
+    address.sll_family = libc::sa_family_t::try_from(libc::AF_PACKET).map_err(io::Error::other)?;
+    address.sll_protocol = u16::try_from(libc::ETH_P_IP).map_err(io::Error::other)?.to_be();
+    address.sll_ifindex = libc::c_int::try_from(index).map_err(io::Error::other)?;
+    let size = libc::socklen_t::try_from(size_of::<libc::sockaddr_ll>()).map_err(io::Error::other)?;
+    // SAFETY: the descriptor is open while it is borrowed; the kernel reads `size` bytes of `address`.
+    check(unsafe { libc::bind(socket.as_fd().as_raw_fd(), (&raw const address).cast(), size) }.into()).map(drop)
+}
+
 /// Makes the child die by SIGKILL when the thread that starts it dies. std itself gives the child an empty signal
 /// mask and the default action for SIGPIPE; the tests of `child` hold it to that.
 pub(crate) fn die_with_parent(command: &mut Command) {
