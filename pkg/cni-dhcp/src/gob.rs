@@ -326,8 +326,8 @@ pub fn write_definition(out: &mut Vec<u8>, id: i64, name: &str, definition: Defi
         }),
         Definition::List(element) => shape.int(element),
     }
-    let mut kind = Fields::default();
-    kind.gap = if matches!(definition, Definition::List(_)) { 2 } else { 3 };
+    let gap = if matches!(definition, Definition::List(_)) { 2 } else { 3 };
+    let mut kind = Fields { gap, ..Fields::default() };
     kind.put(&shape.end());
     write_message(out, -id, &kind.end());
 }

@@ -10,8 +10,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::message::{Ask, Client, Reply, Terms};
 
-/// The time until a first message is repeated; doubled each time.
-const FIRST_WAIT: Duration = Duration::from_secs(1);
+/// The time until a first message is repeated; doubled each time. Short, because the first message or its answer may be lost
+/// where both ends of the link have only just come up.
+const FIRST_WAIT: Duration = Duration::from_millis(250);
+/// The pause after a refused request.
+const REFUSED_WAIT: Duration = Duration::from_secs(1);
 /// How often an offered address is requested before the search begins again.
 const SELECT_TRIES: u32 = 4;
 /// No lease is asked to be extended more often.
@@ -193,7 +196,7 @@ impl Session {
 
     /// Returns what the time alone has changed. To be asked before [`step`](Session::step).
     pub fn elapse(&mut self, now: Duration) -> Option<Change> {
-        let Some(lease) = self.lease().cloned() else { return None };
+        let lease = self.lease().cloned()?;
         if now >= lease.expiry() {
             self.enter(State::Searching, now);
             return Some(Change::Lost(lease.terms));
@@ -275,7 +278,7 @@ impl Session {
             (State::Requesting(offer), Reply::Nak(server)) if offer.server == server => {
                 self.enter(State::Searching, now);
                 // A server that always refuses is not asked at once again and again.
-                self.next = now.saturating_add(FIRST_WAIT);
+                self.next = now.saturating_add(REFUSED_WAIT);
                 None
             }
             (State::Renewing(lease), Reply::Ack(terms))
@@ -384,12 +387,12 @@ mod tests {
         let mut now = s(0);
         loop {
             match session.step(now) {
-                Step::Send(..) => times.push((now - s(0)).as_secs()),
+                Step::Send(..) => times.push((now - s(0)).as_millis()),
                 Step::Listen(until, _) | Step::Sleep(until) => now = until,
                 Step::Failed => break,
             }
         }
-        assert_eq!(times[..6], [0, 1, 3, 7, 15, 25]);
+        assert_eq!(times[..9], [0, 250, 750, 1750, 3750, 7750, 15750, 25750, 35750]);
         assert_eq!(now, s(208));
     }
 

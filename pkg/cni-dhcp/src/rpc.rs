@@ -82,7 +82,8 @@ const ROUTES: i64 = 72;
 const DNS: i64 = 73;
 const TEXTS: i64 = 74;
 
-/// Returns a call as a client sends it after [`CONNECT`].
+/// Returns a call as a client sends it after [`CONNECT`], once the daemon has answered that: a Go daemon loses what comes
+/// earlier.
 pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     let mut out = Vec::new();
     let request = [("ServiceMethod", TEXT), ("Seq", UINT)];
@@ -263,6 +264,11 @@ impl Conversation {
     /// How many bytes wait to be understood.
     pub fn waiting(&self) -> usize {
         self.received.len()
+    }
+
+    /// Whether the greeting has been received.
+    pub fn is_greeted(&self) -> bool {
+        self.greeted
     }
 
     /// Takes the greeting away. `false` if more must be received first.

@@ -5,7 +5,7 @@
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrIn, sockopt};
 
@@ -109,7 +109,7 @@ impl PacketSocket {
     /// # Errors
     /// The kernel's. ENOBUFS: the interface does not send yet.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
-        socket::send(self.as_raw(), frame, MsgFlags::empty())?;
+        socket::send(self.as_raw_fd(), frame, MsgFlags::empty())?;
         Ok(())
     }
 
@@ -118,11 +118,13 @@ impl PacketSocket {
     /// # Errors
     /// The kernel's; [`io::ErrorKind::WouldBlock`] if there is none.
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        Ok(socket::recv(self.as_raw(), buffer, MsgFlags::empty())?)
+        Ok(socket::recv(self.as_raw_fd(), buffer, MsgFlags::empty())?)
     }
+}
 
-    fn as_raw(&self) -> std::os::fd::RawFd {
-        std::os::fd::AsRawFd::as_raw_fd(&self.0)
+impl AsRawFd for PacketSocket {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
     }
 }
 
@@ -141,7 +143,7 @@ pub fn udp_socket(local: SocketAddrV4, interface: &str) -> io::Result<UdpSocket>
     let fd = socket::socket(AddressFamily::Inet, SockType::Datagram, flags, SockProtocol::Udp)?;
     socket::setsockopt(&fd, sockopt::ReuseAddr, &true)?;
     socket::setsockopt(&fd, sockopt::BindToDevice, &interface.into())?;
-    socket::bind(std::os::fd::AsRawFd::as_raw_fd(&fd), &SockaddrIn::from(local))?;
+    socket::bind(fd.as_raw_fd(), &SockaddrIn::from(local))?;
     Ok(fd.into())
 }
 

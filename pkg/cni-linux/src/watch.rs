@@ -5,7 +5,7 @@
 //!
 //! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event that is over.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
 
 use cni::machine::Machine;
@@ -32,6 +32,12 @@ impl AsFd for Watch {
     /// Readable after a change, until [`forget`](Watch::forget).
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
+    }
+}
+
+impl AsRawFd for Watch {
+    fn as_raw_fd(&self) -> RawFd {
+        self.events.as_fd().as_raw_fd()
     }
 }
 

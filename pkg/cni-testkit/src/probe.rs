@@ -3,7 +3,7 @@
 //! `Ok` or the reason, ready for [`require!`](crate::require). Never a version comparison: kernels are
 //! configured, patched and confined.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
@@ -100,6 +100,14 @@ pub fn go_plugins() -> Probed {
     let dir = crate::go_bin_dir();
     let missing = ["bridge", "host-local", "loopback"].into_iter().find(|name| !dir.join(name).is_file());
     missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
+}
+
+/// The DHCP server dnsmasq: this machine's, or the one that `scripts/test` has unpacked into the target folder.
+pub fn dnsmasq() -> Result<PathBuf, String> {
+    let test = std::env::current_exe().map_err(|error| error.to_string())?;
+    let unpacked = test.ancestors().map(|folder| folder.join("dhcp-servers/root/usr/sbin/dnsmasq"));
+    let mut places = unpacked.chain(["/usr/sbin/dnsmasq".into(), "/usr/bin/dnsmasq".into()]);
+    places.find(|path| path.is_file()).ok_or_else(|| "no dnsmasq (Debian's package dnsmasq-base)".to_owned())
 }
 
 /// Probes for a release of the Go plugins that supports nftables: those that speak 1.1.0 of the

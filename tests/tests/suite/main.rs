@@ -8,6 +8,7 @@ mod bandwidth;
 mod bridge;
 mod cnitool;
 mod delegation;
+mod dhcp;
 mod dummy;
 mod files;
 mod firewall;

@@ -1,0 +1,234 @@
+//! One attachment's task: it does what the state machine says, keeps the record, and answers the plugin's calls.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use cni::result::AddResult;
+use cni_dhcp::lease::{Change, Session, Step};
+use cni_dhcp::message::Terms;
+use nix::time::{ClockId, clock_gettime};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep_until};
+
+use super::network::{Exchange, Interface};
+use super::{Daemon, log};
+use crate::record::{Held, Record};
+
+/// Timers are set no further ahead.
+const LONGEST: Duration = Duration::from_secs(3600);
+
+/// What a plugin's call can be told at once.
+#[derive(Clone, Debug)]
+pub(crate) enum Status {
+    /// There is no lease yet.
+    Acquiring,
+    /// There is one.
+    Leased(Rc<AddResult>),
+    /// There was one.
+    Lost(String),
+    /// There will be none: the task ends.
+    Failed(String),
+}
+
+/// What a task is asked to do.
+#[derive(Debug)]
+pub(crate) enum Order {
+    /// Give the lease up and end.
+    Release(oneshot::Sender<()>),
+    /// Look whether the interface is still there.
+    Look,
+}
+
+/// A task, as others see it.
+#[derive(Clone, Debug)]
+pub(crate) struct Handle {
+    pub(crate) orders: mpsc::UnboundedSender<Order>,
+    pub(crate) status: watch::Receiver<Status>,
+}
+
+pub(crate) struct Attachment {
+    pub(crate) daemon: Rc<Daemon>,
+    pub(crate) interface: Interface,
+    pub(crate) record: Record,
+    pub(crate) session: Session,
+    pub(crate) status: watch::Sender<Status>,
+    pub(crate) orders: mpsc::UnboundedReceiver<Order>,
+}
+
+/// The time since the machine started, its sleep included.
+pub(crate) fn now() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
+}
+
+impl Attachment {
+    /// Runs until the lease is released, the interface has gone, or there is no lease to be had.
+    pub(crate) async fn run(mut self) {
+        let key = self.record.key();
+        let ended = self.live(&key).await;
+        match ended {
+            End::Kept => {}
+            End::Forgotten(why) => {
+                log(format_args!("{key}: {why}"));
+                self.purge(&key);
+                self.status.send_replace(Status::Failed(why));
+                self.daemon.forget(&key, &self.status);
+            }
+            End::Released(done) => {
+                self.daemon.forget(&key, &self.status);
+                let _ = done.send(());
+            }
+        }
+    }
+
+    fn purge(&self, key: &str) {
+        if let Err(error) = self.daemon.records.purge(key) {
+            log(format_args!("{key}: {error}"));
+        }
+    }
+
+    fn keep(&mut self, held: Held) {
+        self.record.held = held;
+        if let Err(error) = self.daemon.records.write(&self.record) {
+            log(format_args!("{}: {error}", self.record.key()));
+        }
+    }
+
+    async fn live(&mut self, key: &str) -> End {
+        if self.session.lease().is_none() {
+            log(format_args!("{key}: acquiring lease"));
+            let interface = self.interface.clone();
+            tokio::select! {
+                up = interface.bring_up(self.daemon.limits.answer) => if let Err(error) = up {
+                    return End::Forgotten(error);
+                },
+                end = self.ordered(key) => return end,
+            }
+        }
+        let mut exchange = Exchange::default();
+        let mut failure = String::new();
+        loop {
+            if let Some(change) = self.session.elapse(now()) {
+                self.changed(key, change);
+            }
+            let until = match self.session.step(now()) {
+                Step::Send(bytes, path) => {
+                    if let Err(error) = exchange.send(&self.interface, &bytes, path) {
+                        // As if the network had lost it, unless there is nothing to send it by.
+                        exchange.close();
+                        if self.interface.is_gone() {
+                            return End::Forgotten("the interface has gone".into());
+                        }
+                        let error = format!("failed to send on {}: {error}", self.interface.name);
+                        if error != failure {
+                            log(format_args!("{key}: {error}"));
+                            failure = error;
+                        }
+                    }
+                    continue;
+                }
+                Step::Listen(until, _) => until,
+                Step::Sleep(until) => {
+                    exchange.close();
+                    until
+                }
+                Step::Failed => return End::Forgotten("no more tries".into()),
+            };
+            let wait = until.saturating_sub(now()).min(LONGEST);
+            tokio::select! {
+                () = sleep_until(Instant::now() + wait) => {
+                    if wait > Duration::from_secs(1) && self.interface.is_gone() {
+                        return End::Forgotten("the interface has gone".into());
+                    }
+                }
+                received = exchange.receive() => match received {
+                    Ok(bytes) => if let Some(change) = self.session.receive(&bytes, now()) {
+                        self.changed(key, change);
+                    },
+                    Err(error) => {
+                        log(format_args!("{key}: failed to receive on {}: {error}", self.interface.name));
+                        exchange.close();
+                    }
+                },
+                end = self.ordered(key) => return end,
+            }
+        }
+    }
+
+    /// Waits for an order that ends the task.
+    async fn ordered(&mut self, key: &str) -> End {
+        loop {
+            match self.orders.recv().await {
+                // The daemon ends; the record stays.
+                None => return End::Kept,
+                Some(Order::Look) if self.interface.is_gone() => {
+                    return End::Forgotten("the interface has gone".into());
+                }
+                Some(Order::Look) => {}
+                Some(Order::Release(done)) => {
+                    self.release(key);
+                    return End::Released(done);
+                }
+            }
+        }
+    }
+
+    /// Sends the release. The server's answer is not waited for, as there is none.
+    fn release(&mut self, key: &str) {
+        let terms: Option<Terms> = match (&self.session.lease(), &self.record.held) {
+            (Some(lease), _) => Some(lease.terms.clone()),
+            (None, Held::Requested(terms)) => Some(terms.clone()),
+            (None, Held::Bound(_) | Held::Nothing) => None,
+        };
+        if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
+            log(format_args!("{key}: releasing lease"));
+            let sent = self.session.release(&terms).and_then(|(bytes, path)| {
+                self.interface.release(&bytes, path, terms.network).map_err(|error| error.to_string())
+            });
+            if let Err(error) = sent {
+                log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
+            }
+        }
+        self.purge(key);
+    }
+
+    /// Does what a change means for the record, the interface and those who wait.
+    fn changed(&mut self, key: &str, change: Change) {
+        match change {
+            // Before the request: if the daemon ends now, the address can still be released.
+            Change::Offered(terms) => return self.keep(Held::Requested(terms)),
+            Change::Lost(terms) => {
+                let why = format!("the lease of {} is lost", terms.address());
+                log(format_args!("{key}: {why}"));
+                self.on_interface(key, self.interface.delete(terms.network));
+                self.status.send_replace(Status::Lost(why));
+                return;
+            }
+            Change::Moved(old) => self.on_interface(key, self.interface.delete(old.network)),
+            Change::Acquired | Change::Extended => {}
+        }
+        let Some(lease) = self.session.lease().cloned() else { return };
+        let moved =
+            matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
+        let regained = matches!(*self.status.borrow(), Status::Lost(_));
+        if moved || regained {
+            self.on_interface(key, self.interface.add(lease.terms.network));
+        }
+        let seconds = lease.expiry().saturating_sub(now()).as_secs();
+        log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
+        let result = lease.terms.result(self.record.priority);
+        self.keep(Held::Bound(lease));
+        self.status.send_replace(Status::Leased(Rc::new(result)));
+    }
+
+    fn on_interface(&self, key: &str, done: Result<(), cni_linux::Error>) {
+        if let Err(error) = done {
+            log(format_args!("{key}: {error}"));
+        }
+    }
+}
+
+enum End {
+    Kept,
+    Forgotten(String),
+    Released(oneshot::Sender<()>),
+}

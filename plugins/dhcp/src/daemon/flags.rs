@@ -1,0 +1,144 @@
+//! The daemon's command line: Go's flags, with one dash or two.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cni_dhcp::lease::Limits;
+use cni_dhcp::message::Answers;
+
+/// What becomes of the leases when the daemon is told to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnExit {
+    /// They stay, and their records.
+    Keep,
+    /// They are given up.
+    Release,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Flags {
+    pub(crate) pidfile: Option<PathBuf>,
+    pub(crate) host_prefix: String,
+    pub(crate) socket: PathBuf,
+    pub(crate) answers: Answers,
+    pub(crate) limits: Limits,
+    pub(crate) on_exit: OnExit,
+}
+
+impl Flags {
+    /// Reads the arguments after `daemon`.
+    pub(crate) fn parse(args: Vec<String>) -> Result<Flags, String> {
+        let mut flags = Flags {
+            pidfile: None,
+            host_prefix: String::new(),
+            socket: "/run/cni/dhcp.sock".into(),
+            answers: Answers::Unicast,
+            limits: Limits::default(),
+            on_exit: OnExit::Keep,
+        };
+        let mut args = args.into_iter();
+        while let Some(arg) = args.next() {
+            let name = arg.strip_prefix("--").or_else(|| arg.strip_prefix('-'));
+            let name = name.ok_or_else(|| format!("unexpected argument: {arg}"))?;
+            let (name, given) = match name.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_owned())),
+                None => (name, None),
+            };
+            match name {
+                "broadcast" | "release-on-exit" => {
+                    let on = match given.as_deref().unwrap_or("true") {
+                        "1" | "t" | "T" | "true" | "TRUE" | "True" => true,
+                        "0" | "f" | "F" | "false" | "FALSE" | "False" => false,
+                        other => return Err(format!("invalid boolean value {other:?} for -{name}")),
+                    };
+                    match name {
+                        "broadcast" => flags.answers = if on { Answers::Broadcast } else { Answers::Unicast },
+                        _ => flags.on_exit = if on { OnExit::Release } else { OnExit::Keep },
+                    }
+                    continue;
+                }
+                "pidfile" | "hostprefix" | "socketpath" | "timeout" | "resendmax" | "resendtimeout" => {}
+                _ => return Err(format!("flag provided but not defined: -{name}")),
+            }
+            let value = given.or_else(|| args.next()).ok_or_else(|| format!("flag needs an argument: -{name}"))?;
+            let wrong = || format!("invalid value {value:?} for flag -{name}");
+            match name {
+                "pidfile" if !value.is_empty() && !value.starts_with('/') => {
+                    return Err(format!("Error writing pidfile {value:?}: path not absolute"));
+                }
+                "pidfile" => flags.pidfile = Some(value).filter(|path| !path.is_empty()).map(PathBuf::from),
+                "hostprefix" => flags.host_prefix = value,
+                "socketpath" => flags.socket = value.into(),
+                "timeout" => flags.limits.answer = duration(&value).ok_or_else(wrong)?,
+                "resendmax" => flags.limits.pause = duration(&value).ok_or_else(wrong)?,
+                _ => flags.limits.total = duration(&value).ok_or_else(wrong)?,
+            }
+        }
+        Ok(flags)
+    }
+}
+
+/// Reads a duration as Go writes one: `1h2m3.5s`, `500ms`.
+fn duration(mut text: &str) -> Option<Duration> {
+    let mut sum = Duration::ZERO;
+    if text.is_empty() {
+        return None;
+    }
+    while !text.is_empty() {
+        let digits = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.')?;
+        let (number, rest) = text.split_at(digits);
+        let end = rest.find(|letter: char| letter.is_ascii_digit()).unwrap_or(rest.len());
+        let (unit, rest) = rest.split_at(end);
+        let unit = match unit {
+            "h" => 3600.0,
+            "m" => 60.0,
+            "s" => 1.0,
+            "ms" => 1e-3,
+            "us" | "µs" => 1e-6,
+            "ns" => 1e-9,
+            _ => return None,
+        };
+        sum = sum.checked_add(Duration::try_from_secs_f64(number.parse::<f64>().ok()? * unit).ok()?)?;
+        text = rest;
+    }
+    Some(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Flags, String> {
+        Flags::parse(args.iter().map(|arg| (*arg).to_owned()).collect())
+    }
+
+    #[test]
+    fn flags_have_one_dash_or_two_and_their_value_beside_or_behind() {
+        let one = parse(&["-hostprefix", "/host", "-timeout=2s", "--broadcast", "-pidfile", "/p"]).unwrap();
+        let two = parse(&["--hostprefix=/host", "--timeout", "2000ms", "-broadcast=true", "--pidfile=/p"]).unwrap();
+        assert_eq!(one, two);
+        assert_eq!((one.answers, one.limits.answer), (Answers::Broadcast, Duration::from_secs(2)));
+        assert_eq!(parse(&[]).unwrap().limits, Limits::default());
+    }
+
+    #[test]
+    fn wrong_flags_are_refused() {
+        for args in [
+            &["-nope"][..],
+            &["x"],
+            &["-timeout"],
+            &["-timeout", "2"],
+            &["-timeout", "2 s"],
+            &["-broadcast=2"],
+            &["-pidfile=p"],
+        ] {
+            assert!(parse(args).is_err(), "{args:?}");
+        }
+    }
+
+    #[test]
+    fn durations_are_written_as_in_go() {
+        let read = |text| duration(text).map(|duration| duration.as_millis());
+        assert_eq!([read("1h2m3.5s"), read("500ms"), read(""), read("1x")], [Some(3_723_500), Some(500), None, None]);
+    }
+}

@@ -1,0 +1,325 @@
+//! The daemon: it acquires leases for plugins, keeps them, and gives them up.
+//!
+//! One thread; a task for each attachment. What it must know after its end is in the records.
+
+mod attachment;
+mod flags;
+mod network;
+mod socket;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::rc::Rc;
+use std::time::Duration;
+
+use cni::config::NetConf;
+use cni::result::AddResult;
+use cni_dhcp::lease::{Limits, Session};
+use cni_dhcp::message::{Answers, Client};
+use cni_dhcp::rpc::{CONNECTED, CmdArgs, Conversation, Method, write_response};
+use cni_linux::{Mac, Watch};
+use tokio::io::unix::AsyncFd;
+use tokio::net::UnixStream;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{LocalSet, spawn_local};
+
+use crate::conf::Conf;
+use crate::record::{Held, Record, Records, key};
+use attachment::{Attachment, Handle, Order, Status};
+use flags::Flags;
+use network::Interface;
+
+/// The longest client identifier, without its first byte.
+const MAX_ID: usize = 254;
+/// How long events are collected before the interfaces are looked at.
+const COLLECT: Duration = Duration::from_secs(1);
+
+/// What all tasks share.
+pub(crate) struct Daemon {
+    host_prefix: String,
+    answers: Answers,
+    limits: Limits,
+    records: Records,
+    attachments: RefCell<HashMap<String, Handle>>,
+}
+
+/// One line to stderr, which is journald's under systemd.
+fn log(line: fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Runs the daemon until a signal ends it.
+pub fn run(args: Vec<String>) -> ExitCode {
+    let flags = match Flags::parse(args) {
+        Ok(flags) => flags,
+        Err(text) => {
+            log(format_args!("{text}"));
+            return ExitCode::from(2);
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let served = runtime.and_then(|runtime| LocalSet::new().block_on(&runtime, serve(flags)));
+    match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            log(format_args!("{error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn serve(flags: Flags) -> io::Result<()> {
+    let path = PathBuf::from(format!("{}{}", flags.host_prefix, flags.socket.display()));
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let listener = socket::listen(&path)?;
+    if let Some(pidfile) = &flags.pidfile {
+        std::fs::write(pidfile, std::process::id().to_string())
+            .map_err(|error| io::Error::other(format!("failed to write {}: {error}", pidfile.display())))?;
+    }
+    let daemon = Rc::new(Daemon {
+        host_prefix: flags.host_prefix,
+        answers: flags.answers,
+        limits: flags.limits,
+        records: Records::of(&path),
+        attachments: RefCell::default(),
+    });
+    daemon.resume();
+    match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
+        Ok(watch) => drop(spawn_local(Rc::clone(&daemon).look(watch))),
+        Err(error) => log(format_args!("interfaces that go are noticed late: {error}")),
+    }
+    let accept = async {
+        loop {
+            match listener.accept().await {
+                Ok((stream, _)) => drop(spawn_local(Rc::clone(&daemon).answer(stream))),
+                Err(error) => {
+                    log(format_args!("failed to accept a connection: {error}"));
+                    tokio::time::sleep(COLLECT).await;
+                }
+            }
+        }
+    };
+    tokio::select! {
+        () = accept => {}
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    if flags.on_exit == flags::OnExit::Release {
+        let keys: Vec<String> = daemon.attachments.borrow().keys().cloned().collect();
+        for key in keys {
+            daemon.release(&key).await;
+        }
+    }
+    let files = [Some(&path), flags.pidfile.as_ref()];
+    files.into_iter().flatten().for_each(|file| drop(std::fs::remove_file(file)));
+    Ok(())
+}
+
+impl Daemon {
+    fn start(self: &Rc<Self>, interface: Interface, record: Record, session: Session) -> Handle {
+        let (orders, to_do) = mpsc::unbounded_channel();
+        let known = session.lease().map(|lease| Status::Leased(Rc::new(lease.terms.result(record.priority))));
+        let (sender, status) = watch::channel(known.unwrap_or(Status::Acquiring));
+        let handle = Handle { orders, status };
+        self.attachments.borrow_mut().insert(record.key(), handle.clone());
+        let task = Attachment { daemon: Rc::clone(self), interface, record, session, status: sender, orders: to_do };
+        spawn_local(task.run());
+        handle
+    }
+
+    /// Removes an attachment whose task ends, unless another has taken its place.
+    fn forget(&self, key: &str, status: &watch::Sender<Status>) {
+        let mut attachments = self.attachments.borrow_mut();
+        if attachments.get(key).is_some_and(|handle| handle.status.same_channel(&status.subscribe())) {
+            attachments.remove(key);
+        }
+    }
+
+    fn path(&self, netns: &str) -> PathBuf {
+        format!("{}{netns}", self.host_prefix).into()
+    }
+
+    /// Goes on with the leases that are recorded.
+    fn resume(self: &Rc<Self>) {
+        let records = self.records.list().unwrap_or_else(|error| {
+            log(format_args!("{error}"));
+            Vec::new()
+        });
+        for record in records {
+            let interface = Interface {
+                netns: self.path(&record.netns),
+                netns_id: record.netns_id,
+                name: record.ifname.clone(),
+                index: record.index,
+                mac: Mac(record.client.mac),
+            };
+            // A requested address waits for the DEL that releases it, or for the ADD that gets it again.
+            if let Held::Bound(lease) = &record.held {
+                let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
+                self.start(interface, record, session);
+            }
+        }
+    }
+
+    /// Has every task look at its interface when one has gone somewhere.
+    async fn look(self: Rc<Self>, watch: AsyncFd<Watch>) {
+        loop {
+            let Ok(mut ready) = watch.readable().await else { return };
+            let gone = watch.get_ref().forget();
+            ready.clear_ready();
+            if gone {
+                tokio::time::sleep(COLLECT).await;
+                watch.get_ref().forget();
+                let attachments = self.attachments.borrow();
+                attachments.values().for_each(|handle| drop(handle.orders.send(Order::Look)));
+            }
+        }
+    }
+
+    /// Answers one connection: one call.
+    async fn answer(self: Rc<Self>, stream: UnixStream) {
+        let mut conversation = Conversation::default();
+        let mut greeted = false;
+        let mut buffer = [0; 4096];
+        loop {
+            let received = conversation.request();
+            // A client may have sent its call without waiting for the greeting.
+            if !greeted && conversation.is_greeted() {
+                greeted = true;
+                if write_all(&stream, CONNECTED).await.is_err() {
+                    return;
+                }
+            }
+            match received {
+                Err(_) => return,
+                Ok(Some(request)) => {
+                    let outcome = match request.method {
+                        Some(Method::Allocate) => self.allocate(&request.args).await.map(Some),
+                        Some(Method::Release) => self.give_up(&request.args).await.map(|()| None),
+                        None => Err(format!("rpc: can't find service {}", request.name)),
+                    };
+                    let response = match &outcome {
+                        Ok(result) => write_response(&request, Ok(result.as_deref())),
+                        Err(text) => write_response(&request, Err(text)),
+                    };
+                    if write_all(&stream, &response).await.is_err() {
+                        return;
+                    }
+                    continue;
+                }
+                Ok(None) => {}
+            }
+            if stream.readable().await.is_err() {
+                return;
+            }
+            match stream.try_read(&mut buffer) {
+                Ok(0) => return,
+                Ok(length) => conversation.push(&buffer[..length]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
+        let (conf, keys) = read(args)?;
+        let key = key(&args.container_id, conf.name(), &args.ifname);
+        let known = self.attachments.borrow().get(&key).cloned();
+        let handle = match known {
+            Some(handle) => handle,
+            None => self.begin(args, &conf, keys)?,
+        };
+        let mut status = handle.status;
+        loop {
+            match status.borrow_and_update().clone() {
+                Status::Leased(result) => return Ok(result),
+                Status::Lost(why) | Status::Failed(why) => return Err(why),
+                Status::Acquiring => {}
+            }
+            // Its task has ended without a lease: it was released meanwhile.
+            status.changed().await.map_err(|_| "the lease was released".to_owned())?;
+        }
+    }
+
+    fn begin(self: &Rc<Self>, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<Handle, String> {
+        let interface = network::find(self.path(&args.netns), &args.ifname)?;
+        let name = key(&args.container_id, conf.name(), &args.ifname);
+        let mut provide = keys.provide;
+        let given = provide.iter().position(|(code, _)| *code == 61).map(|at| provide.remove(at).1);
+        let id = given.unwrap_or_else(|| [&[0], &name.as_bytes()[..name.len().min(MAX_ID)]].concat());
+        let client = Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers };
+        let record = Record {
+            container_id: args.container_id.clone(),
+            network: conf.name().to_owned(),
+            ifname: args.ifname.clone(),
+            netns: args.netns.clone(),
+            netns_id: interface.netns_id,
+            index: interface.index,
+            priority: keys.priority,
+            client: client.clone(),
+            held: Held::Nothing,
+        };
+        let session = Session::new(client, self.limits, random(), attachment::now());
+        Ok(self.start(interface, record, session))
+    }
+
+    async fn give_up(self: &Rc<Self>, args: &CmdArgs) -> Result<(), String> {
+        let (conf, _) = read(args)?;
+        let key = key(&args.container_id, conf.name(), &args.ifname);
+        if !self.attachments.borrow().contains_key(&key)
+            && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
+        {
+            // Requested by a daemon that was killed before the answer came.
+            let interface = Interface {
+                netns: self.path(&record.netns),
+                netns_id: record.netns_id,
+                name: record.ifname.clone(),
+                index: record.index,
+                mac: Mac(record.client.mac),
+            };
+            let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
+            self.start(interface, record, session);
+        }
+        self.release(&key).await;
+        Ok(())
+    }
+
+    async fn release(&self, key: &str) {
+        let handle = self.attachments.borrow().get(key).cloned();
+        if let Some(handle) = handle {
+            let (done, end) = oneshot::channel();
+            // A task that has just ended has nothing left to release.
+            if handle.orders.send(Order::Release(done)).is_ok() {
+                let _ = end.await;
+            }
+        }
+    }
+}
+
+fn read(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
+    let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
+    let keys = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
+    Ok((conf, keys))
+}
+
+fn random() -> u64 {
+    // Without random numbers, the clock: transactions of one interface still differ.
+    getrandom::u64().unwrap_or_else(|_| u64::from(attachment::now().subsec_nanos()))
+}
+
+async fn write_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.writable().await?;
+        match stream.try_write(bytes) {
+            Ok(length) => bytes = &bytes[length..],
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}

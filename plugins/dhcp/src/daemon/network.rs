@@ -1,0 +1,244 @@
+//! What the daemon does in a container's namespace: looks at the interface, sends, listens, moves an address.
+//!
+//! Nothing stays open between two exchanges. A descriptor would keep the namespace alive after its container, and with it the
+//! host's end of a veth.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cni::Cidr;
+use cni_dhcp::lease::Path;
+use cni_linux::packet::{Datagram, PacketSocket, udp_socket};
+use cni_linux::{Dad, Error, Link, Mac, Netlink, Netns, OperState, Watch};
+use tokio::io::unix::AsyncFd;
+
+const CLIENT_PORT: u16 = 68;
+const SERVER_PORT: u16 = 67;
+/// No server's message is longer: option 57 says 1500.
+const MAX_FRAME: usize = 2048;
+
+/// An attachment's interface.
+#[derive(Clone, Debug)]
+pub(crate) struct Interface {
+    /// The path of the namespace.
+    pub(crate) netns: PathBuf,
+    /// Its device and inode.
+    pub(crate) netns_id: (u64, u64),
+    pub(crate) name: String,
+    pub(crate) index: u32,
+    pub(crate) mac: Mac,
+}
+
+/// Finds an interface.
+pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
+    let namespace = Netns::open(&netns).map_err(|error| error.to_string())?;
+    let link = namespace.run(Netlink::open).and_then(|netlink| netlink?.link(name));
+    let link = link.map_err(|_| format!("error looking up {name:?}: Link not found"))?;
+    let mac = link.mac.ok_or_else(|| format!("interface {name} has no Ethernet address"))?;
+    Ok(Interface { netns, netns_id: namespace.id(), name: name.to_owned(), index: link.index, mac })
+}
+
+/// Registers a descriptor with the runtime.
+#[expect(
+    deprecated,
+    reason = "its successor is unsafe, for types whose descriptor may be closed or change: these own one"
+)]
+pub(crate) fn registered<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
+    AsyncFd::new(fd)
+}
+
+fn has_carrier(link: &Link) -> bool {
+    link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
+}
+
+impl Interface {
+    /// Opens its namespace. `None` if it has gone.
+    fn open(&self) -> Result<Option<Netns>, Error> {
+        match Netns::open(&self.netns) {
+            Ok(netns) if netns.id() == self.netns_id => Ok(Some(netns)),
+            Ok(_) => Ok(None),
+            Err(error) if error.is_no_netns() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn netlink(&self) -> Result<Option<Netlink>, Error> {
+        self.open()?.map(|netns| netns.run(Netlink::open)?).transpose()
+    }
+
+    /// Whether the interface, or its namespace, has gone for certain.
+    pub(crate) fn is_gone(&self) -> bool {
+        match self.netlink() {
+            Ok(Some(netlink)) => matches!(netlink.find_link_by_index(self.index), Ok(None)),
+            Ok(None) => true,
+            Err(_) => false,
+        }
+    }
+
+    /// Sets the interface up and waits until it sends, or until the time is up: then it is tried all the same.
+    pub(crate) async fn bring_up(&self, patience: Duration) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let netns = self.open().map_err(text)?.ok_or("its network namespace has gone")?;
+        let watch = Watch::open_in(&netns).map_err(text)?;
+        let netlink = netns.run(Netlink::open).and_then(|netlink| netlink).map_err(text)?;
+        drop(netns);
+        let watch = registered(watch).map_err(|error| error.to_string())?;
+        let running = async {
+            loop {
+                let link = netlink.find_link_by_index(self.index).map_err(text)?.ok_or("Link not found")?;
+                if !link.up {
+                    netlink.set_up(self.index).map_err(text)?;
+                } else if has_carrier(&link) {
+                    return Ok(());
+                } else {
+                    let mut ready = watch.readable().await.map_err(|error| error.to_string())?;
+                    watch.get_ref().forget();
+                    ready.clear_ready();
+                }
+            }
+        };
+        tokio::time::timeout(patience, running).await.unwrap_or(Ok(()))
+    }
+
+    /// Adds an address.
+    pub(crate) fn add(&self, address: Cidr) -> Result<(), Error> {
+        match self.netlink()?.map(|netlink| netlink.add_address(self.index, address, Dad::Normal)) {
+            Some(Err(error)) if !error.is_exists() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Deletes an address, if the interface has it.
+    pub(crate) fn delete(&self, address: Cidr) -> Result<(), Error> {
+        match self.netlink()?.map(|netlink| netlink.delete_address(self.index, address)) {
+            Some(Err(error)) if !error.is_not_found() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Opens the socket for a path. An interface without the leased address has a packet socket instead.
+    fn socket(&self, path: Path) -> io::Result<Socket> {
+        let gone = || io::Error::other("its network namespace has gone");
+        let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
+        let inside = || -> io::Result<Socket> {
+            if let Path::Unicast { from, .. } = path
+                && let Ok(socket) = udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name)
+            {
+                return Ok(Socket::Udp(registered(socket)?));
+            }
+            Ok(Socket::Packet(registered(PacketSocket::open(self.index, CLIENT_PORT)?)?))
+        };
+        netns.run(inside).map_err(io::Error::other)?
+    }
+
+    /// Gives an address back. The interface may be removed at once afterwards, so a server on the link is sent a frame
+    /// that needs no ARP, beside the packet that a server elsewhere needs.
+    pub(crate) fn release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
+        let Path::Unicast { to, .. } = path else { return Ok(()) };
+        let first = self.socket(path)?;
+        let sent = first.send(self.mac, bytes, path);
+        if matches!(first, Socket::Udp(_)) && network.contains(to.into()) {
+            let socket = self.socket(Path::Broadcast)?;
+            let frame = socket.send(self.mac, bytes, path);
+            socket.close();
+            return frame.or(sent);
+        }
+        first.close();
+        sent
+    }
+}
+
+/// An open socket in the container's namespace.
+enum Socket {
+    Packet(AsyncFd<PacketSocket>),
+    Udp(AsyncFd<UdpSocket>),
+}
+
+impl Socket {
+    fn send(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
+        let (from, to) = match path {
+            Path::Broadcast => (Ipv4Addr::UNSPECIFIED, Ipv4Addr::BROADCAST),
+            Path::BroadcastFrom(from) => (from, Ipv4Addr::BROADCAST),
+            Path::Unicast { from, to } => (from, to),
+        };
+        let to = SocketAddrV4::new(to, SERVER_PORT);
+        match self {
+            Socket::Packet(socket) => {
+                let datagram = Datagram { from: SocketAddrV4::new(from, CLIENT_PORT), to, payload };
+                socket.get_ref().send(&datagram.to_broadcast_frame(mac))
+            }
+            Socket::Udp(socket) => socket.get_ref().send_to(payload, to).map(drop),
+        }
+    }
+
+    async fn receive(&self) -> io::Result<Vec<u8>> {
+        let mut buffer = [0; MAX_FRAME];
+        match self {
+            Socket::Udp(socket) => loop {
+                let mut ready = socket.readable().await?;
+                if let Ok(received) = ready.try_io(|socket| socket.get_ref().recv(&mut buffer)) {
+                    return Ok(buffer[..received?].to_vec());
+                }
+            },
+            Socket::Packet(socket) => loop {
+                let mut ready = socket.readable().await?;
+                match ready.try_io(|socket| socket.get_ref().receive(&mut buffer)) {
+                    Ok(length) => match Datagram::from_frame(&buffer[..length?]) {
+                        Some(datagram) if datagram.from.port() == SERVER_PORT => return Ok(datagram.payload.to_vec()),
+                        _ => {}
+                    },
+                    Err(_would_block) => {}
+                }
+            },
+        }
+    }
+
+    /// Closes it elsewhere: the close of a packet socket waits up to 20 ms, for which no other lease should wait.
+    fn close(self) {
+        if let Socket::Packet(socket) = self {
+            let socket = socket.into_inner();
+            tokio::task::spawn_blocking(move || drop(socket));
+        }
+    }
+}
+
+/// An exchange with servers: the socket of the path in use.
+#[derive(Default)]
+pub(crate) struct Exchange(Option<(Path, Socket)>);
+
+impl Exchange {
+    fn open(&mut self, interface: &Interface, path: Path) -> io::Result<&Socket> {
+        if self.0.as_ref().is_none_or(|(open, _)| *open != path) {
+            self.close();
+            self.0 = Some((path, interface.socket(path)?));
+        }
+        self.0.as_ref().map(|(_, socket)| socket).ok_or_else(|| io::Error::other("no socket"))
+    }
+
+    pub(crate) fn send(&mut self, interface: &Interface, bytes: &[u8], path: Path) -> io::Result<()> {
+        self.open(interface, path)?.send(interface.mac, bytes, path)
+    }
+
+    /// The next message. Without a socket there is none.
+    pub(crate) async fn receive(&self) -> io::Result<Vec<u8>> {
+        match &self.0 {
+            Some((_, socket)) => socket.receive().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    pub(crate) fn close(&mut self) {
+        if let Some((_, socket)) = self.0.take() {
+            socket.close();
+        }
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

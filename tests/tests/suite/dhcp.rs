@@ -1,0 +1,337 @@
+//! dhcp: leases of a real server, dnsmasq, through a daemon; its end and its start again; Go's plugin and daemon as peers.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, patience, probe, require};
+use conformance::VERSION;
+use serde_json::{Value, json};
+
+/// A process that ends with its test.
+struct Process(Child);
+
+impl Process {
+    fn start(node: &Node, log: &str, argv: &[&str]) -> Process {
+        let log = fs::File::create(node.dir().join(log)).unwrap();
+        let mut command = Command::new(argv[0]);
+        command.args(&argv[1..]).stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        Process(node.enter(|| command.spawn()).unwrap_or_else(|error| panic!("to run {}: {error}", argv[0])))
+    }
+
+    fn kill(mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until something is so.
+#[track_caller]
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + patience(Duration::from_secs(30));
+    while !so() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A node with a DHCP server on the bridge `lan`, 192.168.1.1.
+struct Lan {
+    node: Node,
+    server: Option<Process>,
+}
+
+impl Lan {
+    /// A server with this many addresses from 192.168.1.5 on, and these arguments.
+    fn new(addresses: u8, arguments: &[&str]) -> Lan {
+        let node = Node::new();
+        node.ip(&["link add lan type bridge", "link set lan up", "address add 192.168.1.1/24 dev lan"]);
+        let mut lan = Lan { node, server: None };
+        lan.serve(addresses, arguments);
+        lan
+    }
+
+    fn serve(&mut self, addresses: u8, arguments: &[&str]) {
+        let program = probe::dnsmasq().unwrap();
+        let file = |name: &str| self.node.dir().join(name).display().to_string();
+        let range = format!("--dhcp-range=192.168.1.5,192.168.1.{},255.255.255.0,120", 4 + addresses);
+        let (leases, pid) = (format!("--dhcp-leasefile={}", file("leases")), format!("--pid-file={}", file("pid")));
+        let argv = [&program.display().to_string(), "--no-daemon", "--conf-file=/dev/null", "--no-ping", "--port=0"];
+        let argv =
+            [&argv[..], &["--interface=lan", "--bind-interfaces", "--user=root", "--dhcp-authoritative"]].concat();
+        let argv = [&argv[..], &["--dhcp-sequential-ip", "--log-dhcp", &range, &leases, &pid], arguments].concat();
+        self.server = Some(Process::start(&self.node, "server.log", &argv));
+        until("the server runs", || self.log().contains("started"));
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.node.dir().join("server.log")).unwrap_or_default()
+    }
+
+    /// The addresses that the server has leased.
+    fn leased(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.node.dir().join("leases")).unwrap_or_default();
+        let mut leased: Vec<String> =
+            text.lines().filter_map(|line| line.split_whitespace().nth(2)).map(str::to_owned).collect();
+        leased.sort();
+        leased
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.node.dir().join("dhcp.sock")
+    }
+
+    /// Starts the daemon of a folder of plugins.
+    fn daemon_of(&self, folder: &Path, flags: &[&str]) -> Process {
+        let (program, socket) = (folder.join("dhcp").display().to_string(), self.socket().display().to_string());
+        let argv = [&[&program, "daemon", "-socketpath", &socket][..], flags].concat();
+        let daemon = Process::start(&self.node, "daemon.log", &argv);
+        until("the daemon listens", || std::os::unix::net::UnixStream::connect(self.socket()).is_ok());
+        daemon
+    }
+
+    fn daemon(&self) -> Process {
+        self.daemon_of(&bin_dir(), &[])
+    }
+
+    /// A container with these interfaces on the bridge.
+    fn container(&self, interfaces: &[&str]) -> Container {
+        let container = self.node.container();
+        for name in interfaces {
+            let host = format!("h{}{name}", container.id.trim_start_matches("container-"));
+            self.node.expect_left(&host);
+            self.node.ip(&[
+                &format!("link add name {host} type veth peer name {name} netns {}", container.netns().display()),
+                &format!("link set {host} master lan up"),
+            ]);
+            container.ip(&[&format!("link set {name} up")]);
+        }
+        container
+    }
+
+    fn attachment(&self, container: &Container) -> Attachment<'_> {
+        let ipam = json!({"type": "dhcp", "daemonSocketPath": self.socket()});
+        let config = json!({"cniVersion": VERSION, "name": "net1", "type": "dhcp", "ipam": ipam});
+        Attachment::new(&self.node, container, config)
+    }
+}
+
+/// What the plugin that creates the interface does with the result.
+fn configure(container: &Container, ifname: &str, result: &Value) {
+    container.ip(&[&format!("address add {} dev {ifname}", result["ips"][0]["address"].as_str().unwrap())]);
+}
+
+#[test]
+fn add_leases_an_address_and_del_releases_it_at_the_server() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &["--dhcp-option=3,192.168.1.1"]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let result = attachment.add().success();
+    assert_eq!(result["ips"][0], json!({"address": "192.168.1.5/24", "gateway": "192.168.1.1"}));
+    assert_eq!(result["routes"], json!([{"dst": "0.0.0.0/0", "gw": "192.168.1.1"}]));
+    configure(&container, "eth0", &result);
+    assert_eq!(attachment.add().success(), result, "a repeated ADD has the same lease");
+    attachment.check(&result).success();
+    until("the server has the lease", || lan.leased() == ["192.168.1.5"]);
+    attachment.del().success();
+    until("the server has the address back", || lan.leased().is_empty());
+    attachment.del().success();
+}
+
+#[test]
+fn dns_and_classless_routes_are_in_the_result() {
+    require!(probe::dnsmasq().map(drop));
+    let options = ["--dhcp-option=6,192.168.1.1", "--dhcp-option=119,a.example", "--dhcp-option=option:mtu,1400"];
+    let lan = Lan::new(10, &[&options[..], &["--dhcp-option=121,10.9.0.0/16,192.168.1.2"]].concat());
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let result = attachment.add().success();
+    assert_eq!(result["dns"], json!({"nameservers": ["192.168.1.1"], "search": ["a.example"]}));
+    assert_eq!(result["routes"], json!([{"dst": "10.9.0.0/16", "gw": "192.168.1.2", "mtu": 1400}]));
+    attachment.del().success();
+}
+
+#[test]
+fn two_interfaces_of_one_container_have_two_leases() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0", "eth1"]);
+    let both = [lan.attachment(&container), lan.attachment(&container).ifname("eth1")];
+    let addresses = both.each_ref().map(|attachment| attachment.add().success()["ips"][0]["address"].clone());
+    assert_eq!(addresses, [json!("192.168.1.5/24"), json!("192.168.1.6/24")]);
+    both.iter().for_each(|attachment| drop(attachment.del().success()));
+}
+
+#[test]
+fn several_dels_at_once_succeed() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    configure(&container, "eth0", &attachment.add().success());
+    let started = [(); 3].map(|()| attachment.invocation("DEL", None).start());
+    started.into_iter().for_each(|started| drop(started.finish().success()));
+    attachment.del().success();
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
+fn an_exhausted_pool_fails_the_add_and_its_del_succeeds() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(1, &[]);
+    let _daemon = lan.daemon_of(&bin_dir(), &["-timeout", "1s", "-resendmax", "1s", "-resendtimeout", "2s"]);
+    let container = lan.container(&["eth0", "eth1"]);
+    let (first, second) = (lan.attachment(&container), lan.attachment(&container).ifname("eth1"));
+    first.add().success();
+    let failure = second.add().failure();
+    assert_eq!(failure.msg, "error calling DHCP.Allocate: no more tries");
+    second.del().success();
+    first.check(&json!({"cniVersion": VERSION})).success();
+    first.del().success();
+}
+
+#[test]
+fn a_lease_is_renewed_from_its_address_when_its_server_says() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &["--dhcp-option-force=option:T1,1", "--dhcp-option-force=option:T2,100"]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    configure(&container, "eth0", &attachment.add().success());
+    let requests = || lan.log().matches(" DHCPREQUEST(lan) 192.168.1.5 ").count();
+    let found = || lan.log().matches(" DHCPDISCOVER(lan) ").count();
+    let before = found();
+    until("it has been renewed twice", || requests() >= 3);
+    assert_eq!(found(), before, "no new search");
+    attachment.del().success();
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
+fn a_killed_daemon_goes_on_with_its_leases_after_its_start() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let result = attachment.add().success();
+    configure(&container, "eth0", &result);
+    daemon.kill();
+    attachment.del().fails_naming(11, &["the attachment has a lease", "error dialing DHCP daemon"]);
+    let _daemon = lan.daemon();
+    let found = || lan.log().matches(" DHCPDISCOVER(lan) ").count();
+    let before = found();
+    attachment.check(&result).success();
+    assert_eq!(attachment.add().success(), result);
+    assert_eq!(found(), before, "no new search");
+    attachment.del().success();
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
+fn without_a_daemon_add_and_status_fail_and_del_succeeds() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let failure = attachment.add().failure();
+    assert!(failure.msg.starts_with("error dialing DHCP daemon: dial unix "), "{}", failure.msg);
+    attachment.del().success();
+    let mut config = attachment.config.clone();
+    config["cniVersion"] = json!("1.1.0");
+    let attachment = attachment.config(config);
+    attachment.status().fails_with(50, "error dialing DHCP daemon");
+    let _daemon = lan.daemon();
+    attachment.status().success();
+}
+
+#[test]
+fn a_second_daemon_is_refused_and_the_first_is_named() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let daemon = lan.daemon();
+    let program = bin_dir().join("dhcp").display().to_string();
+    let second = lan.node.run(&[&program, "daemon", "-socketpath", &lan.socket().display().to_string()]);
+    assert!(
+        !second.ok && second.stderr.contains(&format!("process {} (dhcp) listens there", daemon.0.id())),
+        "{second:?}"
+    );
+}
+
+#[test]
+fn a_daemon_keeps_no_namespace_and_forgets_what_has_gone() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    configure(&container, "eth0", &attachment.add().success());
+    let records = || fs::read_dir(lan.node.dir().join("dhcp")).unwrap().count();
+    assert_eq!(records(), 1);
+    container.destroy();
+    until("the host's end has gone", || lan.node.link("h0eth0").is_none());
+    until("the record has gone", || records() == 0);
+    attachment.del().success();
+}
+
+#[test]
+fn gc_releases_what_is_no_longer_attached() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let _daemon = lan.daemon();
+    let containers = [lan.container(&["eth0"]), lan.container(&["eth0"])];
+    let attachments = containers.each_ref().map(|container| {
+        let attachment = lan.attachment(container);
+        let mut config = attachment.config.clone();
+        config["cniVersion"] = json!("1.1.0");
+        let attachment = attachment.config(config);
+        configure(container, "eth0", &attachment.add().success());
+        attachment
+    });
+    attachments[0].gc(&[(&containers[1].id, "eth0")]).success();
+    until("one address is free", || lan.leased() == ["192.168.1.6"]);
+    attachments[1].del().success();
+}
+
+/// The plugin of one folder and the daemon of another.
+#[track_caller]
+fn together(plugin: PathBuf, daemon: &Path) -> (Lan, Process) {
+    let lan = Lan::new(10, &["--dhcp-option=3,192.168.1.1"]);
+    let daemon = lan.daemon_of(daemon, &[]);
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container).by(plugin);
+    let result = attachment.add().success();
+    assert_eq!(result["ips"][0], json!({"address": "192.168.1.5/24", "gateway": "192.168.1.1"}));
+    configure(&container, "eth0", &result);
+    attachment.check(&result).success();
+    attachment.del().success();
+    (lan, daemon)
+}
+
+#[test]
+fn the_go_plugin_works_with_this_daemon() {
+    require!(probe::dnsmasq().map(drop));
+    require!(probe::go_plugins());
+    let (lan, _daemon) = together(go_bin_dir(), &bin_dir());
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
+fn this_plugin_works_with_the_go_daemon() {
+    require!(probe::dnsmasq().map(drop));
+    require!(probe::go_plugins());
+    drop(together(bin_dir(), &go_bin_dir()));
+}
