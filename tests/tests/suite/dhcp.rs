@@ -203,21 +203,57 @@ fn an_exhausted_pool_fails_the_add_and_its_del_succeeds() {
     first.del().success();
 }
 
+/// Makes a recorded lease older, while no daemon runs.
+fn age(lan: &Lan, seconds: u64) {
+    let record = fs::read_dir(lan.node.dir().join("dhcp")).unwrap().next().unwrap().unwrap().path();
+    let mut json: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    let since = &mut json["held"]["Bound"]["since"]["secs"];
+    *since = json!(since.as_u64().unwrap() - seconds);
+    fs::write(record, json.to_string()).unwrap();
+}
+
 #[test]
-fn a_lease_is_renewed_from_its_address_when_its_server_says() {
+fn a_lease_is_renewed_after_t1_and_after_t2() {
     require!(probe::dnsmasq().map(drop));
-    let lan = Lan::new(10, &["--dhcp-option-force=option:T1,1", "--dhcp-option-force=option:T2,100"]);
-    let _daemon = lan.daemon();
+    let lan = Lan::new(10, &[]);
+    let mut daemon = lan.daemon();
     let container = lan.container(&["eth0"]);
     let attachment = lan.attachment(&container);
     configure(&container, "eth0", &attachment.add().success());
-    let requests = || lan.log().matches(" DHCPREQUEST(lan) 192.168.1.5 ").count();
+    let requests = || lan.log().matches(" DHCPACK(lan) 192.168.1.5 ").count();
     let found = || lan.log().matches(" DHCPDISCOVER(lan) ").count();
     let before = found();
-    until("it has been renewed twice", || requests() >= 3);
+    // Of 120 s: T1 is at 60, T2 at 105 or before.
+    for seconds in [70, 110] {
+        let acked = requests();
+        daemon.kill();
+        age(&lan, seconds);
+        daemon = lan.daemon();
+        until("it has been renewed", || requests() > acked);
+    }
     assert_eq!(found(), before, "no new search");
     attachment.del().success();
     until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
+fn at_its_end_a_lease_is_replaced_by_another() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let result = attachment.add().success();
+    configure(&container, "eth0", &result);
+    let found = || lan.log().matches(" DHCPDISCOVER(lan) ").count();
+    let before = found();
+    daemon.kill();
+    age(&lan, 130);
+    let _daemon = lan.daemon();
+    until("it has been looked for", || found() > before);
+    until("there is a lease again", || container.addresses("eth0") == ["192.168.1.5/24"]);
+    attachment.check(&result).success();
+    attachment.del().success();
 }
 
 #[test]
