@@ -213,10 +213,10 @@ impl Attachment {
         if moved || regained {
             self.on_interface(key, self.interface.add(lease.terms.network));
         }
+        let result = lease.terms.result(self.record.priority);
+        self.keep(Held::Bound(lease.clone()));
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
         log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
-        let result = lease.terms.result(self.record.priority);
-        self.keep(Held::Bound(lease));
         self.status.send_replace(Status::Leased(Rc::new(result)));
     }
 
