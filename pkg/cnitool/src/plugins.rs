@@ -7,6 +7,7 @@ use cni_plugin::InterfacePlugin;
 const PLUGINS: &[&dyn Plugin] = &[
     &plugin_bandwidth::Bandwidth,
     &InterfacePlugin(plugin_bridge::Bridge),
+    &plugin_dhcp::Dhcp,
     &InterfacePlugin(plugin_dummy::Dummy),
     &plugin_firewall::Firewall,
     &InterfacePlugin(plugin_host_device::HostDevice),
