@@ -176,7 +176,7 @@ fn route(draw: &mut Draw, networks: &[Network]) -> Value {
     if !gateways.is_empty() {
         draw.key(&mut route, 40, "gw", &gateways, &[json!("203.0.113.254"), json!("fd00:77::1"), json!("x"), json!(1)]);
     }
-    draw.key(&mut route, 8, "mtu", &[json!(1300), json!(0), json!(1500)], &[json!(-1), json!("x")]);
+    draw.key(&mut route, 8, "mtu", &[json!(1300), json!(0), json!(1500)], &[json!("x")]);
     // A negative one of Go's result is none by the schema.
     draw.key(&mut route, 6, "advmss", &[json!(1000)], &[json!("x")]);
     draw.key(&mut route, 10, "priority", &[json!(0), json!(50), json!(1024)], &[json!(-1)]);
