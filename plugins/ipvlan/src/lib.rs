@@ -100,6 +100,17 @@ impl Interface for Ipvlan {
     }
 }
 
+/// Returns the master on the host and the mode that a configuration gives it. The kernel keeps one mode per master, and the
+/// last ADD sets it for all interfaces on the master. `None` if only an ADD knows the master.
+pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
+    let Conf { link, ipam, .. } = Ipvlan.parse(conf, "", &Notes::silent()).ok()?;
+    // Without an IPAM plugin the interface is chained and the master may be another interface of the container.
+    if link.master.is_none() && ipam.is_none() {
+        return None;
+    }
+    Some((link.host_master()?, link.stacked))
+}
+
 /// The master by an earlier plugin's result: its only interface.
 fn master(earlier: &AddResult) -> Result<String> {
     match &earlier.interfaces[..] {

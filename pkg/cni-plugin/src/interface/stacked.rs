@@ -72,6 +72,16 @@ impl Choices {
         })
     }
 
+    /// Returns the name of the master, which may not exist. `None` if it is not on the host, or if there is neither a
+    /// `master` nor a default route.
+    pub fn host_master(&self) -> Option<String> {
+        match (&self.master, self.place) {
+            (_, Place::Container) => None,
+            (Some(name), Place::Host) => Some(name.clone()),
+            (None, Place::Host) => Some(self.find_master(&Netlink::open().ok()?).ok()?.name),
+        }
+    }
+
     /// An ipvlan may have a larger MTU than its master, as in Go.
     fn mtu(&self, master: &Link) -> Result<Option<u32>> {
         let most = if let Stacked::Ipvlan(_) = self.stacked { i64::from(u32::MAX) } else { master.mtu.into() };

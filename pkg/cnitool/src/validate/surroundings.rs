@@ -8,6 +8,7 @@ use cni::delegate::{check_plugin_name, find_plugin};
 use cni::rollback::Notes;
 use cni_firewall::portmap::Mapping;
 use cni_ipam::Range;
+use cni_linux::Stacked;
 use libcni::NetworkList;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
@@ -114,10 +115,23 @@ fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     all
 }
 
-/// What another configured network gives out or takes too.
+/// The modes that a network gives to ipvlan masters, each with its plugin's index.
+fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
+    let mut all = Vec::new();
+    for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "ipvlan") {
+        if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse)
+            && let Some((master, mode)) = plugin_ipvlan::mode_of_master(&conf)
+        {
+            all.push((index, master, mode));
+        }
+    }
+    all
+}
+
+/// What another configured network gives out, takes or sets too.
 fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
-    let (own, own_ports) = (ranges(list), host_ports(list));
+    let (own, own_ports, own_modes) = (ranges(list), host_ports(list), ipvlan_modes(list));
     let is_list = list.plugins().len() > 1 || path.extension().is_some_and(|ending| ending == "conflist");
     let at = |index: &usize, key: &str| if is_list { format!("plugins[{index}].{key}") } else { key.to_owned() };
     let mut problems = Vec::new();
@@ -139,6 +153,14 @@ fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -
                 let what =
                     format!("{} port {} of the host is mapped by portmap {whose} too", ours.protocol, ours.host_port);
                 problems.push(Problem::warning(at(index, "runtimeConfig.portMappings"), what));
+            }
+        }
+        for (_, master, theirs) in ipvlan_modes(&other) {
+            for (index, _, ours) in own_modes.iter().filter(|(_, own, ours)| *own == master && *ours != theirs) {
+                let what = format!(
+                    "mode {ours} for master {master} differs from {theirs} {whose}: a master has one mode, the last ADD sets it for all containers"
+                );
+                problems.push(Problem::warning(at(index, "mode"), what));
             }
         }
     }

@@ -86,6 +86,38 @@ fn what_is_no_json_has_its_place_too() {
 }
 
 #[test]
+fn two_ipvlan_modes_on_one_master_are_named() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::plugin("ipvlan"));
+    let operator = Operator::new();
+    operator.node.exec(&["ip", "link", "add", "up0", "type", "veth", "peer", "name", "up1"]);
+    operator.node.exec(&["ip", "addr", "add", "192.0.2.1/24", "dev", "up0"]);
+    operator.node.exec(&["ip", "link", "set", "up0", "up"]);
+    operator.node.exec(&["ip", "route", "add", "default", "via", "192.0.2.2", "dev", "up0"]);
+    let list = |name: &str, keys: &str| {
+        let ipam = r#""ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}"#;
+        let text =
+            format!(r#"{{"cniVersion": "1.1.0", "name": "{name}", "plugins": [{{"type": "ipvlan", {keys} {ipam}}}]}}"#);
+        operator.node.file(&format!("net.d/40-{name}.conflist"), text)
+    };
+    let warnings = |file: &std::path::Path| {
+        let text = operator.done(&["validate", file.to_str().unwrap()]);
+        text.lines().filter(|line| line.contains("plugins[0].mode: mode l3 for master up0")).count()
+    };
+    // The first has the default mode, on the interface of the default route.
+    list("slow", "");
+    let other = list("other", r#""master": "up0", "mode": "l3","#);
+    assert_eq!(warnings(&other), 1);
+    let alike = list("alike", r#""master": "up0", "mode": "l2","#);
+    std::fs::remove_file(&other).unwrap();
+    assert!(!operator.done(&["validate", alike.to_str().unwrap()]).contains("plugins[0].mode"));
+    // In the container a master is the container's.
+    let inside = list("inside", r#""master": "up0", "mode": "l3", "linkInContainer": true,"#);
+    assert_eq!(warnings(&inside), 0);
+    operator.node.exec(&["ip", "link", "delete", "up0"]);
+}
+
+#[test]
 fn a_sound_network_is_told_so_and_networks_lists_all() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
