@@ -1,4 +1,4 @@
-//! The interface plugins whose link is all in the container: killed, or failing, at each call of ADD and DEL.
+//! The interface plugins that create a link in the container, and ptp: killed, or failing, at each call of ADD and DEL.
 //!
 //! An ADD that fails leaves nothing. After one that was killed, and after a DEL that was killed or failed, the next DEL
 //! leaves nothing; it has no result then.
@@ -21,7 +21,12 @@ const FLOOR: u64 = 50;
 fn config(node: &Node, plugin: &str) -> Value {
     let base = json!({"cniVersion": VERSION, "name": "net1", "type": plugin, "master": "eth0",
                       "ipam": ipam(node, &["10.1.0.0/24", "fd00:1::/64"])});
-    if plugin == "vlan" { patched(base, json!({"vlanId": 5})) } else { base }
+    match plugin {
+        // Rules that stay are found when the node ends.
+        "ptp" => patched(base, json!({"ipMasq": true, "ipMasqBackend": "nftables"})),
+        "vlan" => patched(base, json!({"vlanId": 5})),
+        _ => base,
+    }
 }
 
 /// What a trial leaves, as lines.
@@ -114,5 +119,6 @@ for_each_plugin! {
     dummy: probe::dummy();
     ipvlan: probe::ipvlan();
     macvlan: Ok(());
+    ptp: probe::nft();
     vlan: probe::vlan_links();
 }
