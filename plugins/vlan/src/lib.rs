@@ -45,6 +45,7 @@ impl Interface for Vlan {
     const NAME: &'static str = "vlan";
     const KIND: &'static str = "vlan";
     const HOST_END: HostEnd = HostEnd::None;
+    const LEASE_CONTEXT: Option<&'static str> = Some("failed to execute IPAM delegate");
 
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;

@@ -27,7 +27,13 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     let mut rollback = call.rollback();
     let mut made = plugin.create(&site, &mut rollback)?;
     let answer = match policy.ipam {
-        Some(kind) => Some(Delegate::find(call, kind)?.lease(&mut lease)?),
+        Some(kind) => {
+            let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(&mut lease));
+            Some(answer.map_err(|error| match I::LEASE_CONTEXT {
+                Some(doing) => error.context(doing),
+                None => error,
+            })?)
+        }
         None => policy.earlier.cloned(),
     };
     if let Some(ipam) = answer {

@@ -56,6 +56,8 @@ pub trait Interface {
     const KIND: &'static str;
     /// The link's end on the host.
     const HOST_END: HostEnd;
+    /// What ADD puts before an error of the IPAM plugin, as Go's plugin of this name does.
+    const LEASE_CONTEXT: Option<&'static str> = None;
     /// When DEL gives the address back.
     const RELEASE: Release = Release::AfterLink;
 

@@ -72,6 +72,23 @@ fn zero_and_4094_are_ids() {
 }
 
 #[test]
+fn an_error_of_ipam_has_gos_context() {
+    require!(probe::vlan_links());
+    let (node, _outside) = node();
+    let container = node.container();
+    // A /30 has one address beside the gateway's.
+    let config = patched(network(&node, "vlan"), json!({"ipam": ipam(&node, &["10.1.0.0/30"])}));
+    let first = Attachment::new(&node, &container, config.clone());
+    first.add().success();
+    let other = node.container();
+    let second = Attachment::new(&node, &other, patched(config, json!({"vlanId": 6})));
+    let failure = second.add().failure();
+    assert!(failure.msg.starts_with("failed to execute IPAM delegate: failed to allocate"), "{}", failure.msg);
+    assert!(other.link("eth0").is_none(), "the failed ADD left its interface");
+    first.del().success();
+}
+
+#[test]
 fn the_mtu_is_at_most_the_masters() {
     require!(probe::vlan_links());
     let (node, _outside) = node();
