@@ -8,6 +8,8 @@ mod node;
 mod outcomes;
 mod rules;
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
 use crate::compare::{Difference, Kind};
@@ -97,6 +99,18 @@ fn two_interfaces(case: &Value) -> bool {
 /// The host's address of a mapping.
 fn host_of(mapping: &Value) -> &str {
     said(mapping, "hostIP").as_str().unwrap_or_default()
+}
+
+/// Whether an object has a key in two cases.
+fn has_twins(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.iter().any(has_twins),
+        Value::Object(members) => {
+            let names: BTreeSet<String> = members.keys().map(|key| key.to_lowercase()).collect();
+            names.len() < members.len() || members.values().any(has_twins)
+        }
+        _ => false,
+    }
 }
 
 /// The value of a key, which plugins know in any case.

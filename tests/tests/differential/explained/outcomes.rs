@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Explanation, bridges, mappings, outcome, plugins, said, swapped, two_interfaces};
+use super::{Explanation, bridges, has_twins, mappings, outcome, plugins, said, swapped, two_interfaces};
 
 pub(super) const OUTCOMES: &[Explanation] = &[
     Explanation {
@@ -190,6 +190,11 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         name: "promiscuity that another network asked for",
         reason: "differences, bridge: CHECK tolerates promiscuity that somebody else added",
         covers: |_, it| it.verb == "CHECK" && outcome(it, "configured Promisc Mode false", "done"),
+    },
+    Explanation {
+        name: "a key given twice in different cases",
+        reason: "differences, the protocol: the last value of a key that is given twice counts",
+        covers: |case, it| outcome(it, "cannot unmarshal", "done") && has_twins(case),
     },
     Explanation {
         name: "a negative MTU",
