@@ -9,6 +9,7 @@ mod bridge;
 mod cnitool;
 mod delegation;
 mod dhcp;
+mod dns;
 mod dummy;
 mod files;
 mod firewall;

@@ -118,6 +118,16 @@ fn fixed_ipam(node: &Node, answer: &Value) -> std::path::PathBuf {
 }
 
 #[test]
+fn both_ends_have_the_configured_mtu() {
+    let node = Node::new();
+    let (container, attachment, result) = attach(&node, &patched(dual(&node), json!({"mtu": 1380})), 1).remove(0);
+    let outer = node.link(&host_ends(&node)[0]).unwrap();
+    assert_eq!((&container.link("eth0").unwrap()["mtu"], &outer["mtu"]), (&json!(1380), &json!(1380)));
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
+#[test]
 fn del_without_netns_removes_link_and_masquerade() {
     require!(probe::nft());
     let node = Node::new();

@@ -45,7 +45,6 @@ for_each_plugin! {
     check_reports_what_differs
     the_master_may_be_in_the_container
     gc_and_status
-    a_configured_dns_replaces_that_of_ipam
     what_one_side_added_the_other_deletes
 }
 
@@ -298,25 +297,6 @@ fn gc_and_status(plugin: &str) {
         .status()
         .fails_naming(50, &["nope0"]);
     attachment.config(patched(config, json!({"master": "nope0", "linkInContainer": true}))).status().success();
-}
-
-fn a_configured_dns_replaces_that_of_ipam(plugin: &str) {
-    require!(probed(plugin));
-    let (node, _outside) = node();
-    let resolv = node.file("resolv.conf", "nameserver 192.0.2.53\n");
-    let config = patched(network(&node, plugin), json!({"ipam": {"resolvConf": resolv}}));
-    for (keys, servers) in [
-        (json!({}), "192.0.2.53"),
-        (json!({"dns": {"nameservers": ["192.0.2.54"]}}), "192.0.2.54"),
-        (
-            json!({"dns": {"nameservers": ["192.0.2.54"]}, "runtimeConfig": {"dns": {"servers": ["192.0.2.55"]}}}),
-            "192.0.2.55",
-        ),
-    ] {
-        let (_, attachment, result) = attach(&node, &patched(config.clone(), keys), 1).remove(0);
-        assert_eq!(result["dns"]["nameservers"], json!([servers]));
-        attachment.del_with(&result).success();
-    }
 }
 
 fn what_one_side_added_the_other_deletes(plugin: &str) {
