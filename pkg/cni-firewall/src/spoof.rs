@@ -29,9 +29,9 @@ use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
 use super::nft::userdata::{self, comment_len};
 use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict, raced};
 use super::retry;
+use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mac::Mac;
-use cni_linux::mark::Mark;
 use cni_linux::netlink::Netlink;
 
 mod identity;
@@ -48,7 +48,7 @@ const CHAIN_PREFIX: &str = "cni-br-iface-";
 const MAC_SUFFIX: &str = "-mac";
 pub(super) const COMMENT_PREFIX: &str = "macspoofchk-";
 
-/// The attachment's mark, as on the host's veth ([`Mark::alias`]).
+/// The attachment's mark, as on the host's veth ([`AttachmentId::alias`]).
 pub(super) const TAG_MARK: u8 = 0x80;
 /// Where the mark does not fit: the first 8 bytes of the SHA-512 of the network's name.
 const TAG_NETWORK: u8 = 0x81;
@@ -114,8 +114,8 @@ impl SpoofCheck {
     ///
     /// On failure everything is as it was. [`Error::is_unsupported`] on a kernel without nf_tables for bridges; code 102
     /// where these rules guard another interface, which lives.
-    pub fn ensure(&mut self, mark: &Mark, host_veth: &str, mac: Mac) -> Result<()> {
-        let id = Id::new(&mark.container, &mark.ifname);
+    pub fn ensure(&mut self, mark: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
+        let id = Id::new(&mark.container_id, &mark.ifname);
         let jump = jump_rule(&id, mark, host_veth)?;
         retry(|| {
             // A jump cannot be without the chain it leads to: no chains, nothing old, and no list to read.
@@ -142,8 +142,8 @@ impl SpoofCheck {
     /// Returns the existing interface other than `host_veth` that the rules of this container ID
     /// and interface name guard: [`ensure`](SpoofCheck::ensure) would refuse to replace them.
     /// `None` on a kernel without nf_tables.
-    pub fn find_living(&mut self, mark: &Mark, host_veth: &str) -> Result<Option<Owner>> {
-        let id = Id::new(&mark.container, &mark.ifname);
+    pub fn find_living(&mut self, mark: &AttachmentId, host_veth: &str) -> Result<Option<Owner>> {
+        let id = Id::new(&mark.container_id, &mark.ifname);
         let found = self.chains(&id).and_then(|chains| {
             // A jump exists only together with its target chain.
             if chains.is_empty() { Ok(None) } else { living(&id, &self.nft.rules(TABLE, PREROUTING)?, host_veth) }
@@ -183,8 +183,8 @@ impl SpoofCheck {
     /// The kernel frees the removed rules after an RCU grace period, for which the closing of the socket waits (6.18:
     /// 10 ms, one closing after the other). Purging before the link is deleted and dropping `self` after it would hide
     /// that behind the link's own grace period, but let the container's last frames pass unjudged.
-    pub fn purge(&mut self, mark: &Mark) -> Result<Option<Owner>> {
-        let id = Id::new(&mark.container, &mark.ifname);
+    pub fn purge(&mut self, mark: &AttachmentId) -> Result<Option<Owner>> {
+        let id = Id::new(&mark.container_id, &mark.ifname);
         // The rules of the Go plugins name no network. The caller has deleted the interfaces of this attachment, so an
         // interface that such rules still guard is another one.
         let of_go = |owner: &Owner| matches!(owner.network, Network::Unknown);
@@ -194,8 +194,8 @@ impl SpoofCheck {
 
     /// Undoes an ADD: removes the same rules, unless rules lead interfaces other than `host_veth`
     /// into these chains. That ADD did not make those, and then all rules stay.
-    pub fn undo(&mut self, mark: &Mark, host_veth: &str) -> Result<()> {
-        let id = Id::new(&mark.container, &mark.ifname);
+    pub fn undo(&mut self, mark: &AttachmentId, host_veth: &str) -> Result<()> {
+        let id = Id::new(&mark.container_id, &mark.ifname);
         let others = |rules: &[Listed]| {
             let is_other = |owner: &Owner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
             id.rival(rules, mark).or_else(|| id.owners(rules).find(is_other))
@@ -350,7 +350,7 @@ fn shared(batch: &mut Batch) {
 }
 
 /// The rule of PREROUTING, with its tag.
-fn jump_rule(id: &Id, mark: &Mark, host_veth: &str) -> Result<Rule> {
+fn jump_rule(id: &Id, mark: &AttachmentId, host_veth: &str) -> Result<Rule> {
     let rule = Rule::new(id.jump(host_veth)?).with_comment(id.comment());
     let alias = mark.alias();
     let fits = comment_len(&id.comment()) + 2 + alias.len() <= userdata::MAX;

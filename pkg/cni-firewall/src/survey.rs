@@ -15,8 +15,8 @@ use super::portmap::identity::{self, Identity, Owner as Claimed};
 use super::portmap::iptables::shape as portmap_iptables;
 use super::portmap::nft::shape as portmap_nft;
 use super::spoof;
+use cni::AttachmentId;
 use cni_linux::error::Result;
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 /// What a rule is for.
@@ -88,25 +88,25 @@ enum Sign {
 
 impl Owner {
     /// Whether it is this attachment, or cannot be told from it: some rules name the container alone.
-    pub fn is(&self, mark: &Mark) -> bool {
+    pub fn is(&self, mark: &AttachmentId) -> bool {
         match &self.sign {
             Sign::MasqueradeNft(comment) => {
-                comment.starts_with(&masquerade_nft::key(&mark.network, &mark.container, &mark.ifname))
+                comment.starts_with(&masquerade_nft::key(&mark.network, &mark.container_id, &mark.ifname))
             }
             Sign::MasqueradeIptables(comment) => {
-                *comment == masquerade_iptables::comment(&mark.network, &mark.container)
+                *comment == masquerade_iptables::comment(&mark.network, &mark.container_id)
             }
             Sign::PortMapNft(rule) => Identity::new(mark).owner(rule) != Claimed::Other,
             Sign::PortMapIptables(comment) => *comment == portmap_iptables::comment(mark),
             Sign::Forward(comment) => *comment == forward::owner::name(mark),
-            Sign::Spoof(comment) => *comment == spoof::Id::new(&mark.container, &mark.ifname).comment(),
+            Sign::Spoof(comment) => *comment == spoof::Id::new(&mark.container_id, &mark.ifname).comment(),
         }
     }
 
     /// The names out of a mark's alias.
     fn marked(alias: &str, sign: Sign) -> Option<Owner> {
-        let marked = Mark::parse(alias)?;
-        Some(Owner { network: Some(marked.network), container: marked.container, ifname: Some(marked.ifname), sign })
+        let marked = AttachmentId::parse(alias)?;
+        Some(Owner { network: Some(marked.network), container: marked.container_id, ifname: Some(marked.ifname), sign })
     }
 }
 
@@ -273,7 +273,7 @@ fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) -> 
 fn named_in(nat: &mut Chains<'_>, rule: &Rule) -> Result<Option<String>> {
     let Some(chain) = rule.target() else { return Ok(None) };
     let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
-    Ok(tags.filter_map(Mark::parse).map(|marked| marked.ifname).next())
+    Ok(tags.filter_map(AttachmentId::parse).map(|marked| marked.ifname).next())
 }
 
 #[cfg(test)]
@@ -289,7 +289,7 @@ mod tests {
         require!(probe::nft());
         in_new_netns(|| {
             let machine = machine();
-            let (mine, other) = (Mark::new("net", "c1", "eth0"), Mark::new("net", "c2", "eth0"));
+            let (mine, other) = (AttachmentId::new("net", "c1", "eth0"), AttachmentId::new("net", "c2", "eth0"));
             let masquerade = Masquerade::new(&machine, Notes::silent());
             masquerade
                 .ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()], &Former::default())

@@ -8,11 +8,12 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
+use cni::AttachmentId;
 use cni::ident;
 use cni::json::Json;
 use cni::version::Version;
 use libcni::Cache;
-use libcni::cache::{Entry, Key};
+use libcni::cache::Entry;
 
 use crate::input::Input;
 
@@ -20,26 +21,26 @@ use crate::input::Input;
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let (network, container_id, ifname) = (input.line_text(), input.line_text(), input.line_text());
-    let key = Key { network: &network, container_id: &container_id, ifname: &ifname };
+    let id = AttachmentId::new(&network, &container_id, &ifname);
     let dir = tempfile::tempdir().expect("a temporary folder");
     let cache = Cache::new(dir.path());
     let sound = ident::check_network_name(&network).is_ok()
         && ident::check_container_id(&container_id).is_ok()
         && ident::check_interface_name(&ifname).is_ok();
-    let path = cache.path(key);
-    assert_eq!(path.is_ok(), sound, "{key:?}");
+    let path = cache.path(&id);
+    assert_eq!(path.is_ok(), sound, "{id:?}");
     let Ok(path) = path else {
-        assert!(cache.find(key).is_err() && cache.purge(key).is_err());
+        assert!(cache.find(&id).is_err() && cache.purge(&id).is_err());
         return;
     };
     let folder = dir.path().join("results");
-    assert_eq!(path.parent(), Some(folder.as_path()), "{key:?}");
+    assert_eq!(path.parent(), Some(folder.as_path()), "{id:?}");
     fs::create_dir(&folder).expect("a folder");
     let bystander = folder.join("net-other-eth0");
     fs::write(&bystander, "x").expect("a bystander");
     if path == bystander || fs::write(&path, input.rest()).is_err() {
         // A name that no file can have: what cannot be written was never remembered.
-        assert!(path == bystander || matches!(cache.find(key), Ok(None) | Err(_)));
+        assert!(path == bystander || matches!(cache.find(&id), Ok(None) | Err(_)));
         return;
     }
     let listed = cache.list(&network).expect("a listing");
@@ -47,23 +48,23 @@ pub fn run(data: &[u8]) {
         listed
             .entries
             .iter()
-            .all(|entry| entry.network == network && cache.path(entry.key()).ok().as_ref() == Some(&path))
+            .all(|entry| entry.network == network && cache.path(&entry.id()).ok().as_ref() == Some(&path))
     );
-    if let Ok(Some(entry)) = cache.find(key) {
-        assert_eq!(entry.key(), key);
+    if let Ok(Some(entry)) = cache.find(&id) {
+        assert_eq!(entry.id(), id);
         for version in Version::ALL {
             if let Ok(Some(result)) = entry.result_as(version) {
                 assert!(Json::parse(result.get().as_bytes()).is_ok());
             }
         }
         cache.write(&entry).expect("to write what was read");
-        let again = cache.find(key).expect("to read what was written").expect("it is there");
+        let again = cache.find(&id).expect("to read what was written").expect("it is there");
         assert_same(&again, &entry);
         assert_eq!(mode(&path), 0o600);
         cache.write(&again).expect("to write it again");
-        assert_same(&cache.find(key).expect("to read it").expect("it is there"), &entry);
+        assert_same(&cache.find(&id).expect("to read it").expect("it is there"), &entry);
     }
-    let _ = cache.purge(key);
+    let _ = cache.purge(&id);
     assert_eq!(fs::read(&bystander).expect("the bystander"), b"x");
     let mut names: Vec<_> =
         fs::read_dir(dir.path()).expect("the folder").map(|entry| entry.unwrap().file_name()).collect();
@@ -77,7 +78,7 @@ fn mode(path: &Path) -> u32 {
 
 fn assert_same(one: &Entry, other: &Entry) {
     let parsed = |entry: &Entry| entry.result.as_ref().map(|result| Json::parse(result.get().as_bytes()));
-    assert_eq!((one.key(), &one.config), (other.key(), &other.config));
+    assert_eq!((one.id(), &one.config), (other.id(), &other.config));
     assert_eq!(one.attachment.args, other.attachment.args);
     assert_eq!(one.attachment.netns, other.attachment.netns);
     assert_eq!(parsed(one), parsed(other));

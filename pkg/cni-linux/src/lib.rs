@@ -7,7 +7,7 @@
 //!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] put their verbs. Its [`socket`](netlink::socket) is also that of
 //!   [`conntrack`], [`watch`] and `cni-firewall`.
 //! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
-//! - [`sysctl`]: values under /proc/sys. [`mark`]: whose a link is. [`mac`]: hardware addresses.
+//! - [`sysctl`]: values under /proc/sys. [`mac`]: hardware addresses.
 //! - [`tun`]: TAP interfaces. [`program`]: where programs of the system are. [`selinux`]: the label that a program gets.
 //! - [`packet`]: UDP over an interface that has no address yet.
 //! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
@@ -33,7 +33,6 @@ pub mod fuzzing;
 pub mod link;
 pub mod mac;
 pub mod machine;
-pub mod mark;
 pub mod neigh;
 pub mod netlink;
 pub mod netns;
@@ -62,7 +61,6 @@ pub use link::{
 };
 pub use mac::Mac;
 pub use machine::LinuxMachine;
-pub use mark::Mark;
 pub use netlink::Netlink;
 pub use netns::Netns;
 pub use qdisc::{Filter, Place, Qdisc, Tbf};

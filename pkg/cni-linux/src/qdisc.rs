@@ -295,7 +295,8 @@ fn decode_filter(body: &[u8]) -> Vec<Filter> {
 mod tests {
     use super::*;
     use crate::testing::{in_new_netns, output};
-    use crate::{Mac, Mark, VethSpec};
+    use crate::{Mac, VethSpec};
+    use cni::AttachmentId;
 
     fn pair(netlink: &Netlink) -> u32 {
         let (host, peer) = (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2]));
@@ -347,7 +348,7 @@ mod tests {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let index = pair(&netlink);
-            let mark = Mark::new("net", "c1", "eth0");
+            let mark = AttachmentId::new("net", "c1", "eth0");
             let ifb = netlink.create_ifb("bwp0", Mac([2, 0, 0, 0, 0, 3]), 1400, &mark).unwrap();
             assert_eq!(netlink.find_qdisc(index, Place::Ingress).unwrap(), None);
             assert_eq!(netlink.list_filters(index).unwrap(), []);

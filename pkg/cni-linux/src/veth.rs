@@ -6,7 +6,7 @@
 //! The newcomer's mistake: believing that one request does it all. Names, addresses, MTUs, bridge and "up" of the
 //! host's end are taken from the request that creates the pair; an alias there is silently ignored (6.18), so it
 //! follows in a second one, and "up" for the other end is refused. Between the two the host's end has its network's
-//! [group](Mark::group).
+//! [group](AttachmentId::group).
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::time::Duration;
@@ -17,10 +17,10 @@ use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, Li
 use crate::error::{Cause, Error, Reason, Result, Taken};
 use crate::link::Link;
 use crate::mac::Mac;
-use crate::mark::Mark;
 use crate::netlink::Netlink;
 use crate::netns::Netns;
 use crate::watch::Watch;
+use cni::AttachmentId;
 
 /// How many names for the host's end are tried. Each is taken with a chance of one in 4,000 million for every veth
 /// on the machine.
@@ -38,7 +38,7 @@ pub struct VethSpec<'a> {
     pub host_mac: Mac,
     /// The largest packet of both ends, or the kernel's default.
     pub mtu: Option<u32>,
-    /// The host end's alias: the [mark](crate::Mark).
+    /// The host end's alias: the [mark](cni::AttachmentId).
     pub alias: Option<&'a str>,
     /// The bridge the host's end becomes a port of.
     pub master: Option<u32>,
@@ -107,11 +107,11 @@ impl Netlink {
         }
     }
 
-    /// The host's end of an attachment, found by the names it may have got ([`Mark::host_name`], attempts 0 to
+    /// The host's end of an attachment, found by the names it may have got ([`AttachmentId::host_name`], attempts 0 to
     /// [`HOST_NAME_ATTEMPTS`]): one request if it got its first, and the table of links is never read.
     ///
     /// A veth of such a name without any alias is it too: its maker was killed before it could be marked.
-    pub fn find_host_end(&self, mark: &Mark) -> Result<Option<Link>> {
+    pub fn find_host_end(&self, mark: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
             let is_ours = |link: &Link| link.is_veth() && (link.alias.is_none() || mark.is_on(link.alias.as_deref()));
             let found = self.find_link(&mark.host_name(attempt))?.filter(is_ours);
@@ -129,10 +129,10 @@ impl Netlink {
     /// # Errors
     /// The first; all the others have been tried. [`Error::is_terminated`] if SIGTERM ends the wait.
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
-        let group = Mark::group(network);
+        let group = AttachmentId::group(network);
         let is_unmarked = |link: &Link| {
-            let is_named =
-                (link.is_veth() && Mark::is_host_name(&link.name)) || (link.is_ifb() && Mark::is_ifb_name(&link.name));
+            let is_named = (link.is_veth() && AttachmentId::is_host_name(&link.name))
+                || (link.is_ifb() && AttachmentId::is_ifb_name(&link.name));
             link.group == group && link.alias.is_none() && is_named
         };
         let mut left: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
@@ -191,8 +191,8 @@ fn message(spec: &VethSpec<'_>) -> LinkMessage {
     host.attributes.push(LinkAttribute::Address(spec.host_mac.0.to_vec()));
     host.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
     host.attributes.extend(spec.master.map(LinkAttribute::Controller));
-    let network = spec.alias.and_then(Mark::parse).map(|marked| marked.network);
-    host.attributes.extend(network.map(|network| LinkAttribute::Group(Mark::group(&network))));
+    let network = spec.alias.and_then(AttachmentId::parse).map(|marked| marked.network);
+    host.attributes.extend(network.map(|network| LinkAttribute::Group(AttachmentId::group(&network))));
     host.attributes.push(LinkAttribute::LinkInfo(vec![
         LinkInfo::Kind(InfoKind::Veth),
         LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
@@ -216,7 +216,7 @@ mod tests {
             let netns = new_netns();
             let container = host.open_in(&netns).unwrap();
             let bridge = host.create_bridge(&BridgeSpec::named("br0")).unwrap();
-            let alias = Mark::new("net", "c1", "eth0").alias();
+            let alias = AttachmentId::new("net", "c1", "eth0").alias();
             let spec = VethSpec {
                 mtu: Some(1400),
                 alias: Some(&alias),
@@ -294,7 +294,7 @@ mod tests {
     fn the_host_end_is_found_by_its_attachment_alone() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
-            let mark = Mark::new("net", "c1", "eth0");
+            let mark = AttachmentId::new("net", "c1", "eth0");
             assert_eq!(host.find_host_end(&mark).unwrap(), None);
             let (alias, names) = (mark.alias(), [mark.host_name(0), mark.host_name(1)]);
             let foreign = VethSpec::new(&names[0], HOST, "other", PEER);
@@ -313,7 +313,7 @@ mod tests {
     }
 
     /// A pair whose ADD was killed before it could set the alias, with both names and the index of the host's end.
-    fn unmarked(host: &Netlink, mark: &Mark) -> u32 {
+    fn unmarked(host: &Netlink, mark: &AttachmentId) -> u32 {
         let (name, alias) = (mark.host_name(0), mark.alias());
         let peer_name = name.replace("veth", "peer");
         let spec = VethSpec { alias: Some(&alias), ..VethSpec::new(&name, HOST, &peer_name, PEER) };
@@ -324,16 +324,16 @@ mod tests {
     fn what_stays_without_an_alias_is_removed() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
-            unmarked(&host, &Mark::new("net", "c1", "eth0"));
-            unmarked(&host, &Mark::new("net", "c2", "eth0"));
-            unmarked(&host, &Mark::new("other", "c1", "eth0"));
+            unmarked(&host, &AttachmentId::new("net", "c1", "eth0"));
+            unmarked(&host, &AttachmentId::new("net", "c2", "eth0"));
+            unmarked(&host, &AttachmentId::new("other", "c1", "eth0"));
             let foreign = VethSpec::new("veth01234567", HOST, "foreign", PEER);
             host.create_veth(&foreign).unwrap();
-            let renamed = unmarked(&host, &Mark::new("net", "c3", "eth0"));
+            let renamed = unmarked(&host, &AttachmentId::new("net", "c3", "eth0"));
             host.set_name(renamed, "mine").unwrap();
             host.purge_unmarked("net", &host.list_links().unwrap(), &machine()).unwrap();
             let left: Vec<String> = host.list_links().unwrap().into_iter().map(|link| link.name).collect();
-            let other = Mark::new("other", "c1", "eth0").host_name(0);
+            let other = AttachmentId::new("other", "c1", "eth0").host_name(0);
             assert!(
                 ["mine", "veth01234567", &other].iter().all(|name| left.iter().any(|left| left == name)),
                 "{left:?}"
@@ -347,7 +347,7 @@ mod tests {
     fn an_add_at_work_keeps_its_veth() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
-            let mark = Mark::new("net", "c1", "eth0");
+            let mark = AttachmentId::new("net", "c1", "eth0");
             let index = unmarked(&host, &mark);
             let listed = host.list_links().unwrap();
             host.set_first_alias(index, &mark.alias()).unwrap();
@@ -376,7 +376,7 @@ mod tests {
             host.create_link(message, "veth0").unwrap();
             assert_eq!(
                 (host.link("veth0").unwrap().group, host.link("veth0").unwrap().alias),
-                (Mark::group("net"), None)
+                (AttachmentId::group("net"), None)
             );
             assert_eq!(host.open_in(&netns).unwrap().link("eth0").unwrap().group, 4711);
         });

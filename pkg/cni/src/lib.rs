@@ -4,6 +4,7 @@
 //!
 //! - [`json`]: one JSON document as Go's decoder reads it (keys of structures match case-insensitively, `null` is
 //!   the default, the last duplicate wins).
+//! - [`attachment`]: which attachment, and the names and aliases of its links.
 //! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
 //! - [`config`]: the network configuration every plugin receives; [`result`]: the result every plugin returns, one
 //!   type in the newest shape, converted at the door.
@@ -19,6 +20,7 @@
 //! `cni-linux`, which depends on this crate and never the reverse.
 
 pub mod args;
+pub mod attachment;
 pub mod cidr;
 pub mod config;
 pub mod delegate;
@@ -36,6 +38,7 @@ pub mod steps;
 pub mod time;
 pub mod version;
 
+pub use attachment::AttachmentId;
 pub use cidr::Cidr;
 pub use error::{Code, Error, Result};
 pub use rollback::Rollback;

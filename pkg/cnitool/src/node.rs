@@ -96,9 +96,9 @@ impl Witnesses<'_> {
         }
         // A host's end goes with the container's, so it is a sign of life where nothing else is.
         let marked = self.marks.iter().find(|(alias, _)| {
-            cni_linux::Mark::parse(alias).is_some_and(|mark| match ifname {
-                Some(ifname) => cni_linux::Mark::new(network, id, ifname).is_on(Some(alias)),
-                None => mark.network == network && mark.container.as_deref() == Some(id),
+            cni::AttachmentId::parse(alias).is_some_and(|mark| match ifname {
+                Some(ifname) => cni::AttachmentId::new(network, id, ifname).is_on(Some(alias)),
+                None => mark.network == network && mark.container_id.as_deref() == Some(id),
             })
         });
         match (marked, over) {
@@ -117,7 +117,7 @@ pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
     let links = cni_linux::Netlink::open()?.list_links()?;
     let marked = |link: cni_linux::Link| {
         let alias = mark_in(&link.alias?);
-        cni_linux::Mark::parse(&alias).map(|_| (alias, link.name))
+        cni::AttachmentId::parse(&alias).map(|_| (alias, link.name))
     };
     Ok(links.into_iter().filter_map(marked).collect())
 }

@@ -28,6 +28,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cni::AttachmentId;
 use cni::rollback::Notes;
 use cni::skel::MachineRef;
 
@@ -70,4 +71,11 @@ pub struct Attachment {
     pub args: Vec<(String, String)>,
     /// What each capability is given; a plugin sees those it declares.
     pub capability_args: Members,
+}
+
+impl Attachment {
+    /// Returns its name in `network`.
+    pub fn id(&self, network: &str) -> AttachmentId {
+        AttachmentId::new(network, &self.container_id, &self.ifname)
+    }
 }

@@ -8,13 +8,14 @@
 
 mod conf;
 
+use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_linux::{Filter, Link, Mark, Netlink, Netns, Place, Tbf};
+use cni_linux::{Filter, Link, Netlink, Netns, Place, Tbf};
 use cni_plugin::interface::veth::{made_up_mac, undo_creation};
 use cni_plugin::interface::{collect_links, failed, host_interface};
 
@@ -68,7 +69,8 @@ impl Plugin for Bandwidth {
             check_limit(&host, &outer, ingress)?;
         }
         let Some(egress) = conf.egress else { return Ok(()) };
-        let ifb = find_ifb(&host, &mark(call))?.ok_or_else(|| failed("get ifb device: Link not found".to_owned()))?;
+        let ifb =
+            find_ifb(&host, &call.attachment())?.ok_or_else(|| failed("get ifb device: Link not found".to_owned()))?;
         if !ifb.up {
             return Err(failed(format!("{} is down", ifb.name)));
         }
@@ -81,7 +83,7 @@ impl Plugin for Bandwidth {
 
     /// The configuration is not read: no mistake in it keeps the ifb from going.
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let (host, mark) = (Netlink::open()?, mark(call));
+        let (host, mark) = (Netlink::open()?, call.attachment());
         let prev = call.conf.prev_result().unwrap_or_else(|error| {
             call.notes.note(format_args!("prevResult is not used: {error}"));
             None
@@ -92,7 +94,7 @@ impl Plugin for Bandwidth {
             let is_ours = match &ifb.alias {
                 Some(alias) => mark.is_on(Some(alias)),
                 // An ADD of this plugin was killed.
-                None if ifb.group == Mark::group(&mark.network) => true,
+                None if ifb.group == AttachmentId::group(&mark.network) => true,
                 // Go's, perhaps for another interface of this container.
                 None => !found && prev.as_ref().is_none_or(|prev| lists(prev, &name)),
             };
@@ -118,7 +120,7 @@ fn limit<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &
     let host = std::rc::Rc::new(Netlink::open()?);
     let outer = host_end(call, result, &host)?;
     let index = outer.index;
-    let mark = mark(call);
+    let mark = call.attachment();
     let (name, former) = place(&host, &mark, &outer)?;
     for ifb in former {
         host.purge_link(ifb.index)?;
@@ -174,7 +176,7 @@ fn lists(result: &AddResult, name: &str) -> bool {
 }
 
 /// Returns the name for the ifb, and the ifbs that earlier ADDs of this attachment have created.
-fn place(host: &Netlink, mark: &Mark, outer: &Link) -> Result<(String, Vec<Link>)> {
+fn place(host: &Netlink, mark: &AttachmentId, outer: &Link) -> Result<(String, Vec<Link>)> {
     let mut former: Vec<Link> = host.find_link(&mark.own_ifb_name())?.into_iter().collect();
     let Some(ifb) = host.find_link(&mark.ifb_name())? else { return Ok((mark.ifb_name(), former)) };
     let is_former = match &ifb.alias {
@@ -216,7 +218,7 @@ fn make_room(host: &Netlink, outer: &Link) -> Result<()> {
 }
 
 /// The attachment's ifb: by its mark, else the one that Go has created.
-fn find_ifb(host: &Netlink, mark: &Mark) -> Result<Option<Link>> {
+fn find_ifb(host: &Netlink, mark: &AttachmentId) -> Result<Option<Link>> {
     let own = host.find_link(&mark.own_ifb_name())?.filter(|ifb| mark.is_on(ifb.alias.as_deref()));
     if own.is_some() {
         return Ok(own);
@@ -242,9 +244,4 @@ fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
         ("Buffer", wanted.buffer.into(), buffer.into())
     };
     Err(failed(format!("{what} doesn't match: {} has {found}, not {expected}", link.name)))
-}
-
-/// The mark of this call's attachment.
-fn mark(call: &Call<'_>) -> Mark {
-    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
 }

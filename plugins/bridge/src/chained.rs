@@ -5,12 +5,13 @@
 
 use std::rc::Rc;
 
+use cni::AttachmentId;
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_linux::{Link, Mark, Netlink};
+use cni_linux::{Link, Netlink};
 use cni_plugin::interface::{Layer3, Made, PortMark, Site, give_back, purge_addresses, restore_alias};
 
 use crate::attach::Plugged;
@@ -153,7 +154,7 @@ fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Res
 }
 
 /// Returns the mark for the link, if this attachment may use the link.
-fn check_free(bridge: &Link, link: &Link, mark: &Mark) -> Result<PortMark> {
+fn check_free(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
         let msg = format!("{} is a port of another interface already", link.name);
         return Err(Error::new(Code::CONFLICT, msg));

@@ -6,10 +6,11 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use cni::AttachmentId;
 use cni::result::Interface;
 use cni::skel::{Call, MachineRef};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{BridgeSpec, Link, Mac, Mark, Netlink, Promisc, Watch};
+use cni_linux::{BridgeSpec, Link, Mac, Netlink, Promisc, Watch};
 use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
 use cni_plugin::interface::{PortMark, host_interface};
 
@@ -173,8 +174,10 @@ pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
 
 /// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin made.
 fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
-    let marked =
-        port.alias.as_deref().is_some_and(|alias| Mark::parse(alias).is_some() || PortMark::parse(alias).is_some());
+    let marked = port
+        .alias
+        .as_deref()
+        .is_some_and(|alias| AttachmentId::parse(alias).is_some() || PortMark::parse(alias).is_some());
     marked || (port.is_veth() && record.contains(&port.name))
 }
 

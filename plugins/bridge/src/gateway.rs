@@ -6,9 +6,10 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::rc::Rc;
 
+use cni::AttachmentId;
 use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Link, Mark, Netlink, Target, VethSpec, VlanFlags, sysctl};
+use cni_linux::{Link, Netlink, Target, VethSpec, VlanFlags, sysctl};
 use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
 use cni_plugin::interface::{Gateway, Layer3, Made, Served, Site, forwarding, host_interface};
 
@@ -132,7 +133,7 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
         return Ok(bridge.clone());
     };
     let name = vlan_gateway_name(&bridge.name, vlan);
-    let port_name = Mark::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
+    let port_name = AttachmentId::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
         // Down: the ADD that creates it was cut off, or has not finished. Setting it up is its last step.
         if !link.up

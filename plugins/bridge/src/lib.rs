@@ -22,6 +22,7 @@ mod port;
 mod record;
 mod spoof;
 
+use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use cni::result::AddResult;
@@ -29,7 +30,7 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Link, Mark, Netlink, Watch};
+use cni_linux::{Link, Netlink, Watch};
 use cni_plugin::interface::{Check, HostEnd, Interface, Layer3, Layer3Policy, LinkState, Made, Served, Site};
 
 pub use conf::DEFAULT_BRIDGE;
@@ -119,7 +120,7 @@ impl Interface for Bridge {
         Ok(bridge.is_some_and(|bridge| bridge.index == master))
     }
 
-    fn clean(&self, call: &Call<'_>, mark: &Mark) -> Result<()> {
+    fn clean(&self, call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
         spoof::purge(call, mark)
     }
 

@@ -2,10 +2,11 @@
 //!
 //! All of it is set while the container's end is still down.
 
+use cni::AttachmentId;
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Link, Mac, Mark, Netlink, PortFlags, Target, VlanFlags};
+use cni_linux::{Link, Mac, Netlink, PortFlags, Target, VlanFlags};
 
 use crate::conf::{Conf, Vlans};
 
@@ -16,7 +17,7 @@ use crate::conf::{Conf, Vlans};
 pub(crate) fn protect<'a>(
     host: &Netlink,
     port: &PortEnds<'_>,
-    mark: &Mark,
+    mark: &AttachmentId,
     conf: &Conf,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
@@ -45,12 +46,12 @@ pub(crate) fn protect<'a>(
 ///
 /// # Errors
 /// Code 102, naming the host's end of the earlier interface.
-pub(crate) fn refuse_second(host: &Netlink, mark: &Mark, port: Option<&Link>) -> Result<()> {
+pub(crate) fn refuse_second(host: &Netlink, mark: &AttachmentId, port: Option<&Link>) -> Result<()> {
     if port.is_none()
         && let Some(earlier) = host.find_host_end(mark)?
         && !host.peer_is_gone(&earlier)?
     {
-        let Mark { network, container, ifname } = mark;
+        let AttachmentId { network, container_id: container, ifname } = mark;
         let name = &earlier.name;
         let msg = format!("container {container} already has interface {ifname} in network {network}: host end {name}");
         let details = "\"macspoofchk\": true guards one interface of that name; DEL it before it is added again";

@@ -1,14 +1,15 @@
 //! The rules of `macspoofchk`, when they are to go.
 
+use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Mark, Netlink};
+use cni_linux::Netlink;
 
 /// DEL. Also without `macspoofchk`: it may have been on at the time of the ADD. After the link, although its wait then
 /// comes on top: up to its end the container must not get frames past the rules.
-pub(crate) fn purge(call: &Call<'_>, mark: &Mark) -> Result<()> {
+pub(crate) fn purge(call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
     match SpoofCheck::open().and_then(|mut spoof| spoof.purge(mark)) {
         Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were left: they are those of {owner}")),
         Ok(None) => {}

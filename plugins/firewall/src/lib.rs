@@ -21,7 +21,7 @@ use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::forward::{self, Former, Forward, Ingress, Wanted};
 use cni_firewall::{Backend, nft_usable};
-use cni_linux::{Mark, Netlink, sysctl};
+use cni_linux::{Netlink, sysctl};
 
 use conf::{Conf, Policy};
 
@@ -83,7 +83,7 @@ impl Plugin for Firewall {
             call.notes.note(format_args!("firewall: prevResult is not used: {error}"));
             Vec::new()
         });
-        Ok(forward(call).purge(&mark(call), &addresses)?)
+        Ok(forward(call).purge(&call.attachment(), &addresses)?)
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
@@ -106,10 +106,6 @@ fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine.0, call.notes.clone())
 }
 
-fn mark(call: &Call<'_>) -> Mark {
-    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
-}
-
 /// All addresses of the result, whichever interface they are on, as in Go.
 fn addresses(prev: &AddResult) -> Vec<IpAddr> {
     let mut all = Vec::new();
@@ -124,7 +120,7 @@ fn addresses(prev: &AddResult) -> Vec<IpAddr> {
 /// What this attachment wants.
 fn wanted(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Wanted> {
     Ok(Wanted {
-        mark: mark(call),
+        mark: call.attachment(),
         addresses: addresses(prev),
         ingress: ingress(conf.policy, prev)?,
         admin: conf.admin.clone(),

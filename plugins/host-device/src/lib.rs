@@ -10,12 +10,13 @@ mod device;
 
 use std::rc::Rc;
 
+use cni::AttachmentId;
 use cni::config::NetConf;
 use cni::result::{AddResult, Interface as ResultInterface};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Code, Error, Result, ident};
-use cni_linux::{Link, Mac, Mark, Netlink, Netns};
+use cni_linux::{Link, Mac, Netlink, Netns};
 use cni_plugin::interface::{Claim, HostEnd, Interface, Layer3Policy, Made, Release, Site, host_interface, name_taken};
 
 pub use conf::{Conf, Keys};
@@ -94,7 +95,7 @@ impl Interface for HostDevice {
     }
 
     /// Gives the interface its name back where the kernel has moved it to the host.
-    fn clean(&self, call: &Call<'_>, _mark: &Mark) -> Result<()> {
+    fn clean(&self, call: &Call<'_>, _mark: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());

@@ -6,6 +6,7 @@
 //! The backends are closed last of all: the closing of a socket waits until the kernel has freed what was removed, an RCU
 //! grace period later, and what else there is to do is done meanwhile.
 
+use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni::machine::OnSigterm;
 use cni::skel::Call;
@@ -13,18 +14,17 @@ use cni::{Error, Result};
 use cni_firewall::portmap::iptables::IptablesPortMap;
 use cni_firewall::portmap::nft::NftPortMap;
 use cni_firewall::portmap::{Claim, Removal};
-use cni_linux::Mark;
 use cni_linux::conntrack::{Conntrack, Forget};
 
 use crate::conf::Conf;
-use crate::{forward, mark};
+use crate::forward;
 
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let addresses = forward::known_addresses(&call.conf, &call.ifname).unwrap_or_else(|error| {
         call.notes.note(format_args!("portmap: prevResult is not used: {error}"));
         Vec::new()
     });
-    let mark = mark(call);
+    let mark = call.attachment();
     let Removed { claims: had, outcome, open: _open } =
         both(call, |nft| nft.purge(&mark, &addresses), |iptables| iptables.purge(&mark, &addresses));
     // Rules may be gone already, by a flush or an earlier DEL, and connections still be there.
@@ -38,7 +38,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
 
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
-    let valid: Vec<Mark> = valid.iter().map(|(id, ifname)| Mark::new(network, id, ifname)).collect();
+    let valid: Vec<AttachmentId> = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname)).collect();
     let Removed { claims, outcome, open: _open } =
         both(call, |nft| nft.collect_garbage(network, &valid), |iptables| iptables.collect_garbage(network, &valid));
     forget(call, claims);

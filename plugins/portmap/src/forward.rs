@@ -19,7 +19,6 @@ use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
 use crate::conf::Conf;
-use crate::mark;
 use cni_firewall::Backend;
 
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
@@ -189,7 +188,7 @@ fn rivals(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: Then) ->
 /// What this attachment wants.
 pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
     Forwarding {
-        mark: mark(call),
+        mark: call.attachment(),
         containers,
         mappings: conf.mappings.clone(),
         snat: conf.snat,

@@ -24,7 +24,7 @@ use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
 use cni_firewall::portmap::{Mapping, Policy};
-use cni_linux::{Mark, route};
+use cni_linux::route;
 
 use cni_firewall::Backend;
 use conf::Conf;
@@ -114,9 +114,4 @@ fn parse(call: &Call<'_>) -> Result<Conf> {
             call.notes.note(format_args!("portmap: {mapping}: {}", error.msg()));
         }
     })
-}
-
-/// The mark of this call's attachment.
-fn mark(call: &Call<'_>) -> Mark {
-    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
 }

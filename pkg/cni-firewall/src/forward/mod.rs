@@ -17,8 +17,8 @@ use cni::rollback::Notes;
 use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Table, Variant};
 use super::nft::Nft;
 use crate::Backend;
+use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 pub(super) mod iptables;
@@ -34,7 +34,7 @@ use owner::Owned;
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// Whose it is.
-    pub mark: Mark,
+    pub mark: AttachmentId,
     /// The container's addresses.
     pub addresses: Vec<IpAddr>,
     /// Which containers may open connections to it.
@@ -169,7 +169,7 @@ impl<'m> Forward<'m> {
     ///
     /// # Errors
     /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are noted.
-    pub fn purge(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
+    pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         let owner = owner::name(mark);
         Error::join(
             [
@@ -186,8 +186,10 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// As [`purge`](Forward::purge).
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        let valid: Vec<String> =
-            valid.iter().map(|(container, ifname)| owner::name(&Mark::new(network, *container, *ifname))).collect();
+        let valid: Vec<String> = valid
+            .iter()
+            .map(|(container, ifname)| owner::name(&AttachmentId::new(network, *container, *ifname)))
+            .collect();
         Error::join(
             [
                 self.in_nftables(|nft| nftables::gc(nft, network, &valid)),

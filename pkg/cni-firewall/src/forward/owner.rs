@@ -8,8 +8,8 @@
 
 use std::net::IpAddr;
 
+use cni::AttachmentId;
 use cni::hash::sha512_hex;
-use cni_linux::mark::Mark;
 
 /// What `nft` takes for a comment.
 const NAME_MAX: usize = 128;
@@ -59,22 +59,22 @@ fn hashed(text: &str) -> String {
 }
 
 /// The attachment's name: its mark, or, where that is too long, its interface after hashes of network and container.
-pub(crate) fn name(mark: &Mark) -> String {
+pub(crate) fn name(mark: &AttachmentId) -> String {
     let alias = mark.alias();
     if alias.len() <= NAME_MAX {
         return alias;
     }
-    format!("cni:{}/{}/{}", hashed(&mark.network), hashed(&mark.container), mark.ifname)
+    format!("cni:{}/{}/{}", hashed(&mark.network), hashed(&mark.container_id), mark.ifname)
 }
 
 /// What the names of all attachments of a network begin with: one of these.
 pub(super) fn prefixes(network: &str) -> [String; 2] {
-    [Mark::network_prefix(network), Mark::network_prefix(&hashed(network))]
+    [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
 }
 
 /// Whether a comment is a name.
 pub(super) fn is_name(comment: &str) -> bool {
-    Mark::parse(comment).is_some()
+    AttachmentId::parse(comment).is_some()
 }
 
 /// An address as rules contain it.
@@ -91,10 +91,10 @@ mod tests {
 
     #[test]
     fn a_long_name_is_hashed_and_keeps_its_network() {
-        let short = Mark::new("net", "c".repeat(64), "eth0");
+        let short = AttachmentId::new("net", "c".repeat(64), "eth0");
         assert_eq!(name(&short), short.alias());
         for (network, container) in [("n".repeat(200), "c"), ("net".to_owned(), &*"c".repeat(128))] {
-            let long = name(&Mark::new(&network, container, "eth0"));
+            let long = name(&AttachmentId::new(&network, container, "eth0"));
             assert!(long.len() <= NAME_MAX && is_name(&long), "{long}");
             assert!(prefixes(&network).iter().any(|prefix| long.starts_with(prefix)), "{long}");
             assert!(!prefixes("other").iter().any(|prefix| long.starts_with(prefix)), "{long}");

@@ -21,8 +21,8 @@ use cni::Cidr;
 use cni::hash::sha512_hex;
 
 use crate::iptables::{Chains, Edit, Rule};
+use cni::AttachmentId;
 use cni_linux::error::Result;
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 pub(crate) const POSTROUTING: &str = "POSTROUTING";
@@ -70,10 +70,10 @@ struct Shape {
 }
 
 impl Shape {
-    fn new(mark: &Mark) -> Shape {
+    fn new(mark: &AttachmentId) -> Shape {
         Shape {
-            chain: chain_name(&mark.network, &mark.container),
-            comment: comment(&mark.network, &mark.container),
+            chain: chain_name(&mark.network, &mark.container_id),
+            comment: comment(&mark.network, &mark.container_id),
             tag: mark.alias(),
         }
     }
@@ -130,7 +130,7 @@ impl Tag {
 }
 
 /// What makes these the attachment's addresses, in the family of `nat`.
-pub(super) fn ensure(nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
+pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
     let (family, shape) = (nat.family(), Shape::new(mark));
     let mut edit = Edit::new();
     let mut networks: Vec<Cidr> = Vec::new();
@@ -208,7 +208,7 @@ pub(super) struct Had {
 
 impl Had {
     /// Reads the rules for the attachment and for the addresses that an ADD is about to give it.
-    pub(super) fn read(nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Had> {
+    pub(super) fn read(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Had> {
         let shape = Shape::new(mark);
         let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(Had::default()) };
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
@@ -222,7 +222,7 @@ impl Had {
     }
 
     /// Returns the edit that undoes an [`ensure`] of these addresses.
-    pub(super) fn put_back(&self, nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Edit> {
+    pub(super) fn put_back(&self, nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
         if !self.tagged.is_empty() {
             return ensure(nat, mark, &self.tagged);
         }
@@ -248,7 +248,7 @@ impl Had {
 }
 
 /// What removes the attachment.
-pub(super) fn purge(nat: &mut Chains<'_>, mark: &Mark, addresses: &[IpAddr]) -> Result<Edit> {
+pub(super) fn purge(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
     let shape = Shape::new(mark);
     remove(
         nat,
@@ -269,8 +269,8 @@ pub(super) fn purge(nat: &mut Chains<'_>, mark: &Mark, addresses: &[IpAddr]) -> 
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
     let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
     let valid_tags: Vec<String> =
-        valid.iter().map(|(container, ifname)| Mark::new(network, *container, *ifname).alias()).collect();
-    let tag_prefix = Mark::network_prefix(network);
+        valid.iter().map(|(container, ifname)| AttachmentId::new(network, *container, *ifname).alias()).collect();
+    let tag_prefix = AttachmentId::network_prefix(network);
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
     let mut names = nat.names(CHAIN_PREFIX)?;
@@ -355,7 +355,7 @@ fn remove(
 }
 
 /// What is not in force, in sentences. Who made it does not matter.
-pub(super) fn check(nat: &mut Chains<'_>, mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
+pub(super) fn check(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let (family, shape) = (nat.family(), Shape::new(mark));
     let Some(chain) = nat.chain(&shape.chain)?.cloned() else {
         return Ok(vec![format!("iptables chain {} is missing from table nat", shape.chain)]);

@@ -19,8 +19,8 @@ use cni::rollback::Notes;
 use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Table, Variant};
 use super::nft::{Listed, Nft};
 use crate::Backend;
+use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 pub(super) mod iptables;
@@ -76,7 +76,13 @@ impl<'m> Masquerade<'m> {
     ///
     /// # Errors
     /// Some rules may be in force then; [`put_back`](Masquerade::put_back) removes them.
-    pub fn ensure(&self, mark: &Mark, backend: Option<Backend>, addresses: &[Cidr], former: &Former) -> Result<()> {
+    pub fn ensure(
+        &self,
+        mark: &AttachmentId,
+        backend: Option<Backend>,
+        addresses: &[Cidr],
+        former: &Former,
+    ) -> Result<()> {
         match backend {
             Some(Backend::Iptables) => {
                 self.ensure_in_iptables(mark, addresses, former).map_err(|failure| failure.error)
@@ -108,7 +114,7 @@ impl<'m> Masquerade<'m> {
         }
     }
 
-    fn ensure_in_iptables(&self, mark: &Mark, addresses: &[Cidr], former: &Former) -> Result<(), Failure> {
+    fn ensure_in_iptables(&self, mark: &AttachmentId, addresses: &[Cidr], former: &Former) -> Result<(), Failure> {
         for family in families(addresses) {
             let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
                 let Some(variant) = iptables.chosen(family)? else {
@@ -135,7 +141,7 @@ impl<'m> Masquerade<'m> {
     ///
     /// # Errors
     /// All that went wrong.
-    pub fn put_back(&self, mark: &Mark, addresses: &[Cidr], former: &Former) -> Result<()> {
+    pub fn put_back(&self, mark: &AttachmentId, addresses: &[Cidr], former: &Former) -> Result<()> {
         let mut results = Vec::new();
         if let Some(listed) = former.nftables.take() {
             results.push(self.in_nftables(|nft| nftables::put_back(nft, mark, &listed)));
@@ -157,7 +163,7 @@ impl<'m> Masquerade<'m> {
     ///
     /// # Errors
     /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are told.
-    pub fn purge(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
+    pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         Error::join(
             [self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)]
                 .into_iter()
@@ -165,8 +171,8 @@ impl<'m> Masquerade<'m> {
         )
     }
 
-    fn purge_iptables(&self, mark: &Mark, addresses: &[IpAddr]) -> Result<()> {
-        let chain = iptables::chain_name(&mark.network, &mark.container);
+    fn purge_iptables(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        let chain = iptables::chain_name(&mark.network, &mark.container_id);
         self.clean(&[&chain], |nat| iptables::purge(nat, mark, addresses))
     }
 
@@ -218,7 +224,7 @@ impl<'m> Masquerade<'m> {
 
     /// What is not in force for the attachment's addresses, one sentence each; empty if all is well. Rules made by Go
     /// pass, in whichever backend they are.
-    pub fn check(&self, mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
+    pub fn check(&self, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
             let addresses: Vec<Cidr> = of_family(addresses, family).collect();
@@ -227,7 +233,7 @@ impl<'m> Masquerade<'m> {
                 continue;
             }
             let mut iptables = self.iptables(OnSigterm::Kill)?;
-            let chain = iptables::chain_name(&mark.network, &mark.container);
+            let chain = iptables::chain_name(&mark.network, &mark.container_id);
             for variant in iptables.holders(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let lacking = iptables::check(&mut nat, mark, &addresses)?;

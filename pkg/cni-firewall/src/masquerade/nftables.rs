@@ -25,8 +25,8 @@ use crate::iptables::words;
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
 use crate::nft::{self, BaseChain, Batch, Hook, Kind, Listed, Nft, Rule, Table};
 use crate::retry;
+use cni::AttachmentId;
 use cni_linux::error::Result;
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 pub(crate) const TABLE: Table<'static> = Table { family: nft::Family::Inet, name: "cni_plugins_masquerade" };
@@ -53,9 +53,9 @@ pub(crate) fn key(network: &str, container: &str, ifname: &str) -> String {
     format!("{}{}", network_key(network), h16(&format!("{ifname}:{container}")))
 }
 
-fn comment(mark: &Mark) -> String {
+fn comment(mark: &AttachmentId) -> String {
     let clean = |text: &str| text.replace('"', "");
-    let Mark { network, container, ifname } = mark;
+    let AttachmentId { network, container_id: container, ifname } = mark;
     let key = key(network, container, ifname);
     let mut comment = format!("{key}, net: {}, if: {}, id: {}", clean(network), clean(ifname), clean(container));
     let mut end = COMMENT_MAX.min(comment.len());
@@ -100,9 +100,9 @@ fn base_rules() -> [Vec<Expr>; 3] {
 
 /// Makes the attachment's rules in one transaction, which replaces its earlier rules; those are
 /// stored in `former`.
-pub(super) fn ensure(mark: &Mark, addresses: &[Cidr], former: &RefCell<Option<Vec<Listed>>>) -> Result<()> {
+pub(super) fn ensure(mark: &AttachmentId, addresses: &[Cidr], former: &RefCell<Option<Vec<Listed>>>) -> Result<()> {
     let mut nft = Nft::open()?;
-    let (key, comment) = (key(&mark.network, &mark.container, &mark.ifname), comment(mark));
+    let (key, comment) = (key(&mark.network, &mark.container_id, &mark.ifname), comment(mark));
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.settle()?);
@@ -146,15 +146,15 @@ fn hooked_in(nft: &mut Nft) -> Result<bool> {
 }
 
 /// Removes the attachment's rules. Table and chains stay, as with Go.
-pub(super) fn purge(nft: &mut Nft, mark: &Mark) -> Result<()> {
-    let key = key(&mark.network, &mark.container, &mark.ifname);
+pub(super) fn purge(nft: &mut Nft, mark: &AttachmentId) -> Result<()> {
+    let key = key(&mark.network, &mark.container_id, &mark.ifname);
     remove(nft, &key, |_| true)
 }
 
 /// Undoes an [`ensure`] that found these rules: restores them, and removes all others of the
 /// attachment.
-pub(super) fn put_back(nft: &mut Nft, mark: &Mark, had: &[Listed]) -> Result<()> {
-    let key = key(&mark.network, &mark.container, &mark.ifname);
+pub(super) fn put_back(nft: &mut Nft, mark: &AttachmentId, had: &[Listed]) -> Result<()> {
+    let key = key(&mark.network, &mark.container_id, &mark.ifname);
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.settle()?);
@@ -191,8 +191,8 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
 }
 
 /// What is not in force, in sentences.
-pub(super) fn check(mark: &Mark, addresses: &[Cidr]) -> Result<Vec<String>> {
-    let key = key(&mark.network, &mark.container, &mark.ifname);
+pub(super) fn check(mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
+    let key = key(&mark.network, &mark.container_id, &mark.ifname);
     let read = || {
         let mut nft = Nft::open()?;
         Ok((hooked_in(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
@@ -238,8 +238,8 @@ mod tests {
     #[test]
     fn a_comment_is_gos() {
         let expected = "6fd94d501e58f0aa-287fc69eff0574a2, net: unit-test, if: eth0, id: one";
-        assert_eq!(comment(&Mark::new("unit-test", "one", "eth0")), expected);
-        let long = comment(&Mark::new("n".repeat(200), "c", "eth0"));
+        assert_eq!(comment(&AttachmentId::new("unit-test", "one", "eth0")), expected);
+        let long = comment(&AttachmentId::new("n".repeat(200), "c", "eth0"));
         assert_eq!(long.len(), COMMENT_MAX);
         assert!(long.starts_with(&key(&"n".repeat(200), "c", "eth0")));
     }

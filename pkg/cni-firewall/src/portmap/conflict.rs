@@ -14,9 +14,10 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use cni::AttachmentId;
+use cni::attachment::Marked;
 use cni_linux::Netlink;
 use cni_linux::error::Result;
-use cni_linux::mark::{Mark, Marked};
 use cni_linux::route::Family;
 
 use super::{Claim, Forwarding};
@@ -50,7 +51,7 @@ pub struct Holder {
 impl std::fmt::Display for Holder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} is mapped to {} of container {}", self.claim, self.claim.container, self.container)?;
-        match self.alias.as_deref().and_then(Mark::parse) {
+        match self.alias.as_deref().and_then(AttachmentId::parse) {
             Some(marked) => write!(f, ", interface {} in network {}", marked.ifname, marked.network),
             None => Ok(()),
         }
@@ -121,7 +122,7 @@ impl Judge {
     }
 
     /// Returns the link on the host that has this mark.
-    pub(super) fn bearer(&mut self, mark: &Mark) -> Result<Option<String>> {
+    pub(super) fn bearer(&mut self, mark: &AttachmentId) -> Result<Option<String>> {
         // An end without an alias may be one that is just being made.
         Ok(self.host()?.find_host_end(mark)?.map(|link| link.name))
     }
@@ -160,9 +161,10 @@ impl Judge {
 
 impl Holder {
     /// Returns the mark of the rule, if the rule has it unabridged.
-    fn mark(&self) -> Option<Mark> {
-        let Marked { network, container, ifname } = self.alias.as_deref().and_then(Mark::parse)?;
-        Some(Mark::new(network, container?, ifname))
+    fn mark(&self) -> Option<AttachmentId> {
+        let Marked { network, container_id: container, ifname } =
+            self.alias.as_deref().and_then(AttachmentId::parse)?;
+        Some(AttachmentId::new(network, container?, ifname))
     }
 
     /// Returns the note about a rule that is removed.

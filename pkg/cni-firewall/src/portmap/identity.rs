@@ -10,9 +10,9 @@ use cni::hash::{sha512, sha512_hex};
 
 use super::super::nft::userdata::{self, comment_len};
 use super::super::nft::{Listed, Rule};
-use cni_linux::mark::Mark;
+use cni::AttachmentId;
 
-/// The attachment's mark ([`Mark::alias`]).
+/// The attachment's mark ([`AttachmentId::alias`]).
 const TAG_MARK: u8 = 0x80;
 /// Where the mark does not fit: 8 bytes of the SHA-512 of the network's name, then 16 of the mark's.
 const TAG_HASHES: u8 = 0x81;
@@ -63,9 +63,9 @@ fn hashes(network: &str, alias: &str) -> Vec<u8> {
 }
 
 impl Identity {
-    pub(crate) fn new(mark: &Mark) -> Identity {
+    pub(crate) fn new(mark: &AttachmentId) -> Identity {
         let alias = mark.alias();
-        Identity { comment: comment(&mark.container), hashes: hashes(&mark.network, &alias), alias }
+        Identity { comment: comment(&mark.container_id), hashes: hashes(&mark.network, &alias), alias }
     }
 
     /// Puts comment and tags on a rule.
@@ -194,7 +194,7 @@ pub(crate) fn alias(rule: &Rule) -> Option<String> {
 /// Returns the network that the rule names; `None` for a rule without a tag, and for one with
 /// hashes.
 pub(super) fn network(rule: &Rule) -> Option<String> {
-    alias(rule).as_deref().and_then(Mark::parse).map(|marked| marked.network)
+    alias(rule).as_deref().and_then(AttachmentId::parse).map(|marked| marked.network)
 }
 
 /// Whether the rule names no network: it has no tag, and a Go plugin made it.
@@ -210,7 +210,7 @@ pub(super) fn is_witnessed(rule: &Rule) -> bool {
 /// Whether the rule names `network`; a rule without a tag names none.
 pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
     match (rule.tag(TAG_MARK), rule.tag(TAG_HASHES)) {
-        (Some(alias), _) => alias.starts_with(Mark::network_prefix(network).as_bytes()),
+        (Some(alias), _) => alias.starts_with(AttachmentId::network_prefix(network).as_bytes()),
         (None, Some(found)) => found.starts_with(&sha512(&[network.as_bytes()])[..NETWORK_LEN]),
         (None, None) => false,
     }
@@ -225,14 +225,18 @@ mod tests {
         Listed { handle, rule, raw: Raw::default() }
     }
 
-    fn signed(mark: &Mark) -> Rule {
+    fn signed(mark: &AttachmentId) -> Rule {
         Identity::new(mark).sign(Rule::default(), Witnessed::Yes)
     }
 
     #[test]
     fn a_rule_is_its_attachment_s_and_nobody_else_s() {
         for id in ["c1".to_owned(), "x".repeat(128), "x".repeat(220), "x".repeat(300)] {
-            let marks = [Mark::new("net", &id, "eth0"), Mark::new("net", &id, "eth1"), Mark::new("net2", &id, "eth0")];
+            let marks = [
+                AttachmentId::new("net", &id, "eth0"),
+                AttachmentId::new("net", &id, "eth1"),
+                AttachmentId::new("net2", &id, "eth0"),
+            ];
             for one in &marks {
                 let rule = signed(one);
                 assert!(userdata::encode(rule.comment.as_deref(), &rule.tags).is_some(), "{} bytes", id.len());
@@ -251,13 +255,13 @@ mod tests {
 
     #[test]
     fn a_rule_without_a_tag_belongs_to_whom_it_leads() {
-        let identity = Identity::new(&Mark::new("net", "c", "eth0"));
+        let identity = Identity::new(&AttachmentId::new("net", "c", "eth0"));
         let list = [listed(1, Rule::default().with_comment("c"))];
         let (a, b): (IpAddr, IpAddr) = ("10.0.0.2".parse().unwrap(), "10.0.0.3".parse().unwrap());
         assert_eq!(identity.own(&list, &[a], |_| Some(a)).len(), 1);
         assert_eq!(identity.own(&list, &[b], |_| Some(a)).len(), 0);
         assert_eq!(identity.own(&list, &[], |_| Some(a)).len(), 1);
-        let other = Identity::new(&Mark::new("net2", "c", "eth0"));
+        let other = Identity::new(&AttachmentId::new("net2", "c", "eth0"));
         let list = [list[0].clone(), listed(2, other.sign_others(&[1], "t").remove(0))];
         assert_eq!(identity.own(&list, &[], |_| None).len(), 0, "another attachment speaks for it");
         assert_eq!(other.own(&list, &[b], |_| Some(a)).len(), 2);

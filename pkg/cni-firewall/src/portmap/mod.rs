@@ -11,8 +11,8 @@ use std::net::{IpAddr, SocketAddr};
 
 use cni::Cidr;
 
+use cni::AttachmentId;
 use cni_linux::error::Result;
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 pub mod conditions;
@@ -87,7 +87,7 @@ pub enum SetMark {
 #[derive(Clone, Debug)]
 pub struct Forwarding {
     /// Whose it is.
-    pub mark: Mark,
+    pub mark: AttachmentId,
     /// The container's addresses: at most one of each family, IPv4 first.
     pub containers: Vec<Cidr>,
     /// The mappings, in the order in which they were asked for.

@@ -7,8 +7,8 @@ use cni::hash::{sha512, sha512_hex};
 use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_LEN, PLAIN_ID_MAX, TAG_MARK, TAG_NETWORK};
 use crate::nft::expr::{iifname, iifname_of};
 use crate::nft::{Expr, Listed, Rule, Verdict};
+use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::mark::Mark;
 
 /// An attachment's key as it appears in names and comments.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -57,7 +57,7 @@ impl Id {
     }
 
     /// The other attachment of this key that the rules of PREROUTING name; Go's rules name nobody.
-    pub(super) fn rival(&self, rules: &[Listed], mark: &Mark) -> Option<Owner> {
+    pub(super) fn rival(&self, rules: &[Listed], mark: &AttachmentId) -> Option<Owner> {
         self.owners(rules).find(|owner| match &owner.network {
             Network::Marked(other) => *other != mark.alias(),
             Network::Hashed(other) => *other != network_hash(&mark.network),
@@ -134,7 +134,7 @@ impl Owner {
     /// Whether it belongs to `network`; `None` if it does not say, because a Go plugin made it.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.network {
-            Network::Marked(mark) => Some(mark.starts_with(&Mark::network_prefix(network))),
+            Network::Marked(mark) => Some(mark.starts_with(&AttachmentId::network_prefix(network))),
             Network::Hashed(hash) => Some(*hash == network_hash(network)),
             Network::Unknown => None,
         }

@@ -18,8 +18,8 @@ const SHARED: &str = "table bridge nat {
 }
 ";
 
-fn mark(container: &str) -> Mark {
-    Mark::new("net", container, "eth0")
+fn mark(container: &str) -> AttachmentId {
+    AttachmentId::new("net", container, "eth0")
 }
 
 fn ensure(container: &str) {
@@ -290,7 +290,7 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
         let mut spoof = SpoofCheck::open().unwrap();
         for id_len in [115, 116, 117, 128, PLAIN_ID_MAX, PLAIN_ID_MAX + 1, 400] {
             let container = "c".repeat(id_len - "-eth0".len());
-            let long_network = Mark::new("n".repeat(200), &container, "eth0");
+            let long_network = AttachmentId::new("n".repeat(200), &container, "eth0");
             spoof.ensure(&long_network, "veth0", MAC).unwrap();
             assert_eq!(differences(&container), Vec::<String>::new());
             let listed = shell("nft -j list ruleset").contains(&Id::new(&container, "eth0").comment());

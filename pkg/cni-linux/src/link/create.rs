@@ -9,10 +9,10 @@ use netlink_packet_route::link::{InfoData, InfoKind, InfoVrf, LinkAttribute, Lin
 use super::{Link, OperState};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
-use crate::mark::Mark;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 use crate::watch::Watch;
+use cni::AttachmentId;
 
 /// Whether the kernel has noticed that the interface has a carrier.
 ///
@@ -55,7 +55,7 @@ impl Netlink {
     ///
     /// # Errors
     /// [`Error::is_exists`] if any interface has that name. Nothing is left behind, unless the kernel's answer was lost.
-    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, mark: &Mark) -> Result<Link> {
+    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, mark: &AttachmentId) -> Result<Link> {
         let mut message = LinkMessage::default();
         (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
         message.attributes.extend([
@@ -63,7 +63,7 @@ impl Netlink {
             LinkAttribute::Address(mac.0.to_vec()),
             LinkAttribute::Mtu(mtu),
             LinkAttribute::TxQueueLen(0),
-            LinkAttribute::Group(Mark::group(&mark.network)),
+            LinkAttribute::Group(AttachmentId::group(&mark.network)),
             LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Ifb)]),
         ]);
         let link = self
@@ -145,7 +145,7 @@ mod tests {
     fn an_ifb_is_made_up_and_marked() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
-            let (mac, mark) = (Mac([2, 0, 0, 0, 0, 7]), Mark::new("net", "c1", "eth0"));
+            let (mac, mark) = (Mac([2, 0, 0, 0, 0, 7]), AttachmentId::new("net", "c1", "eth0"));
             netlink.create_ifb("bwp0", mac, 1400, &mark).unwrap();
             let link = netlink.link("bwp0").unwrap();
             assert_eq!((link.mac, link.mtu, link.txqlen, link.group), (Some(mac), 1400, 0, 0));

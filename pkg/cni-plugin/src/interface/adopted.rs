@@ -2,8 +2,9 @@
 //!
 //! It gets a mark of its own kind, and DEL gives it back instead of deleting it.
 
+use cni::AttachmentId;
 use cni::Cidr;
-use cni_linux::{Link, Mark, Netlink};
+use cni_linux::{Link, Netlink};
 
 /// The alias of a host's end that another plugin made: `cni-port:<mark> <first>+<count> <alias it had before>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,7 +39,7 @@ impl PortMark {
     }
 
     /// Whether the port was given to the bridge by this attachment.
-    pub fn is(&self, mark: &Mark) -> bool {
+    pub fn is(&self, mark: &AttachmentId) -> bool {
         self.mark == mark.alias()
     }
 }
@@ -92,7 +93,7 @@ mod tests {
 
     #[test]
     fn a_port_mark_keeps_the_alias_it_covers() {
-        let mark = Mark::new("net", "c1", "eth0");
+        let mark = AttachmentId::new("net", "c1", "eth0");
         for before in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
             let port_mark = PortMark { mark: mark.alias(), addresses: (1, 2), before: before.to_owned() };
             assert_eq!(PortMark::parse(&port_mark.alias()), Some(port_mark.clone()));
@@ -100,7 +101,7 @@ mod tests {
         }
         assert_eq!(PortMark::parse("cni:net/c1/eth0"), None);
         assert_eq!(
-            Mark::parse(&PortMark { mark: mark.alias(), addresses: (0, 0), before: String::new() }.alias()),
+            AttachmentId::parse(&PortMark { mark: mark.alias(), addresses: (0, 0), before: String::new() }.alias()),
             None
         );
     }

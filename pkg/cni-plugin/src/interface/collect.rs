@@ -4,11 +4,12 @@
 //! Links are known by their alias; what Go made has none. Masquerade rules name network and container in their comments,
 //! Go's too. IPAM gets the same request. A link without an end on the host ends with its container.
 
+use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni::delegate::Delegate;
 use cni::skel::Call;
 use cni::{Error, Result};
-use cni_linux::{Link, Mark, Netlink};
+use cni_linux::{Link, Netlink};
 
 use super::{HostEnd, Interface, PortMark, give_back, masquerade};
 
@@ -37,9 +38,9 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
 /// The kernel's.
 pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
-    let prefix = Mark::network_prefix(network);
+    let prefix = AttachmentId::network_prefix(network);
     // Whole aliases are compared, so that a container ID too long for one is as good as any other.
-    let valid: Vec<String> = valid.iter().map(|(id, ifname)| Mark::new(network, id, ifname).alias()).collect();
+    let valid: Vec<String> = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname).alias()).collect();
     let is_garbage = |mark: &str| mark.starts_with(&prefix) && !valid.iter().any(|alias| alias == mark);
     let mut errors = Vec::new();
     let listed = host.list_links()?;

@@ -10,17 +10,18 @@
 use std::net::IpAddr;
 use std::path::Path;
 
+use cni::AttachmentId;
 use cni::delegate::Delegate;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result};
-use cni_linux::{Link, Mac, Mark, Netlink, Netns};
+use cni_linux::{Link, Mac, Netlink, Netns};
 
 use super::adopted::take_off;
-use super::{Claim, HostEnd, Interface, PortMark, Release, give_back, masquerade, purge_addresses, site};
+use super::{Claim, HostEnd, Interface, PortMark, Release, give_back, masquerade, purge_addresses};
 
 pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
-    let mark = site::mark(call);
+    let mark = call.attachment();
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
     // Dropped last: closing a socket that has removed rules waits until the kernel has freed them, and the link's removal
@@ -65,7 +66,7 @@ fn prev_result(call: &Call<'_>) -> Option<AddResult> {
 struct Links<'c, 'm, I> {
     plugin: &'c I,
     call: &'c Call<'m>,
-    mark: &'c Mark,
+    mark: &'c AttachmentId,
     prev: Option<&'c AddResult>,
 }
 
@@ -137,7 +138,7 @@ impl<I: Interface> Links<'_, '_, I> {
         }
         let marked = if I::HOST_END == HostEnd::None { Some(inner) } else { outer.as_ref() };
         let alias = marked.and_then(|link| link.alias.as_deref());
-        let ours = match alias.filter(|alias| Mark::parse(alias).is_some()) {
+        let ours = match alias.filter(|alias| AttachmentId::parse(alias).is_some()) {
             Some(_) => self.mark.is_on(alias),
             None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer.as_ref())?,
         };

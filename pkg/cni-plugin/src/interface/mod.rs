@@ -23,6 +23,7 @@ pub mod veth;
 
 use std::net::IpAddr;
 
+use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
@@ -30,7 +31,7 @@ use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Dad, Link, Mac, Mark, Netlink, Watch};
+use cni_linux::{Dad, Link, Mac, Netlink, Watch};
 use serde::de::DeserializeOwned;
 
 use crate::keys::Masquerading;
@@ -172,7 +173,7 @@ pub trait Interface {
     ///
     /// # Errors
     /// What could not be removed.
-    fn clean(&self, _call: &Call<'_>, _mark: &Mark) -> Result<()> {
+    fn clean(&self, _call: &Call<'_>, _mark: &AttachmentId) -> Result<()> {
         Ok(())
     }
 
@@ -196,7 +197,7 @@ pub trait Interface {
 /// The end of an interface plugin's link that is on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostEnd {
-    /// None: all of the link is in the container, and its [mark](Mark) too.
+    /// None: all of the link is in the container, and its [mark](AttachmentId) too.
     None,
     /// An end of a veth pair, with the mark. The result lists it after this many other interfaces of the host.
     Veth {
@@ -381,7 +382,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
 }
 
 /// Returns the error of an ADD whose CNI_IFNAME exists, with Go's text for a veth.
-pub fn name_taken<I: Interface>(mark: &Mark) -> Error {
+pub fn name_taken<I: Interface>(mark: &AttachmentId) -> Error {
     match I::HOST_END {
         HostEnd::Veth { .. } => veth::name_taken(&mark.ifname, &mark.host_name(0)),
         HostEnd::None => taken(&mark.ifname),

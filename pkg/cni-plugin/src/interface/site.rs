@@ -2,10 +2,11 @@
 
 use std::rc::Rc;
 
+use cni::AttachmentId;
 use cni::Result;
 use cni::result::{AddResult, Interface};
 use cni::skel::Call;
-use cni_linux::{Mac, Mark, Netlink, Netns};
+use cni_linux::{Mac, Netlink, Netns};
 
 /// Both sides of an attachment, for one ADD or CHECK.
 #[derive(Debug)]
@@ -15,7 +16,7 @@ pub struct Site<'a, C> {
     /// The plugin's configuration.
     pub conf: C,
     /// The attachment's mark.
-    pub mark: Mark,
+    pub mark: AttachmentId,
     /// The container's network namespace.
     pub netns: Netns,
     /// The connection to the host's links.
@@ -31,7 +32,7 @@ impl<'a, C> Site<'a, C> {
         let netns = Netns::open(call.netns()?)?;
         let host = Rc::new(Netlink::open()?);
         let container = host.open_in(&netns)?;
-        Ok(Site { call, conf, mark: mark(call), netns, host, container, earlier })
+        Ok(Site { call, conf, mark: call.attachment(), netns, host, container, earlier })
     }
 
     /// CNI_IFNAME as a result lists it.
@@ -43,9 +44,4 @@ impl<'a, C> Site<'a, C> {
 /// An interface of the host as a result lists it.
 pub fn host_interface(name: &str, mac: Option<Mac>) -> Interface {
     Interface { name: name.to_owned(), mac: mac.map(|mac| mac.to_string()).unwrap_or_default(), ..Interface::default() }
-}
-
-/// The mark of a call's attachment.
-pub(super) fn mark(call: &Call<'_>) -> Mark {
-    Mark::new(call.conf.name(), &call.container_id, &call.ifname)
 }

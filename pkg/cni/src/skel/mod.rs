@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
+use crate::AttachmentId;
 use crate::args::CniArgs;
 use crate::config::{self, NetConf, ValidAttachments};
 use crate::json::{Json, UnknownKey};
@@ -154,6 +155,11 @@ impl<'m> std::ops::Deref for MachineRef<'m> {
 }
 
 impl Call<'_> {
+    /// Returns the attachment that ADD, CHECK and DEL are about.
+    pub fn attachment(&self) -> AttachmentId {
+        AttachmentId::new(self.conf.name(), &self.container_id, &self.ifname)
+    }
+
     /// CNI_ARGS.
     ///
     /// # Errors

@@ -56,7 +56,7 @@ impl Known {
         let attached = ground.picture.attached();
         let is_on_it = |entry: &&Entry| {
             let mut its = attached.iter().filter(|(_, link)| link.master == Some(bridge.index));
-            its.any(|(mark, _)| mark.network == entry.network && mark.container == entry.attachment.container_id)
+            its.any(|(mark, _)| mark.network == entry.network && mark.container_id == entry.attachment.container_id)
         };
         let results = ground.picture.remembered.iter().filter(is_on_it).filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {

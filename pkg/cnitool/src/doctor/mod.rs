@@ -8,10 +8,10 @@ mod firewall;
 mod places;
 mod traffic;
 
+use cni::AttachmentId;
 use cni::Error;
 use cni::json::Json;
 use cni::rollback::Notes;
-use cni_linux::Mark;
 use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
 use serde_json::json;
@@ -175,7 +175,9 @@ impl Ground<'_, '_> {
         };
         let (attached, bridges) = (self.picture.attached(), self.picture.bridges());
         let alive = |entry: &&Entry| {
-            let is_its = |mark: &Mark| mark.network == entry.network && entry.attachment.container_id == mark.container;
+            let is_its = |mark: &AttachmentId| {
+                mark.network == entry.network && entry.attachment.container_id == mark.container_id
+            };
             attached.iter().any(|(mark, _)| is_its(mark))
         };
         let has_containers =

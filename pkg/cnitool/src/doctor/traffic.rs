@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
+use cni::AttachmentId;
 use cni::Error;
 use cni_linux::route::Family;
-use cni_linux::{Link, Mark, Netlink, Netns, OperState, sysctl};
+use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
 
 use super::{Ground, Seen};
 use crate::inspect::orphans::quoted;
@@ -57,7 +58,7 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     }
     let attached = ground.picture.attached();
     for (mark, link) in &attached {
-        let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container, mark.ifname);
+        let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container_id, mark.ifname);
         if !link.up {
             seen.found(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
         } else if link.oper_state == OperState::Down && is_container_up(ground, mark) == Some(false) {
@@ -83,21 +84,21 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     }))
 }
 
-fn netns_of(ground: &Ground<'_, '_>, mark: &Mark) -> Option<String> {
+fn netns_of(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<String> {
     let entry = ground.picture.remembered.iter().find(|entry| {
         let attachment = &entry.attachment;
-        Mark::new(&entry.network, &attachment.container_id, &attachment.ifname) == *mark
+        AttachmentId::new(&entry.network, &attachment.container_id, &attachment.ifname) == *mark
     })?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
 /// The container's end, if its namespace can be found.
-fn inside(ground: &Ground<'_, '_>, mark: &Mark) -> Option<Link> {
+fn inside(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<Link> {
     let netns = Netns::open(Path::new(&netns_of(ground, mark)?)).ok()?;
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&mark.ifname).ok()?
 }
 
-fn is_container_up(ground: &Ground<'_, '_>, mark: &Mark) -> Option<bool> {
+fn is_container_up(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<bool> {
     inside(ground, mark).map(|link| link.up)
 }
 
@@ -108,7 +109,7 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut told: Vec<String> = Vec::new();
     for (mark, link) in &ground.picture.attached() {
         let Some(inside) = inside(ground, mark) else { continue };
-        let whose = format!("{} {} {}", mark.network, mark.container, mark.ifname);
+        let whose = format!("{} {} {}", mark.network, mark.container_id, mark.ifname);
         if inside.mtu != link.mtu {
             let what = format!(
                 "{whose}: {} in the container has an MTU of {}, its host end {} one of {}: larger packets are lost",
@@ -175,7 +176,7 @@ pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             let Some(result) = result_of(entry) else { continue };
             let is_port = attached.iter().any(|(mark, link)| {
                 mark.network == entry.network
-                    && mark.container == entry.attachment.container_id
+                    && mark.container_id == entry.attachment.container_id
                     && link.master == Some(bridge.index)
             });
             for ip in result.ips.iter().filter(|ip| is_port && ip.address.is_ipv4()) {

@@ -2,15 +2,16 @@
 
 use std::path::Path;
 
+use cni::AttachmentId;
 use cni::json::Json;
 use cni::result::{AddResult, Interface};
 use cni::version::Version;
 use cni_linux::route::Family;
-use cni_linux::{Addr, Link, Mark, Netlink, Netns, OperState, PortState};
+use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
 
 use super::Fact;
-use super::picture::{Picture, mark_of};
+use super::picture::Picture;
 use crate::Call;
 use crate::target::Presence;
 
@@ -26,7 +27,7 @@ pub(crate) struct Attached {
 
 impl Attached {
     pub(crate) fn look(picture: &Picture, entry: &Entry, call: &Call<'_>) -> Attached {
-        let mark = mark_of(entry);
+        let mark = entry.id();
         let netns = entry.attachment.netns.clone();
         let mut facts = Vec::new();
         let result = match result(entry) {
@@ -52,9 +53,9 @@ impl Attached {
         rules(picture, &mark, entry, &mut facts);
         stored(picture, &mark, &result, &mut facts);
         Attached {
-            name: format!("{} {} {}", mark.network, mark.container, mark.ifname),
+            name: format!("{} {} {}", mark.network, mark.container_id, mark.ifname),
             network: mark.network,
-            container_id: mark.container,
+            container_id: mark.container_id,
             ifname: mark.ifname,
             netns,
             facts,
@@ -69,7 +70,7 @@ fn result(entry: &Entry) -> Result<AddResult, String> {
 }
 
 /// The links on the host: those that bear the mark, and those that the result names.
-fn host(picture: &Picture, mark: &Mark, result: &AddResult, facts: &mut Vec<Fact>) {
+fn host(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let marked = picture.marked.iter().filter(|(whose, _)| whose.alias() == mark.alias()).map(|(_, link)| link);
     let named = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
     let mut shown: Vec<u32> = Vec::new();
@@ -227,7 +228,7 @@ fn table(table: Option<u32>) -> u32 {
 }
 
 /// The rules there are, and those that the configuration of the ADD asked for and that are not.
-fn rules(picture: &Picture, mark: &Mark, entry: &Entry, facts: &mut Vec<Fact>) {
+fn rules(picture: &Picture, mark: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
     let mut found = Vec::new();
     for held in picture.rules.iter().filter(|held| held.owner.is(mark)) {
         found.push(held.purpose.to_string());
@@ -261,10 +262,10 @@ fn rules(picture: &Picture, mark: &Mark, entry: &Entry, facts: &mut Vec<Fact>) {
 }
 
 /// What is on the disk.
-fn stored(picture: &Picture, mark: &Mark, result: &AddResult, facts: &mut Vec<Fact>) {
+fn stored(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut held = Vec::new();
     for (network, folder, reservations) in &picture.reservations {
-        for one in reservations.iter().filter(|one| *network == mark.network && one.id == mark.container) {
+        for one in reservations.iter().filter(|one| *network == mark.network && one.id == mark.container_id) {
             if one.ifname.as_ref().is_none_or(|name| *name == mark.ifname) {
                 held.push(one.address);
                 let text = format!("{}  [{}]", one.address, folder.join(network).display());
@@ -279,11 +280,11 @@ fn stored(picture: &Picture, mark: &Mark, result: &AddResult, facts: &mut Vec<Fa
         facts.push(Fact::differs("reservation", format!("{address} is in the result and not reserved for it")));
     }
     for saved in &picture.saved {
-        let owner = saved.owner.as_ref().map(|(network, id, ifname)| Mark::new(network, id, ifname));
+        let owner = saved.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
         let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
         let is_its = match owner {
             Some(owner) => owner == *mark,
-            None => file == format!("{}_{}.json", mark.container, mark.ifname),
+            None => file == format!("{}_{}.json", mark.container_id, mark.ifname),
         };
         if is_its {
             let text = format!("{}  [{}]", saved.settings.join(", "), saved.path.display());

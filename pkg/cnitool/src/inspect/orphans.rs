@@ -5,12 +5,12 @@
 
 use std::path::Path;
 
+use cni::AttachmentId;
 use cni::Error;
-use cni_linux::Mark;
 use libcni::cache::Entry;
 use serde_json::{Value, json};
 
-use super::picture::{Picture, mark_of};
+use super::picture::Picture;
 use crate::Call;
 use crate::node::{Life, Witnesses};
 use crate::target::Presence;
@@ -52,8 +52,8 @@ pub(crate) fn find(picture: &Picture, call: &Call<'_>) -> Result<Vec<Orphan>, Er
 }
 
 /// A DEL by hand of whatever is left, where there is a network to ask.
-fn del(picture: &Picture, mark: &Mark) -> Option<String> {
-    let Mark { network, container, ifname } = mark;
+fn del(picture: &Picture, mark: &AttachmentId) -> Option<String> {
+    let AttachmentId { network, container_id: container, ifname } = mark;
     let plain = [network, container, ifname].iter().all(|word| word.bytes().all(is_plain));
     (picture.is_configured(network) && plain && !container.starts_with('#'))
         .then(|| format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"))
@@ -87,16 +87,16 @@ fn is_over(entry: &Entry, call: &Call<'_>) -> Option<String> {
 fn memories(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
     for entry in &picture.remembered {
         let Some(why) = is_over(entry, call) else { continue };
-        let mark = mark_of(entry);
+        let mark = entry.id();
         // Where its file is gone, DEL takes the configuration that is remembered.
-        let words = [&mark.network, &mark.container, &mark.ifname].map(|word| quoted(word));
+        let words = [&mark.network, &mark.container_id, &mark.ifname].map(|word| quoted(word));
         let [network, container, ifname] = &words;
         orphans.push(Orphan {
             kind: "attachment",
-            what: format!("{} {} {}", mark.network, mark.container, mark.ifname),
+            what: format!("{} {} {}", mark.network, mark.container_id, mark.ifname),
             command: format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"),
             network: Some(mark.network),
-            container: Some(mark.container),
+            container: Some(mark.container_id),
             why,
         });
     }
@@ -104,10 +104,10 @@ fn memories(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
 
 fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
     for (mark, link) in &picture.marked {
-        let is_remembered = picture.remembered.iter().any(|entry| mark_of(entry).alias() == mark.alias());
+        let is_remembered = picture.remembered.iter().any(|entry| entry.id().alias() == mark.alias());
         // A long ID stands in the alias as a hash, which the memory's mark has too.
         let is_hashed = link.alias.as_deref().is_some_and(|alias| {
-            picture.remembered.iter().any(|entry| mark_of(entry).is_on(Some(&crate::node::mark_in(alias))))
+            picture.remembered.iter().any(|entry| entry.id().is_on(Some(&crate::node::mark_in(alias))))
         });
         if is_remembered || is_hashed {
             continue;
@@ -115,9 +115,9 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
         let command = del(picture, mark).unwrap_or_else(|| format!("ip link delete dev {}", quoted(&link.name)));
         orphans.push(Orphan {
             kind: "link",
-            what: format!("{}, marked {} {} {}", link.name, mark.network, mark.container, mark.ifname),
+            what: format!("{}, marked {} {} {}", link.name, mark.network, mark.container_id, mark.ifname),
             network: Some(mark.network.clone()),
-            container: Some(mark.container.clone()),
+            container: Some(mark.container_id.clone()),
             why: "no runtime remembers its attachment".to_owned(),
             command,
         });
@@ -126,14 +126,14 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
 
 fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
     for held in &picture.rules {
-        let known = picture.remembered.iter().map(mark_of).chain(picture.marked.iter().map(|(mark, _)| mark.clone()));
+        let known = picture.remembered.iter().map(Entry::id).chain(picture.marked.iter().map(|(mark, _)| mark.clone()));
         if known.into_iter().any(|mark| held.owner.is(&mark)) {
             continue;
         }
         let owner = &held.owner;
         let mark = match (&owner.network, &owner.container) {
             (Some(network), Some(id)) => {
-                let mark = Mark::new(network, id, owner.ifname.as_deref().unwrap_or("eth0"));
+                let mark = AttachmentId::new(network, id, owner.ifname.as_deref().unwrap_or("eth0"));
                 // A comment that was cut names nobody.
                 held.owner.is(&mark).then_some(mark)
             }
@@ -179,7 +179,7 @@ fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
         let remove = || format!("rm {}", quoted(&saved.path.to_string_lossy()));
         let (network, container, command) = match &saved.owner {
             Some((network, id, ifname)) => {
-                let mark = Mark::new(network, id, ifname);
+                let mark = AttachmentId::new(network, id, ifname);
                 if picture.is_known(&mark) {
                     continue;
                 }

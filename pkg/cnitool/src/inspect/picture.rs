@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use cni::AttachmentId;
 use cni::Error;
 use cni::config::NetConf;
 use cni::json::Json;
@@ -11,7 +12,7 @@ use cni::rollback::Notes;
 use cni::version::Version;
 use cni_firewall::survey::{Held, survey};
 use cni_ipam::Reservation;
-use cni_linux::{Link, LinkKind, Mark, Netlink};
+use cni_linux::{Link, LinkKind, Netlink};
 use libcni::NetworkList;
 use libcni::cache::Entry;
 use plugin_tuning::{Saved, saved};
@@ -28,7 +29,7 @@ pub(crate) struct Picture {
     /// The links of the namespace of this process, which is taken for the host's.
     pub(crate) links: Vec<Link>,
     /// Whose mark a link bears.
-    pub(crate) marked: Vec<(Mark, Link)>,
+    pub(crate) marked: Vec<(AttachmentId, Link)>,
     pub(crate) rules: Vec<Held>,
     pub(crate) saved: Vec<Saved>,
     /// By network and folder.
@@ -80,10 +81,11 @@ impl Picture {
 
     /// The host's end of each attachment that is known of: by our mark, else by what is remembered of its result, which is
     /// how those that a Go plugin made are found. A name alone may be another's by now; the MAC is not.
-    pub(crate) fn attached(&self) -> Vec<(Mark, &Link)> {
-        let mut attached: Vec<(Mark, &Link)> = self.marked.iter().map(|(mark, link)| (mark.clone(), link)).collect();
+    pub(crate) fn attached(&self) -> Vec<(AttachmentId, &Link)> {
+        let mut attached: Vec<(AttachmentId, &Link)> =
+            self.marked.iter().map(|(mark, link)| (mark.clone(), link)).collect();
         for entry in &self.remembered {
-            let mark = mark_of(entry);
+            let mark = entry.id();
             if attached.iter().any(|(known, _)| *known == mark) {
                 continue;
             }
@@ -115,9 +117,8 @@ impl Picture {
     }
 
     /// Whether it is remembered, or a link of the host bears its mark.
-    pub(crate) fn is_known(&self, mark: &Mark) -> bool {
-        self.remembered.iter().any(|entry| mark_of(entry) == *mark)
-            || self.marked.iter().any(|(known, _)| known == mark)
+    pub(crate) fn is_known(&self, mark: &AttachmentId) -> bool {
+        self.remembered.iter().any(|entry| entry.id() == *mark) || self.marked.iter().any(|(known, _)| known == mark)
     }
 }
 
@@ -138,15 +139,10 @@ pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     AddResult::decode(&json, Version::NEWEST).ok()
 }
 
-/// The mark of a remembered attachment.
-pub(crate) fn mark_of(entry: &Entry) -> Mark {
-    Mark::new(&entry.network, &entry.attachment.container_id, &entry.attachment.ifname)
-}
-
 /// Whose mark a link bears; of an ID too long for an alias only the hash is known, which stands for it.
-fn bearer(link: &Link) -> Option<Mark> {
-    let marked = Mark::parse(&node::mark_in(link.alias.as_deref()?))?;
+fn bearer(link: &Link) -> Option<AttachmentId> {
+    let marked = AttachmentId::parse(&node::mark_in(link.alias.as_deref()?))?;
     let alias = node::mark_in(link.alias.as_deref()?);
     let hashed = alias.split('/').nth(1).unwrap_or_default().to_owned();
-    Some(Mark::new(marked.network, marked.container.unwrap_or(hashed), marked.ifname))
+    Some(AttachmentId::new(marked.network, marked.container_id.unwrap_or(hashed), marked.ifname))
 }

@@ -4,11 +4,11 @@
 //! collected by hand unless all its attachments are named with `--keep`; so nothing is removed without having been
 //! told first, and never everything without `--all`.
 
-use cni::Error;
 use cni::config::ValidAttachments;
 use cni::version::Version;
+use cni::{AttachmentId, Error};
 use libcni::NetworkList;
-use libcni::cache::{Entry, Key};
+use libcni::cache::Entry;
 use serde_json::{Value, json};
 
 use super::Network;
@@ -70,8 +70,8 @@ impl Network<'_, '_> {
         let remembered = self.runtime.stale(list, &ValidAttachments::default())?;
         let unreadable = remembered.problems;
         let judged: Vec<Judged> = remembered.entries.into_iter().map(|entry| self.judge(entry)).collect();
-        let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.key());
-        let kept = kept.map(|Key { container_id, ifname, .. }| (container_id.to_owned(), ifname.to_owned()));
+        let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.id());
+        let kept = kept.map(|id| (id.container_id, id.ifname));
         // What is named need not be remembered: it may be another runtime's.
         let valid = kept.chain(self.command.keep.iter().cloned()).collect();
         let acts = !self.command.dry_run && !list.disable_gc();
@@ -109,13 +109,13 @@ impl Plan<'_> {
     fn text(&self) -> String {
         let mut text = String::new();
         for Judged { entry, keeps, why } in &self.judged {
-            let Key { container_id, ifname, .. } = entry.key();
+            let AttachmentId { container_id, ifname, .. } = entry.id();
             let verb = if *keeps { "keep" } else { "remove" };
             text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
         }
         for (id, ifname) in self.valid.iter() {
-            let is_it = |key: Key<'_>| key.container_id == id && key.ifname == ifname;
-            if !self.judged.iter().any(|judged| is_it(judged.entry.key())) {
+            let is_it = |of: AttachmentId| of.container_id == id && of.ifname == ifname;
+            if !self.judged.iter().any(|judged| is_it(judged.entry.id())) {
                 text += &format!("keep    {id}/{ifname}  (named with --keep; not one of cnitool's)\n");
             }
         }
@@ -139,7 +139,7 @@ impl Plan<'_> {
 
     fn json(&self) -> Value {
         let removed = self.judged.iter().filter(|judged| !judged.keeps).map(|Judged { entry, why, .. }| {
-            let Key { container_id, ifname, .. } = entry.key();
+            let AttachmentId { container_id, ifname, .. } = entry.id();
             json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
         });
         let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));

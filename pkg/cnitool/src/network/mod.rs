@@ -9,7 +9,7 @@ mod options;
 mod versions;
 
 use cni::{Code, Error};
-use libcni::cache::{Entry, Key};
+use libcni::cache::Entry;
 use libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
@@ -62,7 +62,7 @@ impl Network<'_, '_> {
         let list = self.list()?;
         let mut attachment = self.attachment()?;
         // What is wrong with the memory, CHECK itself tells.
-        let remembered = self.runtime.cache.find(self.key(&attachment)).ok().flatten();
+        let remembered = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
         self.fill_in(&mut attachment, remembered.as_ref())?;
         let checked = self.runtime.check(&list, &attachment);
         checked.map_err(|error| match remembered {
@@ -76,7 +76,7 @@ impl Network<'_, '_> {
 
     fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut attachment = self.attachment()?;
-        let remembered = self.runtime.cache.find(self.key(&attachment)).ok().flatten();
+        let remembered = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
         self.fill_in(&mut attachment, remembered.as_ref())?;
         let list = self.list().or_else(|error| self.remembered_list(remembered.as_ref(), error))?;
         let on_error = if self.command.keep_going { OnError::GoOn } else { OnError::Stop };
@@ -117,10 +117,6 @@ impl Network<'_, '_> {
             }
             _ => Err(error),
         }
-    }
-
-    fn key<'k>(&'k self, attachment: &'k Attachment) -> Key<'k> {
-        Key { network: &self.command.network, container_id: &attachment.container_id, ifname: &attachment.ifname }
     }
 
     /// Who is meant, without CNI_ARGS and CAP_ARGS.

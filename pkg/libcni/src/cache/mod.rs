@@ -18,7 +18,7 @@ use super::Attachment;
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::version::Version;
-use cni::{Code, Error, Result, ident};
+use cni::{AttachmentId, Code, Error, Result, ident};
 
 mod wire;
 
@@ -40,17 +40,6 @@ const LONGEST: u64 = 64 << 20;
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
-}
-
-/// Which attachment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key<'a> {
-    /// The network's name.
-    pub network: &'a str,
-    /// The container's ID.
-    pub container_id: &'a str,
-    /// The interface's name in the container.
-    pub ifname: &'a str,
 }
 
 /// A remembered attachment.
@@ -75,7 +64,7 @@ pub struct Listing {
     pub problems: Vec<String>,
 }
 
-/// What is in the file of a key.
+/// What is in an attachment's file.
 enum Found {
     Nothing,
     Entry(Box<Entry>),
@@ -86,10 +75,9 @@ enum Found {
 }
 
 impl Entry {
-    /// Which attachment it is of.
-    pub fn key(&self) -> Key<'_> {
-        let Attachment { container_id, ifname, .. } = &self.attachment;
-        Key { network: &self.network, container_id, ifname }
+    /// Returns the attachment that it is of.
+    pub fn id(&self) -> AttachmentId {
+        self.attachment.id(&self.network)
     }
 
     /// The result as a `prevResult` of `version`: verbatim if it has that version already.
@@ -123,8 +111,8 @@ impl Cache {
     ///
     /// # Errors
     /// Go's text where a part is missing; codes 4 and 7 for a part that could lead out of the folder.
-    pub fn path(&self, key: Key<'_>) -> Result<PathBuf> {
-        let Key { network, container_id, ifname } = key;
+    pub fn path(&self, id: &AttachmentId) -> Result<PathBuf> {
+        let AttachmentId { network, container_id, ifname } = id;
         if network.is_empty() || container_id.is_empty() || ifname.is_empty() {
             return Err(Error::config(format!(
                 "cache file path requires network name ({network:?}), container ID ({container_id:?}), and interface name ({ifname:?})"
@@ -133,16 +121,16 @@ impl Cache {
         ident::check_network_name(network)?;
         ident::check_container_id(container_id)?;
         ident::check_interface_name(ifname)?;
-        Ok(self.folder.join(file_name(key)))
+        Ok(self.folder.join(file_name(id)))
     }
 
     /// What is remembered of an attachment. The file of another one that happens to have its name is nothing.
     ///
     /// # Errors
     /// Code 5 for a file that cannot be read, 6 for one that cannot be understood.
-    pub fn find(&self, key: Key<'_>) -> Result<Option<Entry>> {
-        let path = self.path(key)?;
-        match look(&path, key)? {
+    pub fn find(&self, id: &AttachmentId) -> Result<Option<Entry>> {
+        let path = self.path(id)?;
+        match look(&path, id)? {
             Found::Nothing | Found::Another(_) => Ok(None),
             Found::Entry(entry) => Ok(Some(*entry)),
             Found::Garbage(why) => Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display()))),
@@ -154,13 +142,13 @@ impl Cache {
     /// # Errors
     /// Code 5, and [`Code::CONFLICT`] naming who is there: this attachment itself, which needs a DEL first, or
     /// another one.
-    pub(super) fn reserve(&self, key: Key<'_>) -> Result<()> {
-        let path = self.path(key)?;
+    pub(super) fn reserve(&self, id: &AttachmentId) -> Result<()> {
+        let path = self.path(id)?;
         make_folder(&self.folder)?;
-        match look(&path, key)? {
+        match look(&path, id)? {
             Found::Nothing | Found::Garbage(_) => Ok(()),
             Found::Entry(_) => {
-                let Key { network, container_id, ifname } = key;
+                let AttachmentId { network, container_id, ifname } = id;
                 let msg = format!("{ifname} of container {container_id} is already attached to network {network}");
                 Err(Error::new(Code::CONFLICT, msg)
                     .with_details(format!("{} remembers it; call DEL before another ADD", path.display())))
@@ -177,7 +165,7 @@ impl Cache {
     /// # Errors
     /// Code 5; whatever was remembered before still is.
     pub fn write(&self, entry: &Entry) -> Result<()> {
-        let path = self.path(entry.key())?;
+        let path = self.path(&entry.id())?;
         let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
         let bytes = wire::encode(entry)?;
         let own = self.own_folder();
@@ -193,9 +181,9 @@ impl Cache {
     ///
     /// # Errors
     /// Code 5.
-    pub fn purge(&self, key: Key<'_>) -> Result<()> {
-        let path = self.path(key)?;
-        match look(&path, key)? {
+    pub fn purge(&self, id: &AttachmentId) -> Result<()> {
+        let path = self.path(id)?;
+        match look(&path, id)? {
             Found::Nothing | Found::Another(_) => Ok(()),
             Found::Entry(_) | Found::Garbage(_) => absent_is_fine(fs::remove_file(&path))
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to remove {}", path.display()), error)),
@@ -242,7 +230,7 @@ impl Cache {
             let problem = match read(&path)? {
                 None => continue, // gone meanwhile
                 Some(Ok(Content::Whole(entry))) => {
-                    if path.file_name().is_some_and(|name| name == file_name(entry.key()).as_str()) {
+                    if path.file_name().is_some_and(|name| name == file_name(&entry.id()).as_str()) {
                         listing.entries.push(*entry);
                         continue;
                     }
@@ -285,7 +273,7 @@ impl Cache {
     }
 }
 
-fn file_name(Key { network, container_id, ifname }: Key<'_>) -> String {
+fn file_name(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
     format!("{network}-{container_id}-{ifname}")
 }
 
@@ -355,20 +343,20 @@ fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
     }
 }
 
-fn look(path: &Path, key: Key<'_>) -> Result<Found> {
+fn look(path: &Path, id: &AttachmentId) -> Result<Found> {
     Ok(match read(path)? {
         None => Found::Nothing,
         Some(Err(why)) => Found::Garbage(why),
-        Some(Ok(Content::Whole(entry))) if entry.key() == key => Found::Entry(entry),
+        Some(Ok(Content::Whole(entry))) if entry.id() == *id => Found::Entry(entry),
         Some(Ok(Content::Whole(entry))) => {
-            let Key { network, container_id, ifname } = entry.key();
+            let AttachmentId { network, container_id, ifname } = entry.id();
             Found::Another(format!("{ifname} of container {container_id} in network {network}"))
         }
         Some(Ok(Content::Bare(result))) => Found::Entry(Box::new(Entry {
-            network: key.network.to_owned(),
+            network: id.network.clone(),
             attachment: Attachment {
-                container_id: key.container_id.to_owned(),
-                ifname: key.ifname.to_owned(),
+                container_id: id.container_id.clone(),
+                ifname: id.ifname.clone(),
                 ..Attachment::default()
             },
             config: Vec::new(),

@@ -12,7 +12,9 @@ const GO: &str = concat!(
     r#""result":{"cniVersion":"1.0.0","dns":{},"ips":[{"address":"10.1.2.3/24"}]}}"#
 );
 
-const KEY: Key<'static> = Key { network: "n", container_id: "c1", ifname: "eth0" };
+fn id() -> AttachmentId {
+    AttachmentId::new("n", "c1", "eth0")
+}
 
 fn cache() -> (tempfile::TempDir, Cache) {
     let folder = tempfile::tempdir().unwrap();
@@ -29,35 +31,32 @@ fn cache_with(files: &[(&str, &str)]) -> (tempfile::TempDir, Cache) {
     (folder, cache)
 }
 
-fn entry(key: Key<'_>) -> Entry {
-    let attachment = Attachment {
-        container_id: key.container_id.to_owned(),
-        ifname: key.ifname.to_owned(),
-        ..Attachment::default()
-    };
-    Entry { network: key.network.to_owned(), attachment, config: b"{}".to_vec(), result: None }
+fn entry(id: AttachmentId) -> Entry {
+    let AttachmentId { network, container_id, ifname } = id;
+    let attachment = Attachment { container_id, ifname, ..Attachment::default() };
+    Entry { network, attachment, config: b"{}".to_vec(), result: None }
 }
 
 #[test]
 fn gos_file_is_read_and_written_byte_for_byte() {
     let (_guard, cache) = cache_with(&[("n-c1-eth0", GO)]);
-    let entry = cache.find(KEY).unwrap().unwrap();
+    let entry = cache.find(&id()).unwrap().unwrap();
     assert_eq!(entry.config, br#"{"name":"n","plugins":[]}"#);
     assert_eq!(entry.attachment.netns, "/run/netns/x");
     assert_eq!(entry.attachment.args[1], ("IP".to_owned(), "1.2.3.4".to_owned()));
     assert!(entry.attachment.capability_args.get_exact("portMappings").is_some());
     cache.write(&entry).unwrap();
-    assert_eq!(fs::read_to_string(cache.path(KEY).unwrap()).unwrap(), GO);
+    assert_eq!(fs::read_to_string(cache.path(&id()).unwrap()).unwrap(), GO);
 }
 
 #[test]
 fn what_is_empty_is_left_out_as_go_does_and_all_is_one_line() {
     let (_guard, cache) = cache();
-    let mut entry = entry(KEY);
+    let mut entry = entry(id());
     entry.result = Some(RawValue::from_string("{\n  \"cniVersion\": \"1.0.0\"\n}".to_owned()).unwrap());
     cache.write(&entry).unwrap();
     assert_eq!(
-        fs::read_to_string(cache.path(KEY).unwrap()).unwrap(),
+        fs::read_to_string(cache.path(&id()).unwrap()).unwrap(),
         r#"{"kind":"cniCacheV1","containerId":"c1","config":"e30=","ifName":"eth0","networkName":"n","result":{"cniVersion":"1.0.0"}}"#
     );
 }
@@ -65,9 +64,9 @@ fn what_is_empty_is_left_out_as_go_does_and_all_is_one_line() {
 #[test]
 fn only_root_reads_it_and_no_temporary_file_stays() {
     let (_guard, cache) = cache();
-    cache.write(&entry(KEY)).unwrap();
+    cache.write(&entry(id())).unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!((mode(&cache.folder), mode(&cache.path(KEY).unwrap())), (0o700, 0o600));
+    assert_eq!((mode(&cache.folder), mode(&cache.path(&id()).unwrap())), (0o700, 0o600));
     assert_eq!(fs::read_dir(cache.own_folder()).unwrap().count(), 0);
 }
 
@@ -75,8 +74,8 @@ fn only_root_reads_it_and_no_temporary_file_stays() {
 fn a_bare_result_of_old_is_understood() {
     let old = r#"{"cniVersion":"0.4.0","ips":[{"version":"4","address":"10.1.2.3/24"}],"dns":{}}"#;
     let (_guard, cache) = cache_with(&[("n-c1-eth0", old)]);
-    let entry = cache.find(KEY).unwrap().unwrap();
-    assert_eq!(entry.key(), KEY);
+    let entry = cache.find(&id()).unwrap().unwrap();
+    assert_eq!(entry.id(), id());
     assert_eq!(entry.result_as(Version::V0_4_0).unwrap().unwrap().get(), old);
     let newer = entry.result_as(Version::V1_0_0).unwrap().unwrap();
     assert_eq!(newer.get(), r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.2.3/24"}]}"#);
@@ -85,16 +84,16 @@ fn a_bare_result_of_old_is_understood() {
 
 #[test]
 fn a_shared_file_name_belongs_to_whom_its_content_says() {
-    let mine = Key { network: "a", container_id: "b-c", ifname: "eth0" };
-    let other = Key { network: "a-b", container_id: "c", ifname: "eth0" };
+    let mine = AttachmentId::new("a", "b-c", "eth0");
+    let other = AttachmentId::new("a-b", "c", "eth0");
     let (_guard, cache) = cache();
-    cache.write(&entry(other)).unwrap();
-    assert_eq!(cache.path(mine).unwrap(), cache.path(other).unwrap());
-    assert!(cache.find(mine).unwrap().is_none());
-    let error = cache.reserve(mine).unwrap_err();
+    cache.write(&entry(other.clone())).unwrap();
+    assert_eq!(cache.path(&mine).unwrap(), cache.path(&other).unwrap());
+    assert!(cache.find(&mine).unwrap().is_none());
+    let error = cache.reserve(&mine).unwrap_err();
     assert!(error.code() == Code::CONFLICT && error.msg().ends_with("eth0 of container c in network a-b"), "{error}");
-    cache.purge(mine).unwrap();
-    assert!(cache.find(other).unwrap().is_some());
+    cache.purge(&mine).unwrap();
+    assert!(cache.find(&other).unwrap().is_some());
     assert_eq!((cache.list("a").unwrap().entries.len(), cache.list("a-b").unwrap().entries.len()), (0, 1));
 }
 
@@ -103,9 +102,12 @@ fn keys_cannot_leave_the_folder() {
     let (_guard, cache) = cache();
     for (network, container_id, ifname) in [("../n", "c", "e"), ("n", "../c", "e"), ("n", "c", "../e"), (".", "c", "e")]
     {
-        assert!(cache.path(Key { network, container_id, ifname }).is_err(), "{network} {container_id} {ifname}");
+        assert!(
+            cache.path(&AttachmentId::new(network, container_id, ifname)).is_err(),
+            "{network} {container_id} {ifname}"
+        );
     }
-    let error = cache.path(Key { network: "", container_id: "c", ifname: "" }).unwrap_err();
+    let error = cache.path(&AttachmentId::new("", "c", "")).unwrap_err();
     let expected = r#"cache file path requires network name (""), container ID ("c"), and interface name ("")"#;
     assert_eq!(error.msg(), expected);
 }
@@ -114,9 +116,9 @@ fn keys_cannot_leave_the_folder() {
 fn a_key_too_long_for_a_file_name_is_not_remembered() {
     let (_guard, cache) = cache_with(&[]);
     let long = "c".repeat(300);
-    let key = Key { container_id: &long, ..KEY };
-    assert!(cache.find(key).unwrap().is_none());
-    cache.purge(key).unwrap();
+    let key = AttachmentId::new("n", &long, "eth0");
+    assert!(cache.find(&key).unwrap().is_none());
+    cache.purge(&key).unwrap();
     assert!(cache.write(&entry(key)).is_err());
 }
 
@@ -128,20 +130,20 @@ fn damaged_files_are_told_and_left_alone() {
         ("n-c3-eth0.bak", GO),
         ("n2-c1-eth0", "garbage of another network"),
     ]);
-    assert_eq!(cache.find(KEY).unwrap_err().code(), Code::DECODE);
+    assert_eq!(cache.find(&id()).unwrap_err().code(), Code::DECODE);
     let listing = cache.list("n").unwrap();
     assert_eq!((listing.entries.len(), listing.problems.len()), (0, 3), "{listing:?}");
-    cache.purge(KEY).unwrap();
-    assert!(!cache.path(KEY).unwrap().exists());
+    cache.purge(&id()).unwrap();
+    assert!(!cache.path(&id()).unwrap().exists());
 }
 
 #[test]
 fn errors_of_the_folder_are_told_and_its_absence_is_none() {
     let (guard, cache) = cache();
     assert!(cache.list("n").unwrap().entries.is_empty());
-    cache.purge(KEY).unwrap();
+    cache.purge(&id()).unwrap();
     fs::write(guard.path().join("cni"), "a file").unwrap();
-    assert_eq!(cache.reserve(KEY).unwrap_err().code(), Code::IO);
+    assert_eq!(cache.reserve(&id()).unwrap_err().code(), Code::IO);
     assert!(cache.list("n").is_err());
 }
 
@@ -155,13 +157,13 @@ fn what_a_crash_left_is_used_again_or_cleaned_but_never_anothers_live_file() {
         "half an entry that is much longer than the next one, so that a tail would show ".repeat(9),
     )
     .unwrap();
-    cache.write(&entry(KEY)).unwrap();
-    assert!(cache.find(KEY).unwrap().is_some());
+    cache.write(&entry(id())).unwrap();
+    assert!(cache.find(&id()).unwrap().is_some());
     assert!(!own.join("slot-0").exists());
 
     let (_live, path) = lock_slot(&own).unwrap();
     fs::write(own.join("slot-1"), "dead").unwrap();
-    cache.write(&entry(Key { container_id: "c2", ..KEY })).unwrap();
+    cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
     fs::write(own.join("slot-2"), "dead").unwrap();
     cache.clean().unwrap();
     assert!(path.exists() && !own.join("slot-1").exists() && !own.join("slot-2").exists());
@@ -171,18 +173,18 @@ fn what_a_crash_left_is_used_again_or_cleaned_but_never_anothers_live_file() {
 fn what_is_no_regular_file_is_never_waited_for() {
     let (_guard, cache) = cache();
     make_folder(&cache.own_folder()).unwrap();
-    let (path, own) = (cache.path(KEY).unwrap(), cache.own_folder());
+    let (path, own) = (cache.path(&id()).unwrap(), cache.own_folder());
     let slots = [own.join("slot-0"), own.join("slot-1")];
     fs::create_dir(&slots[1]).unwrap();
     assert!(std::process::Command::new("mkfifo").args([&path, &slots[0]]).status().unwrap().success());
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let found = cache.find(KEY).unwrap_err();
+        let found = cache.find(&id()).unwrap_err();
         let listing = cache.list("n").unwrap();
         cache.clean().unwrap();
-        cache.write(&entry(Key { container_id: "c2", ..KEY })).unwrap();
-        cache.reserve(KEY).unwrap();
-        cache.purge(KEY).unwrap();
+        cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
+        cache.reserve(&id()).unwrap();
+        cache.purge(&id()).unwrap();
         sender.send((found, listing, cache.list("n").unwrap())).unwrap();
     });
     let (found, before, after) = receiver.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
@@ -195,26 +197,26 @@ fn what_is_no_regular_file_is_never_waited_for() {
 #[test]
 fn a_link_out_of_the_folder_is_not_followed() {
     let (guard, cache) = cache_with(&[("n-c1-eth0", GO)]);
-    let (path, outside) = (cache.path(KEY).unwrap(), guard.path().join("outside"));
-    cache.find(KEY).unwrap().expect("an entry");
+    let (path, outside) = (cache.path(&id()).unwrap(), guard.path().join("outside"));
+    cache.find(&id()).unwrap().expect("an entry");
     fs::rename(&path, &outside).unwrap();
     std::os::unix::fs::symlink(&outside, &path).unwrap();
-    assert_eq!(cache.find(KEY).unwrap_err().code(), Code::DECODE);
+    assert_eq!(cache.find(&id()).unwrap_err().code(), Code::DECODE);
     let listing = cache.list("n").unwrap();
     assert_eq!((listing.entries.len(), listing.problems.len()), (0, 1), "{listing:?}");
-    cache.write(&entry(KEY)).unwrap();
-    assert!(cache.find(KEY).unwrap().is_some() && path.symlink_metadata().unwrap().is_file());
+    cache.write(&entry(id())).unwrap();
+    assert!(cache.find(&id()).unwrap().is_some() && path.symlink_metadata().unwrap().is_file());
     assert_eq!(fs::read_to_string(&outside).unwrap(), GO);
 }
 
 #[test]
 fn a_file_far_too_long_is_garbage() {
     let (_guard, cache) = cache_with(&[("n-c1-eth0", "")]);
-    let path = cache.path(KEY).unwrap();
+    let path = cache.path(&id()).unwrap();
     File::create(&path).unwrap().set_len(LONGEST + 1).unwrap();
-    let error = cache.find(KEY).unwrap_err();
+    let error = cache.find(&id()).unwrap_err();
     assert!(error.code() == Code::DECODE && error.msg().ends_with("it is longer than 64 MiB"), "{error}");
-    cache.purge(KEY).unwrap();
+    cache.purge(&id()).unwrap();
     assert!(!path.exists());
 }
 
@@ -227,7 +229,7 @@ fn writers_at_once_never_mix_their_entries() {
             scope.spawn(move || {
                 for round in 0..50 {
                     let id = format!("c{thread}x{round}");
-                    let mut entry = entry(Key { container_id: &id, ..KEY });
+                    let mut entry = entry(AttachmentId::new("n", &id, "eth0"));
                     entry.config = vec![b'x'; 100 * (thread + 1)];
                     cache.write(&entry).unwrap();
                 }

@@ -5,7 +5,7 @@
 
 use serde_json::value::RawValue;
 
-use super::cache::{Entry, Key, Listing, in_version};
+use super::cache::{Entry, Listing, in_version};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::plugin::{Variables, blame};
@@ -39,7 +39,7 @@ impl Runtime<'_> {
         for plugin in list.plugins() {
             find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| blame(plugin, "add", error))?;
         }
-        self.cache.reserve(key(list, attachment))?;
+        self.cache.reserve(&attachment.id(list.name()))?;
 
         let mut result = None;
         let outcome = self.add_plugins(list, attachment, version, &mut result).and_then(|()| {
@@ -90,7 +90,7 @@ impl Runtime<'_> {
         if list.disable_check() {
             return Ok(());
         }
-        let cached = self.cache.find(key(list, attachment)).and_then(|entry| previous(entry.as_ref(), version));
+        let cached = self.cache.find(&attachment.id(list.name())).and_then(|entry| previous(entry.as_ref(), version));
         let cached = cached
             .map_err(|error| error.context(format_args!("failed to get network {:?} cached result", list.name())))?;
         for plugin in list.plugins() {
@@ -107,17 +107,17 @@ impl Runtime<'_> {
     /// noted and not used.
     pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
         let version = check_call(list, attachment)?;
-        let key = key(list, attachment);
+        let id = attachment.id(list.name());
         let cached = match version {
             // Older plugins were never promised one.
             Version::V0_1_0 | Version::V0_2_0 | Version::V0_3_0 | Version::V0_3_1 => None,
-            _ => self.cache.find(key).and_then(|entry| previous(entry.as_ref(), version)).unwrap_or_else(|error| {
+            _ => self.cache.find(&id).and_then(|entry| previous(entry.as_ref(), version)).unwrap_or_else(|error| {
                 self.notes.note(format_args!("DEL goes on without the cached result: {error}"));
                 None
             }),
         };
         self.del_plugins(list, attachment, cached.as_deref(), on_error)?;
-        self.cache.purge(key)
+        self.cache.purge(&id)
     }
 
     fn del_plugins(
@@ -246,10 +246,6 @@ fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
         }
     }
     first.with_details(lines.join("\n"))
-}
-
-fn key<'a>(list: &'a NetworkList, attachment: &'a Attachment) -> Key<'a> {
-    Key { network: list.name(), container_id: &attachment.container_id, ifname: &attachment.ifname }
 }
 
 /// Refuses what every plugin would refuse, before one of them has done anything.

@@ -12,7 +12,7 @@ mod folder;
 
 use cni::json::Json;
 use cni::skel::Call;
-use cni::{Code, Error, Result};
+use cni::{AttachmentId, Code, Error, Result};
 use cni_linux::{Link, Netns};
 use serde::{Deserialize, Serialize};
 
@@ -147,8 +147,7 @@ pub(crate) fn boot_id() -> Result<String> {
 impl Attachment {
     /// Whether it names another attachment than the call's: container, interface and network.
     pub(crate) fn is_foreign_to(&self, call: &Call<'_>) -> bool {
-        (self.container_id.as_str(), self.ifname.as_str(), self.network.as_str())
-            != (call.container_id.as_str(), call.ifname.as_str(), call.conf.name())
+        AttachmentId::new(&self.network, &self.container_id, &self.ifname) != call.attachment()
     }
 }
 

@@ -6,7 +6,7 @@ use super::*;
 
 const NONE: [&str; 0] = [];
 
-fn c1() -> Mark {
+fn c1() -> AttachmentId {
     mark("c1", "eth0")
 }
 
@@ -177,9 +177,9 @@ fn after_go_has_flushed_the_chain_of_two_the_rest_still_goes() {
 fn two_networks_of_one_container_do_not_touch_each_other() {
     with_each(|rig| {
         rig.ensure(&c1(), &[NET4]);
-        rig.ensure(&Mark::new("net2", "c1", "eth1"), &["10.99.0.2/24"]);
+        rig.ensure(&AttachmentId::new("net2", "c1", "eth1"), &["10.99.0.2/24"]);
         rig.purge(&c1(), &[]);
-        assert_eq!(rig.missing(&Mark::new("net2", "c1", "eth1"), &["10.99.0.2/24"]), NONE);
+        assert_eq!(rig.missing(&AttachmentId::new("net2", "c1", "eth1"), &["10.99.0.2/24"]), NONE);
         assert!(!rig.saved().iter().any(|line| line.contains("10.88")));
     });
 }
@@ -188,7 +188,7 @@ fn two_networks_of_one_container_do_not_touch_each_other() {
 fn networks_with_one_hash_do_not_touch_each_other() {
     with_each(|rig| {
         // Go joins both names without a mark between them.
-        let (one, other) = (Mark::new("ab", "c", "eth0"), Mark::new("a", "bc", "eth0"));
+        let (one, other) = (AttachmentId::new("ab", "c", "eth0"), AttachmentId::new("a", "bc", "eth0"));
         assert_eq!(iptables::chain_name("ab", "c"), iptables::chain_name("a", "bc"));
         rig.ensure(&one, &[NET4]);
         rig.ensure(&other, &["10.99.0.2/24"]);
@@ -273,7 +273,7 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         rig.ensure(&c1(), &[NET4]);
         rig.ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
         rig.ensure(&mark("c2", "eth0"), &["10.88.0.4/24", NET6]);
-        rig.ensure(&Mark::new("net2", "c2", "eth0"), &["10.99.0.2/24"]);
+        rig.ensure(&AttachmentId::new("net2", "c2", "eth0"), &["10.99.0.2/24"]);
         rig.iptables("-t nat -N CNI-0123456789abcdef01234567");
         rig.iptables("-t nat -A POSTROUTING -s 10.7.7.7 -j CNI-0123456789abcdef01234567");
         rig.gc(&[("c1", "eth1"), ("g1", "eth9")]);
@@ -299,7 +299,7 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
 fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
     with_each(|rig| {
         let crowd = cni_testkit::crowd(50);
-        let all = |work: &(dyn Fn(&Mark, &str) + Sync)| {
+        let all = |work: &(dyn Fn(&AttachmentId, &str) + Sync)| {
             thread::scope(|scope| {
                 for number in 0..crowd {
                     scope.spawn(move || work(&mark(&format!("c{number}"), "eth0"), &format!("10.88.1.{number}/16")));

@@ -7,11 +7,11 @@ use crate::play::{nft, on_a_host, ruleset};
 
 const KEY: &str = "net, if: eth0, id: c1";
 
-fn ensure(mark: &Mark, addresses: &[&str]) {
+fn ensure(mark: &AttachmentId, addresses: &[&str]) {
     nftables::ensure(mark, &cidrs(addresses), &RefCell::default()).unwrap();
 }
 
-fn purge(mark: &Mark) {
+fn purge(mark: &AttachmentId) {
     nftables::purge(&mut Nft::open().unwrap(), mark).unwrap();
 }
 
@@ -112,7 +112,7 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         for (container, ifname) in [("c1", "eth0"), ("c1", "eth1"), ("c2", "eth0")] {
             ensure(&mark(container, ifname), &[NET4, NET6]);
         }
-        ensure(&Mark::new("net2", "c2", "eth0"), &[NET4]);
+        ensure(&AttachmentId::new("net2", "c2", "eth0"), &[NET4]);
         nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"somebody's\"");
         // The key, but not where a key is.
         let key = rules().iter().find_map(|rule| Some(rule.split("comment \"").nth(1)?[..33].to_owned())).unwrap();

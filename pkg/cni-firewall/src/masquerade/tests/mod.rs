@@ -23,8 +23,8 @@ fn cidrs(texts: &[&str]) -> Vec<Cidr> {
     texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
-fn mark(container: &str, ifname: &str) -> Mark {
-    Mark::new("net", container, ifname)
+fn mark(container: &str, ifname: &str) -> AttachmentId {
+    AttachmentId::new("net", container, ifname)
 }
 
 /// A host whose owner has chosen one variant of iptables.
@@ -96,18 +96,18 @@ impl Rig {
     }
 
     #[track_caller]
-    fn ensure(&self, mark: &Mark, addresses: &[&str]) {
+    fn ensure(&self, mark: &AttachmentId, addresses: &[&str]) {
         self.masquerade(|masquerade| masquerade.ensure(mark, None, &cidrs(addresses), &Former::default()).unwrap());
     }
 
     #[track_caller]
-    fn purge(&self, mark: &Mark, addresses: &[&str]) {
+    fn purge(&self, mark: &AttachmentId, addresses: &[&str]) {
         let addresses: Vec<IpAddr> = addresses.iter().map(|address| address.parse().unwrap()).collect();
         self.masquerade(|masquerade| masquerade.purge(mark, &addresses).unwrap());
     }
 
     #[track_caller]
-    fn missing(&self, mark: &Mark, addresses: &[&str]) -> Vec<String> {
+    fn missing(&self, mark: &AttachmentId, addresses: &[&str]) -> Vec<String> {
         self.masquerade(|masquerade| masquerade.check(mark, &cidrs(addresses)).unwrap())
     }
 

@@ -16,8 +16,8 @@ use cni::rollback::Notes;
 use super::conflict::Judge;
 use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat, older_mapping};
 use crate::iptables::{Chains, Edit, FAMILIES, Iptables, Rule, Table, Variant};
+use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 mod check;
@@ -158,7 +158,7 @@ impl<'m> IptablesPortMap<'m> {
     /// Removes whatever there is of the attachment, in both families and variants, whoever made it. `addresses` are the
     /// container's as far as they are known; they decide on rules that name the container alone, which without an address
     /// of their family all go. No process where nothing is found by netlink and there is no legacy table.
-    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Removal {
+    pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let (chain, old) = (shape::chain(mark), shape::snat_chain(mark));
         self.everywhere(&[&chain, &old], |nat, edit| {
             let family = nat.family();
@@ -179,16 +179,16 @@ impl<'m> IptablesPortMap<'m> {
 
     /// Removes what names `network` and none of the valid attachments: ours by its marker, Go's by the comment on the way
     /// to it, which names the container.
-    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
-        let aliases: Vec<String> = valid.iter().map(Mark::alias).collect();
-        let prefix = Mark::network_prefix(network);
+    pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
+        let aliases: Vec<String> = valid.iter().map(AttachmentId::alias).collect();
+        let prefix = AttachmentId::network_prefix(network);
         self.everywhere(&[DNAT], |nat, edit| {
             let mut claims = Vec::new();
             for chain in nat.names(shape::PREFIX)? {
                 claims.extend(plan_removal(nat, edit, &chain, |section, named| match section.alias() {
                     Some(alias) => alias.starts_with(&prefix) && !aliases.iter().any(|valid| valid == alias),
                     None => named.as_ref().is_some_and(|named| {
-                        named.iter().all(|(of, id)| of == network && !valid.iter().any(|mark| mark.container == *id))
+                        named.iter().all(|(of, id)| of == network && !valid.iter().any(|mark| mark.container_id == *id))
                     }),
                 })?);
             }
@@ -197,7 +197,7 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// Whether there is anything of the attachment.
-    pub fn holds(&mut self, mark: &Mark) -> Result<bool> {
+    pub fn holds(&mut self, mark: &AttachmentId) -> Result<bool> {
         let chain = shape::chain(mark);
         for family in FAMILIES {
             for variant in self.iptables.holders(family, &[&chain])? {
@@ -254,13 +254,13 @@ impl<'m> IptablesPortMap<'m> {
 type Named = Option<Vec<(String, String)>>;
 
 /// Whether a section is the attachment's, or could be.
-fn belongs(section: &Section, named: &Named, mark: &Mark) -> bool {
+fn belongs(section: &Section, named: &Named, mark: &AttachmentId) -> bool {
     match section.alias() {
         Some(alias) => alias == mark.alias(),
         // Without a separator in the key two containers can share a chain; a way that names another is proof.
         None => named
             .as_ref()
-            .is_none_or(|named| named.iter().any(|(network, id)| *network == mark.network && *id == mark.container)),
+            .is_none_or(|named| named.iter().any(|(network, id)| *network == mark.network && *id == mark.container_id)),
     }
 }
 

@@ -11,8 +11,8 @@ use super::super::{Claim, Forwarding, Holder};
 use super::shape::{self, DNAT, Group, Jump, Section};
 use super::{Chains, Plan, is_needed};
 use crate::iptables::Rule;
+use cni::AttachmentId;
 use cni_linux::error::Result;
-use cni_linux::mark::Mark;
 
 /// Plans the removal of dead containers' rules for the wanted ports and to the container's address;
 /// stops at a living container that has a wanted port. `ways` are the rules of [`DNAT`] about the
@@ -110,7 +110,7 @@ fn displace_of(
 /// A chain of another container.
 struct Theirs<'t> {
     chain: &'t str,
-    mark: &'t Mark,
+    mark: &'t AttachmentId,
     /// The address of this container.
     address: IpAddr,
     /// The network and container that the way to the chain names.
@@ -131,13 +131,13 @@ impl<'t> Theirs<'t> {
     fn holder(&self, section: &Section, group: &Group, claims: &[Claim]) -> Option<Holder> {
         let claim = group.claim?;
         let concerns = claim.container.ip() == self.address || claims.iter().any(|wanted| wanted.overlaps(&claim));
-        let marked = section.alias().and_then(Mark::parse);
+        let marked = section.alias().and_then(AttachmentId::parse);
         let container = match (self.named, marked.as_ref()) {
             (Some((_, id)), _) => Some(id),
-            (None, Some(marked)) => marked.container.as_deref(),
+            (None, Some(marked)) => marked.container_id.as_deref(),
             (None, None) => None,
         };
-        if !concerns || container == Some(self.mark.container.as_str()) {
+        if !concerns || container == Some(self.mark.container_id.as_str()) {
             return None;
         }
         let network = marked.as_ref().map(|marked| marked.network.as_str()).or(self.named.map(|(network, _)| network));

@@ -22,8 +22,8 @@ use cni::hash::sha512_hex;
 
 use super::super::{Claim, Forwarding, Mapping, Protocol, SetMark, Snat};
 use crate::iptables::Rule;
+use cni::AttachmentId;
 use cni::Cidr;
-use cni_linux::mark::Mark;
 
 pub(crate) const DNAT: &str = "CNI-HOSTPORT-DNAT";
 pub(super) const SETMARK: &str = "CNI-HOSTPORT-SETMARK";
@@ -44,19 +44,19 @@ fn words<const N: usize>(words: [&str; N]) -> Words {
     words.map(str::to_owned).to_vec()
 }
 
-fn name(prefix: &str, mark: &Mark) -> String {
+fn name(prefix: &str, mark: &AttachmentId) -> String {
     const LEN: usize = 28;
     let digits = LEN.saturating_sub(prefix.len());
-    format!("{prefix}{}", sha512_hex(&[mark.network.as_bytes(), mark.container.as_bytes()], digits))
+    format!("{prefix}{}", sha512_hex(&[mark.network.as_bytes(), mark.container_id.as_bytes()], digits))
 }
 
 /// The container's own chain.
-pub(super) fn chain(mark: &Mark) -> String {
+pub(super) fn chain(mark: &AttachmentId) -> String {
     name(PREFIX, mark)
 }
 
 /// What very old releases of Go had beside it.
-pub(super) fn snat_chain(mark: &Mark) -> String {
+pub(super) fn snat_chain(mark: &AttachmentId) -> String {
     name("CNI-SN-", mark)
 }
 
@@ -86,8 +86,8 @@ pub(super) fn set_mark(mark_bit: u8) -> Words {
 }
 
 /// The comment of a container's rules in [`DNAT`].
-pub(crate) fn comment(mark: &Mark) -> String {
-    let mut comment = format!("dnat name: \"{}\" id: \"{}\"", mark.network, mark.container);
+pub(crate) fn comment(mark: &AttachmentId) -> String {
+    let mut comment = format!("dnat name: \"{}\" id: \"{}\"", mark.network, mark.container_id);
     if comment.len() > COMMENT_MAX {
         // Go puts three dots, of which this is what the kernel keeps, and its CHECK compares.
         comment = comment.chars().take(COMMENT_MAX - 2).collect::<String>() + "..";
@@ -152,7 +152,7 @@ impl Jump {
 }
 
 /// The rule that says whose the rules after it are. `link` is the host's end that bears the mark, if there is one.
-pub(super) fn marker(mark: &Mark, link: Option<&str>) -> Words {
+pub(super) fn marker(mark: &AttachmentId, link: Option<&str>) -> Words {
     let mut marker = link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &mark.alias()]));
     marker
@@ -272,7 +272,8 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut marked: Vec<Section> = Vec::new();
     let mut pending: Vec<Rule> = Vec::new();
     for rule in rules {
-        let is_marker = rule.target().is_none() && rule.comment().is_some_and(|text| Mark::parse(text).is_some());
+        let is_marker =
+            rule.target().is_none() && rule.comment().is_some_and(|text| AttachmentId::parse(text).is_some());
         if !is_marker {
             pending.push(rule.clone());
             if rule.target() != Some("DNAT") {
@@ -317,16 +318,16 @@ mod tests {
 
     #[test]
     fn names_are_go_s() {
-        assert_eq!(chain(&Mark::new("pmnet", "p1", "eth0")), "CNI-DN-810dc0762a76503af332b");
-        assert_eq!(snat_chain(&Mark::new("pmnet", "p1", "eth1")), "CNI-SN-810dc0762a76503af332b");
+        assert_eq!(chain(&AttachmentId::new("pmnet", "p1", "eth0")), "CNI-DN-810dc0762a76503af332b");
+        assert_eq!(snat_chain(&AttachmentId::new("pmnet", "p1", "eth1")), "CNI-SN-810dc0762a76503af332b");
     }
 
     #[test]
     fn a_comment_is_read_back_unless_it_was_cut() {
-        let mark = Mark::new("net", "c1", "eth0");
+        let mark = AttachmentId::new("net", "c1", "eth0");
         assert_eq!(comment(&mark), r#"dnat name: "net" id: "c1""#);
         assert_eq!(read_comment(&comment(&mark)), Some(("net", "c1")));
-        let long = comment(&Mark::new("net", "x".repeat(300), "eth0"));
+        let long = comment(&AttachmentId::new("net", "x".repeat(300), "eth0"));
         assert_eq!((long.len(), read_comment(&long)), (COMMENT_MAX, None));
         assert!(long.ends_with("x..") && !long.ends_with("..."), "{long}");
     }

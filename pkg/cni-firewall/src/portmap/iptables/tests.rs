@@ -120,7 +120,7 @@ fn with_legacy(body: impl FnOnce() + Send) {
 
 fn forwarding() -> Forwarding {
     Forwarding {
-        mark: Mark::new("net", "c", "eth0"),
+        mark: AttachmentId::new("net", "c", "eth0"),
         containers: vec!["10.9.0.2/16".parse().unwrap()],
         mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: 8080, container_port: 80 }],
         snat: Snat::Hairpin,

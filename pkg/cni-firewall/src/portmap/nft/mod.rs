@@ -19,8 +19,8 @@ use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
 use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
+use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::mark::Mark;
 use cni_linux::route::Family;
 
 mod check;
@@ -212,7 +212,7 @@ impl NftPortMap {
     /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
     /// are the container's as far as they are known; they decide on rules that name the container alone, which without
     /// an address of their family all go. Nothing there, or a kernel without nf_tables: that is fine.
-    pub fn purge(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Removal {
+    pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(mark);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
         // A rule that names no attachment and leads elsewhere shows that the container has another
@@ -229,7 +229,7 @@ impl NftPortMap {
     /// Removes every rule that names `network` and none of the valid attachments. Reports the
     /// mappings that name no network, which Go's plugin made, unless their container is one of the
     /// valid ones: their network is unknown.
-    pub fn collect_garbage(&mut self, network: &str, valid: &[Mark]) -> Removal {
+    pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
         let mut left = BTreeSet::new();
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
@@ -291,7 +291,7 @@ impl NftPortMap {
     }
 
     /// Whether there is any rule of the attachment.
-    pub fn holds(&mut self, mark: &Mark, addresses: &[IpAddr]) -> Result<bool> {
+    pub fn holds(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(mark);
         for family in FAMILIES {
             for chain in CONTAINERS {

@@ -8,7 +8,7 @@ use crate::testing::machine;
 fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwarding {
     let cidr = |text: String| text.parse().unwrap();
     Forwarding {
-        mark: Mark::new("net", container, ifname),
+        mark: AttachmentId::new("net", container, ifname),
         containers: vec![cidr(format!("10.9.0.{number}/16")), cidr(format!("fd00:9::{number}/64"))],
         mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: port, container_port: 80 }],
         snat: Snat::Hairpin,
@@ -45,7 +45,7 @@ fn every_verb_is_one_transaction_or_none() {
             work(&mut backend);
             backend.nft.generation().unwrap().0 - before
         };
-        let purge = |backend: &mut NftPortMap| drop(claims(backend.purge(&Mark::new("net", "c", "eth0"), &[])));
+        let purge = |backend: &mut NftPortMap| drop(claims(backend.purge(&AttachmentId::new("net", "c", "eth0"), &[])));
         let add =
             |wanted: Forwarding| move |backend: &mut NftPortMap| drop(backend.ensure(&machine(), &wanted).unwrap());
         assert_eq!(transactions(&purge), 0);
