@@ -51,6 +51,18 @@ pub(super) const REFUSED: &[Explanation] = &[
         },
     },
     Explanation {
+        name: "a refused ADD leaves shared chains of iptables",
+        reason: "docs/plugins/portmap.md, What it leaves: CNI-HOSTPORT-DNAT, -SETMARK and -MASQ and the rules that lead there",
+        covers: |_, it| {
+            let rules = it.ours.as_deref().unwrap_or_default();
+            let leads_there = rules.lines().all(|rule| rule.contains("-j CNI-HOSTPORT-"));
+            left(it)
+                && it.expected.is_none()
+                && it.key.contains("tables")
+                && (it.key.contains("/CNI-HOSTPORT-") && !rules.contains("CNI-DN-") || leads_there)
+        },
+    },
+    Explanation {
         name: "a refused ADD leaves the gateway",
         reason: "differences, the protocol: a failed ADD leaves nothing but the bridge, its gateway addresses and forwarding",
         covers: |_, it| {
