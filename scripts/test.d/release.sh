@@ -20,6 +20,12 @@ release_part() {
     step "release: 32 bits and big-endian compile" release_check armv7-unknown-linux-gnueabihf s390x-unknown-linux-gnu
     step "release: amd64" release_build --arch amd64 ${others[@]:+--verify} || return 0
     step "release: unpacked, installed, rolled back" release_archive
+    step "release: one program for all names" release_multicall
+    # The whole suite before a release, the protocol in each run.
+    local filter=(protocol::)
+    [ ${#others[@]} = 0 ] || filter=()
+    tests "release: conformance, one program for all names" "$work/multicall" \
+        env CNI_BIN_DIR="$work/unpacked-multicall" cargo test --locked --offline --workspace --test suite ${filter[@]+"${filter[@]}"}
     step "release: Debian package in and out" release_package
     step "release: Kubernetes manifest and its command" release_kubernetes
     for arch in arm64 ${others[@]+"${others[@]}"}; do
@@ -82,6 +88,23 @@ release_archive() (
     ./cni-install status --dest "$work/node"
     ./cni-install rollback --dest "$work/node"
     diff -r "$CNI_GO_BIN_DIR" "$work/node"
+)
+
+release_multicall() (
+    set -e
+    mkdir "$work/unpacked-multicall"
+    tar -xzf "$release_out"/cni-plugins-multicall-linux-amd64-v*.tgz -C "$work/unpacked-multicall"
+    cd "$work/unpacked-multicall"
+    sha256sum --quiet -c SHA256SUMS
+    plugins=$(sed 's/.*  //' SHA256SUMS)
+    # shellcheck disable=SC2086 # a list of words on purpose
+    [ "$(stat -c %i $plugins | sort -u | wc -l)" = 1 ]
+    [ "$(stat -c %s bridge)" -lt 5242880 ]
+    [ "$plugins" = "$(sed 's/.*  //' "$(release_unpack amd64)/SHA256SUMS")" ]
+    ln bridge no-plugin
+    ! CNI_COMMAND=VERSION ./no-plugin </dev/null 2>no-plugin.err
+    grep -q "no-plugin: no plugin has this name" no-plugin.err
+    rm no-plugin no-plugin.err
 )
 
 release_package() {

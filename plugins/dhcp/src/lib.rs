@@ -7,8 +7,10 @@ mod conf;
 pub mod daemon;
 mod record;
 
+use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use cni::config::{NetConf, ValidAttachments};
@@ -24,6 +26,15 @@ use record::Records;
 
 /// Longer than a daemon tries to get a lease, unless its flags say otherwise: then the runtime's patience ends the wait.
 const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Runs the daemon if the first of the program's arguments is `daemon`, otherwise the plugin.
+pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let mut args = args.map(|arg| arg.to_string_lossy().into_owned());
+    match args.next().as_deref() {
+        Some("daemon") => daemon::run(args.collect()),
+        _ => cni_plugin::process::run(&Dhcp),
+    }
+}
 
 /// The plugin.
 #[derive(Clone, Copy, Debug)]

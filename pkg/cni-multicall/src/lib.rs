@@ -1,0 +1,31 @@
+//! The table of all plugins. The program of this crate runs each of them; cnitool reads configurations with them.
+
+use cni::skel::Plugin;
+use cni_plugin::InterfacePlugin;
+
+/// Every plugin, in the order of the names. One more line here, and the program has it and `cnitool validate` covers it.
+pub const PLUGINS: &[&dyn Plugin] = &[
+    &plugin_bandwidth::Bandwidth,
+    &InterfacePlugin(plugin_bridge::Bridge),
+    &plugin_dhcp::Dhcp,
+    &InterfacePlugin(plugin_dummy::Dummy),
+    &plugin_firewall::Firewall,
+    &InterfacePlugin(plugin_host_device::HostDevice),
+    &plugin_host_local::HostLocal,
+    &InterfacePlugin(plugin_ipvlan::Ipvlan),
+    &plugin_loopback::Loopback,
+    &InterfacePlugin(plugin_macvlan::Macvlan),
+    &plugin_portmap::Portmap,
+    &InterfacePlugin(plugin_ptp::Ptp),
+    &plugin_sbr::Sbr,
+    &plugin_static::Static,
+    &InterfacePlugin(plugin_tap::TapPlugin),
+    &plugin_tuning::Tuning,
+    &InterfacePlugin(plugin_vlan::Vlan),
+    &plugin_vrf::Vrf,
+];
+
+/// Returns the plugin of that name, unless it is another project's.
+pub fn find(name: &str) -> Option<&'static dyn Plugin> {
+    PLUGINS.iter().copied().find(|plugin| plugin.name() == name)
+}

@@ -1,0 +1,30 @@
+//! All plugins in one program: the name that it is called by chooses the plugin.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::ExitCode;
+
+use cni::skel::Plugin;
+
+/// The exit status of a call without a plugin's name.
+const USAGE: u8 = 2;
+
+// Not `cni_plugin::main!`: its allocator never gives memory back, and the DHCP daemon lives long.
+fn main() -> ExitCode {
+    let mut args = std::env::args_os();
+    let name = args.next().unwrap_or_default();
+    let name = Path::new(&name).file_name().unwrap_or_default().to_string_lossy();
+    match cni_multicall::find(&name) {
+        Some(_) if name == "dhcp" => plugin_dhcp::run(args),
+        Some(plugin) => cni_plugin::process::run(plugin),
+        None => {
+            let names: Vec<&str> = cni_multicall::PLUGINS.iter().map(|plugin: &&dyn Plugin| plugin.name()).collect();
+            let _ = writeln!(
+                std::io::stderr(),
+                "{name}: no plugin has this name. Call the program by a hard link that is named {}",
+                names.join(", ")
+            );
+            ExitCode::from(USAGE)
+        }
+    }
+}
