@@ -42,7 +42,8 @@ pub(super) const RULES: &[Explanation] = &[
         name: "two interfaces of a container go one after the other",
         reason: "differences, portmap and bridge: interfaces of one container have rules of their own; Go's DEL of one takes the others'",
         covers: |case, it| {
-            it.verb == "DEL"
+            // A runtime calls DEL before Go's GC.
+            ["DEL", "GC"].contains(&it.verb.as_str())
                 && two_interfaces(case)
                 && (it.key.contains("tables") || it.key.starts_with("nft/"))
                 // What we made, Go deletes after a switch.
