@@ -314,7 +314,7 @@ impl Session {
     /// Returns the message that gives a lease back, and where it goes.
     ///
     /// # Errors
-    /// The text of dhcproto.
+    /// The client identifier is longer than 255 bytes.
     pub fn release(&mut self, terms: &Terms) -> Result<(Vec<u8>, Path), String> {
         self.enter(State::Searching, self.sent);
         let (from, to) = (terms.address(), terms.server);

@@ -1,16 +1,13 @@
 //! DHCP messages: what a client sends, and what of a server's answer is used.
 //!
-//! The crate dhcproto writes messages and divides answers into options. The values of options are read here: its own reader
-//! believes the fixed length of an option over the length that the message has, and stops at the first option that it
-//! cannot read.
+//! The crate smoltcp lays messages out and divides answers into options. The values of options are read here.
 
 use std::net::{IpAddr, Ipv4Addr};
 
 use cni::Cidr;
 use cni::result::{AddResult, Dns, IpConfig, Route};
-use dhcproto::v4::{self, DhcpOption, Flags, MessageType, OptionCode, UnknownOption, borrowed};
-use dhcproto::{Encodable, Encoder};
 use serde::{Deserialize, Serialize};
+use smoltcp::wire::{ArpHardware, DhcpFlags, DhcpMessageType, DhcpOpCode, DhcpOption, DhcpPacket, EthernetAddress};
 
 /// The options that are requested unless the configuration says otherwise. Classless routes come first, as RFC 3442 says.
 pub const DEFAULT_REQUEST: [u8; 8] = [121, 3, 1, 33, 6, 15, 119, 26];
@@ -18,6 +15,10 @@ pub const DEFAULT_REQUEST: [u8; 8] = [121, 3, 1, 33, 6, 15, 119, 26];
 const DEFAULT_LEASE: u32 = 3600;
 /// No message is shorter, as some servers and relays expect of BOOTP.
 const MIN_LENGTH: usize = 300;
+/// The length of a message before its options.
+const HEADER: usize = 240;
+/// What precedes the options.
+const MAGIC: u32 = 0x6382_5363;
 /// The scope of a route without a gateway.
 const LINK_SCOPE: u8 = 253;
 
@@ -76,64 +77,71 @@ impl Client {
     /// Returns a message.
     ///
     /// # Errors
-    /// The text of dhcproto: an option that cannot be written.
+    /// An option is longer than 255 bytes.
     pub fn write(&self, ask: Ask, xid: u32) -> Result<Vec<u8>, String> {
-        let mut message = v4::Message::default();
-        message.set_xid(xid).set_chaddr(&self.mac);
-        if self.answers == Answers::Broadcast && matches!(ask, Ask::Discover | Ask::Select { .. }) {
-            message.set_flags(Flags::default().set_broadcast());
-        }
         let kind = match ask {
-            Ask::Discover => MessageType::Discover,
-            Ask::Select { .. } | Ask::Extend { .. } => MessageType::Request,
-            Ask::Release { .. } => MessageType::Release,
+            Ask::Discover => DhcpMessageType::Discover,
+            Ask::Select { .. } | Ask::Extend { .. } => DhcpMessageType::Request,
+            Ask::Release { .. } => DhcpMessageType::Release,
         };
-        if let Ask::Extend { address } | Ask::Release { address, .. } = ask {
-            message.set_ciaddr(address);
-        }
-        let options = message.opts_mut();
-        let mut raw = |code: u8, data: Vec<u8>| {
-            options.insert(DhcpOption::Unknown(UnknownOption::new(OptionCode::from(code), data)));
-        };
+        let mut options = vec![(53, vec![kind.into()]), (61, self.id.clone())];
         if !matches!(ask, Ask::Release { .. }) {
-            raw(57, 1500_u16.to_be_bytes().to_vec());
-            raw(55, self.request.clone());
-            self.provide.iter().for_each(|(code, value)| raw(*code, value.clone()));
+            options.extend([(57, 1500_u16.to_be_bytes().to_vec()), (55, self.request.clone())]);
+            options.extend(self.provide.iter().cloned());
         }
-        raw(61, self.id.clone());
-        options.insert(DhcpOption::MessageType(kind));
         if let Ask::Select { address, .. } = ask {
-            options.insert(DhcpOption::RequestedIpAddress(address));
+            options.push((50, address.octets().to_vec()));
         }
         if let Ask::Select { server, .. } | Ask::Release { server, .. } = ask {
-            options.insert(DhcpOption::ServerIdentifier(server));
+            options.push((54, server.octets().to_vec()));
         }
-        let mut bytes = Vec::new();
-        message.encode(&mut Encoder::new(&mut bytes)).map_err(|error| error.to_string())?;
-        bytes.resize(bytes.len().max(MIN_LENGTH), 0);
+        options.sort_unstable();
+        let length: usize = options.iter().map(|(_, data)| 2 + data.len()).sum();
+        let mut bytes = vec![0; (HEADER + length + 1).max(MIN_LENGTH)];
+        let mut message = DhcpPacket::new_unchecked(&mut bytes);
+        message.set_opcode(DhcpOpCode::Request);
+        message.set_hardware_type(ArpHardware::Ethernet);
+        message.set_hardware_len(6);
+        message.set_transaction_id(xid);
+        message.set_client_hardware_address(EthernetAddress(self.mac));
+        message.set_magic_number(MAGIC);
+        if self.answers == Answers::Broadcast && matches!(ask, Ask::Discover | Ask::Select { .. }) {
+            message.set_flags(DhcpFlags::BROADCAST);
+        }
+        if let Ask::Extend { address } | Ask::Release { address, .. } = ask {
+            message.set_client_ip(address);
+        }
+        let mut writer = message.options_mut();
+        for (kind, data) in &options {
+            writer.emit(DhcpOption { kind: *kind, data }).map_err(|_| format!("option {kind} is too long"))?;
+        }
+        writer.end().map_err(|error| error.to_string())?;
         Ok(bytes)
     }
 
     /// Returns a server's answer to this client's message `xid`. `None` for everything else that may arrive.
     pub fn read(&self, bytes: &[u8], xid: u32) -> Option<Reply> {
-        let message = borrowed::Message::new(bytes).ok()?;
-        // The length of the hardware address first: its reader believes it.
-        if bytes[0] != 2 || message.hlen() != 6 || message.xid() != xid || message.chaddr() != self.mac {
+        let message = DhcpPacket::new_checked(bytes).ok()?;
+        let mac = message.client_hardware_address();
+        if message.opcode() != DhcpOpCode::Reply
+            || message.hardware_len() != 6
+            || message.transaction_id() != xid
+            || mac != EthernetAddress(self.mac)
+            || message.magic_number() != MAGIC
+        {
             return None;
         }
-        let options = message.opts();
-        let options: Vec<(u8, Vec<u8>)> =
-            options.map(|option| (option.code().into(), option.data().to_vec())).collect();
+        let options: Vec<DhcpOption<'_>> = message.options().collect();
         // RFC 3396: an option that occurs again is continued.
         let find = |wanted: u8| -> Option<Vec<u8>> {
-            let parts: Vec<&[u8]> =
-                options.iter().filter(|(code, _)| *code == wanted).map(|(_, data)| &data[..]).collect();
+            let parts = options.iter().filter(|option| option.kind == wanted);
+            let parts: Vec<&[u8]> = parts.map(|option| option.data).collect();
             if parts.is_empty() { None } else { Some(parts.concat()) }
         };
         let server = find(54).and_then(|data| addresses(&data).first().copied());
         match find(53)?[..] {
-            [2] => Some(Reply::Offer(self.terms(message.yiaddr(), server?, &find)?)),
-            [5] => Some(Reply::Ack(self.terms(message.yiaddr(), server?, &find)?)),
+            [2] => Some(Reply::Offer(self.terms(message.your_ip(), server?, &find)?)),
+            [5] => Some(Reply::Ack(self.terms(message.your_ip(), server?, &find)?)),
             [6] => Some(Reply::Nak(server?)),
             _ => None,
         }
@@ -348,153 +356,4 @@ fn is_domain(name: &str) -> bool {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    pub(crate) fn client() -> Client {
-        Client {
-            mac: [2, 0, 0, 0, 0, 7],
-            id: b"\0c/net/eth0".to_vec(),
-            request: DEFAULT_REQUEST.to_vec(),
-            provide: vec![(12, b"pod".to_vec())],
-            answers: Answers::Unicast,
-        }
-    }
-
-    /// A server's message. `options` without the end.
-    pub(crate) fn from_server(xid: u32, address: [u8; 4], options: &[&[u8]]) -> Vec<u8> {
-        let mut bytes = vec![0; 236];
-        bytes[..3].copy_from_slice(&[2, 1, 6]);
-        bytes[4..8].copy_from_slice(&xid.to_be_bytes());
-        bytes[16..20].copy_from_slice(&address);
-        bytes[28..34].copy_from_slice(&client().mac);
-        bytes.extend([99, 130, 83, 99]);
-        options.iter().for_each(|option| bytes.extend(*option));
-        bytes.push(255);
-        bytes
-    }
-
-    const SERVER: &[u8] = &[54, 4, 10, 0, 0, 1];
-    const MASK: &[u8] = &[1, 4, 255, 255, 255, 0];
-
-    fn acked(options: &[&[u8]]) -> Option<Terms> {
-        let all = [&[&[53, 1, 5][..], SERVER, MASK][..], options].concat();
-        match client().read(&from_server(1, [10, 0, 0, 9], &all), 1) {
-            Some(Reply::Ack(terms)) => Some(terms),
-            _ => None,
-        }
-    }
-
-    #[test]
-    fn messages_have_the_options_of_their_kind() {
-        let (address, server) = (Ipv4Addr::new(10, 0, 0, 9), Ipv4Addr::new(10, 0, 0, 1));
-        let codes = |ask| {
-            let bytes = client().write(ask, 7).unwrap();
-            assert!(bytes.len() >= MIN_LENGTH && bytes[4..8] == [0, 0, 0, 7]);
-            let message = borrowed::Message::new(&bytes).unwrap();
-            let mut codes: Vec<u8> = message.opts().map(|option| option.code().into()).collect();
-            codes.sort_unstable();
-            (codes, message.ciaddr())
-        };
-        let none = Ipv4Addr::UNSPECIFIED;
-        assert_eq!(codes(Ask::Discover), (vec![12, 53, 55, 57, 61], none));
-        assert_eq!(codes(Ask::Select { address, server }), (vec![12, 50, 53, 54, 55, 57, 61], none));
-        assert_eq!(codes(Ask::Extend { address }), (vec![12, 53, 55, 57, 61], address));
-        assert_eq!(codes(Ask::Release { address, server }), (vec![53, 54, 61], address));
-    }
-
-    #[test]
-    fn a_provided_identifier_is_in_the_release_too() {
-        let client = Client { id: b"mine".to_vec(), ..client() };
-        let (address, server) = (Ipv4Addr::new(10, 0, 0, 9), Ipv4Addr::new(10, 0, 0, 1));
-        let bytes = client.write(Ask::Release { address, server }, 7).unwrap();
-        assert!(bytes.windows(6).any(|window| window == [61, 4, b'm', b'i', b'n', b'e']));
-    }
-
-    #[test]
-    fn the_broadcast_flag_is_set_only_if_asked_for() {
-        let flag = |answers| Client { answers, ..client() }.write(Ask::Discover, 1).unwrap()[10];
-        assert_eq!((flag(Answers::Unicast), flag(Answers::Broadcast)), (0, 0x80));
-    }
-
-    #[test]
-    fn answers_for_others_are_ignored() {
-        let offer = from_server(1, [10, 0, 0, 9], &[&[53, 1, 2], SERVER, MASK]);
-        assert!(client().read(&offer, 1).is_some());
-        assert_eq!(client().read(&offer, 2), None);
-        for at in [0, 2, 30, 237] {
-            let mut other = offer.clone();
-            other[at] ^= 1;
-            assert_eq!(client().read(&other, 1), None, "byte {at}");
-        }
-    }
-
-    #[test]
-    fn times_that_contradict_each_other_are_replaced() {
-        let times = |options: &[&[u8]]| acked(options).map(|terms| (terms.seconds, terms.t1, terms.t2));
-        assert_eq!(times(&[]), Some((3600, 1800, 3150)));
-        assert_eq!(times(&[&[51, 4, 0, 0, 0, 100], &[58, 4, 0, 0, 0, 20], &[59, 4, 0, 0, 0, 30]]), Some((100, 20, 30)));
-        assert_eq!(times(&[&[51, 4, 0, 0, 0, 100], &[58, 4, 0, 0, 0, 40], &[59, 4, 0, 0, 0, 30]]), Some((100, 50, 87)));
-        assert_eq!(times(&[&[51, 4, 0, 0, 0, 0]]), None);
-    }
-
-    #[test]
-    fn impossible_addresses_and_masks_are_refused() {
-        for (address, mask) in
-            [([0; 4], [255, 255, 255, 0]), ([224, 0, 0, 1], [255; 4]), ([10, 0, 0, 9], [255, 0, 255, 0])]
-        {
-            let mask = [&[1, 4][..], &mask].concat();
-            assert_eq!(client().read(&from_server(1, address, &[&[53, 1, 5], SERVER, &mask]), 1), None);
-        }
-    }
-
-    #[test]
-    fn classless_routes_replace_the_others() {
-        let router = &[3, 4, 10, 0, 0, 1][..];
-        let classful = &[33, 16, 10, 0, 0, 0, 10, 0, 0, 2, 192, 168, 1, 0, 10, 0, 0, 3][..];
-        let routes = |options: &[&[u8]]| -> Vec<(String, Option<String>, Option<u8>)> {
-            let routes = acked(options).unwrap().result(Some(5)).routes;
-            assert!(routes.iter().all(|route| route.priority == Some(5)));
-            routes.iter().map(|route| (route.dst.to_string(), route.gw.map(|gw| gw.to_string()), route.scope)).collect()
-        };
-        let via = |dst: &str, gw: &str| (dst.to_owned(), Some(gw.to_owned()), None);
-        let all = [via("10.0.0.0/8", "10.0.0.2"), via("192.168.1.0/24", "10.0.0.3"), via("0.0.0.0/0", "10.0.0.1")];
-        assert_eq!(routes(&[router, classful]), all);
-        let classless = &[121, 14, 16, 10, 9, 10, 0, 0, 4, 24, 10, 8, 7, 0, 0, 0, 0][..];
-        let only = [via("10.9.0.0/16", "10.0.0.4"), ("10.8.7.0/24".into(), None, Some(253))];
-        assert_eq!(routes(&[router, classful, &[&[121, 15], &classless[2..]].concat()]), only);
-        assert_eq!(routes(&[router, &[121, 2, 33, 1]]), [via("0.0.0.0/0", "10.0.0.1")], "a wrong one counts as absent");
-    }
-
-    #[test]
-    fn name_servers_and_domains_are_in_the_result() {
-        let search = &[119, 15, 1, b'a', 2, b'd', b'e', 0, 1, b'b', 192, 2, 3, b'x', b'\n', b'y', 0][..];
-        let dns = acked(&[&[6, 4, 10, 0, 0, 1], &[15, 4, b'a', b'.', b'd', b'e'], search]).unwrap().result(None).dns;
-        assert_eq!((dns.nameservers, dns.domain.as_str()), (vec!["10.0.0.1".to_owned()], "a.de"));
-        assert_eq!(dns.search, ["a.de", "b.de"], "a name with a newline is left out");
-        assert_eq!(acked(&[&[15, 3, b'a', b'\n', b'b']]).unwrap().domain, "");
-    }
-
-    #[test]
-    fn an_option_that_was_not_requested_is_not_used() {
-        let client = Client { request: vec![3], ..client() };
-        let ack =
-            from_server(1, [10, 0, 0, 9], &[&[53, 1, 5], SERVER, MASK, &[6, 4, 10, 0, 0, 1], &[3, 4, 10, 0, 0, 1]]);
-        let Some(Reply::Ack(terms)) = client.read(&ack, 1) else { panic!() };
-        assert_eq!((terms.nameservers.len(), terms.routers.len()), (0, 1));
-    }
-
-    proptest! {
-        #[test]
-        fn any_options_are_read_or_refused(options: Vec<u8>, head: [u8; 40], length in 0..300_usize) {
-            let mut bytes = from_server(1, [10, 0, 0, 9], &[&[53, 1, 5], SERVER, MASK, &options]);
-            if let Some(Reply::Ack(terms)) = client().read(&bytes, 1) {
-                terms.result(None);
-            }
-            bytes[..40].copy_from_slice(&head);
-            bytes.truncate(length);
-            let _ = client().read(&bytes, 1);
-        }
-    }
-}
+pub(crate) mod tests;
