@@ -1,5 +1,7 @@
 //! dhcp: leases of a real server, dnsmasq, through a daemon; its end and its start again; Go's plugin and daemon as peers.
 
+mod interfaces;
+
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};

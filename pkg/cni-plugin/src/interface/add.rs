@@ -10,7 +10,7 @@ use cni::skel::{Added, Call};
 use cni_linux::{Dad, Watch};
 
 use super::layer3::{self, Layer3};
-use super::{HostEnd, Interface, LinkState, Made, Site, masquerade, name_taken};
+use super::{HostEnd, Interface, LinkState, Made, Release, Site, masquerade, name_taken};
 
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
@@ -22,13 +22,17 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
         return Err(name_taken::<I>(&site.mark));
     }
     let policy = plugin.layer3(&site.conf);
-    // Dropped in reverse on failure: an address is given back only after the interface that had it is gone.
+    // Dropped in reverse on failure: an address in `lease` is given back only after the interface that had it is gone.
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
     let mut made = plugin.create(&site, &mut rollback)?;
     let answer = match policy.ipam {
         Some(kind) => {
-            let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(&mut lease));
+            let undos = match Release::order::<I>(call) {
+                Release::AfterLink => &mut lease,
+                Release::BeforeLink => &mut rollback,
+            };
+            let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(undos));
             Some(answer.map_err(|error| match I::LEASE_CONTEXT {
                 Some(doing) => error.context(doing),
                 None => error,

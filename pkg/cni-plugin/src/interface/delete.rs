@@ -32,14 +32,15 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
         let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
         errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
     }
-    if I::RELEASE == Release::BeforeLink {
+    let order = Release::order::<I>(call);
+    if order == Release::BeforeLink {
         errors.extend(release(call).err());
     }
     let links = Links { plugin, call, mark: &mark, prev: prev.as_ref() };
     errors.extend(links.remove().err());
     let cleaned = plugin.clean(call, &mark);
     // Only now: an address that is free again must not answer any more.
-    if I::RELEASE == Release::AfterLink {
+    if order == Release::AfterLink {
         errors.extend(release(call).err());
     }
     errors.extend(cleaned.err());

@@ -220,8 +220,15 @@ pub enum Claim {
 pub enum Release {
     /// Once no link has it any more.
     AfterLink,
-    /// At first, because the link may have to stay.
+    /// At first, because the link may have to stay, or is what the address is given back over.
     BeforeLink,
+}
+
+impl Release {
+    /// Returns when an attachment's address is given back. With dhcp that is a message that leaves over the link.
+    fn order<I: Interface>(call: &Call<'_>) -> Release {
+        if call.conf.ipam_type() == "dhcp" { Release::BeforeLink } else { I::RELEASE }
+    }
 }
 
 /// What a configuration says about addresses, routes and name resolution.

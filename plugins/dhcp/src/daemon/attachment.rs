@@ -187,6 +187,8 @@ impl Attachment {
             if let Err(error) = sent {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
+            // The server may lease the address to another at once, and the interface may live on.
+            self.on_interface(key, self.interface.delete(terms.network));
         }
         self.purge(key);
     }

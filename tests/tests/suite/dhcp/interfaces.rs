@@ -1,0 +1,78 @@
+//! dhcp behind the plugins that create the interface: the release leaves before the link goes.
+
+use cni_testkit::{Attachment, Container, probe, require};
+use conformance::VERSION;
+use serde_json::{Value, json};
+
+use super::{Lan, until};
+
+/// An attachment whose interface this plugin creates on the bridge `lan`.
+fn attachment<'n>(lan: &'n Lan, container: &Container, plugin: &str) -> Attachment<'n> {
+    let ipam = json!({"type": "dhcp", "daemonSocketPath": lan.socket()});
+    let config: Value = match plugin {
+        "bridge" => json!({"cniVersion": VERSION, "name": "net1", "type": plugin, "bridge": "lan", "ipam": ipam}),
+        _ => {
+            lan.node.expect_left("up0");
+            lan.node.expect_left("up1");
+            lan.node.ip(&["link add up0 type veth peer name up1", "link set up1 master lan up", "link set up0 up"]);
+            json!({"cniVersion": VERSION, "name": "net1", "type": plugin, "master": "up0", "ipam": ipam})
+        }
+    };
+    Attachment::new(&lan.node, container, config)
+}
+
+/// DEL of the interface plugin gives the address back at the server, and removes the link.
+fn del_releases_at_the_server(plugin: &str) {
+    let lan = Lan::new(10, &["--dhcp-option=3,192.168.1.1"]);
+    let _daemon = lan.daemon();
+    let container = lan.node.container();
+    let attachment = attachment(&lan, &container, plugin);
+    let result = attachment.add().success();
+    assert_eq!(result["ips"][0]["address"], "192.168.1.5/24");
+    assert_eq!(container.addresses("eth0"), ["192.168.1.5/24"]);
+    attachment.check(&result).success();
+    attachment.del().success();
+    until("the server has the address back", || lan.leased().is_empty());
+    assert!(container.link("eth0").is_none());
+    attachment.del().success();
+}
+
+#[test]
+fn del_of_a_bridge_port_releases_at_the_server() {
+    require!(probe::dnsmasq().map(drop));
+    del_releases_at_the_server("bridge");
+}
+
+#[test]
+fn del_of_a_macvlan_releases_at_the_server() {
+    require!(probe::dnsmasq().map(drop));
+    del_releases_at_the_server("macvlan");
+}
+
+#[test]
+fn an_add_that_fails_releases_at_the_server() {
+    require!(probe::dnsmasq().map(drop));
+    // A gateway that is not on the link.
+    let lan = Lan::new(10, &["--dhcp-option=121,10.9.0.0/16,172.16.0.1"]);
+    let _daemon = lan.daemon();
+    let container = lan.node.container();
+    attachment(&lan, &container, "bridge").add().failure();
+    assert!(lan.log().contains(" DHCPACK(lan) 192.168.1.5 "));
+    until("the server has the address back", || lan.leased().is_empty());
+    assert!(container.link("eth0").is_none());
+}
+
+#[test]
+fn del_without_a_daemon_removes_the_link_all_the_same() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let daemon = lan.daemon();
+    let container = lan.node.container();
+    let attachment = attachment(&lan, &container, "bridge");
+    attachment.add().success();
+    daemon.kill();
+    attachment.del().fails_naming(11, &["the attachment has a lease"]);
+    assert!(container.link("eth0").is_none());
+    let _daemon = lan.daemon();
+    attachment.del().success();
+}
