@@ -6,9 +6,10 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
+use cni::Cidr;
 use serde::{Deserialize, Serialize};
 
-use crate::message::{Ask, Client, Reply, Terms};
+use crate::message::{Ask, Client, Reply, Terms, v4};
 
 /// The time until a first message is repeated; doubled each time. Short, because the first message or its answer may be lost
 /// where both ends of the link have only just come up.
@@ -112,15 +113,17 @@ pub enum Change {
     /// The lease is longer, with the same address.
     Extended,
     /// The lease has another address.
-    Moved(Terms),
+    Moved(Cidr),
     /// The address must not be used any more.
-    Lost(Terms),
+    Lost(Cidr),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
     Searching,
     Requesting(Terms),
+    /// Asking whether an address of which nothing else is known is still leased: INIT-REBOOT.
+    Confirming(Cidr),
     Bound(Lease),
     /// Asking its server for more time.
     Renewing(Lease),
@@ -171,11 +174,19 @@ impl Session {
         session
     }
 
+    /// Continues with an address that another daemon was leased for this client.
+    pub fn adopt(client: Client, limits: Limits, random: u64, network: Cidr, now: Duration) -> Session {
+        let mut session = Session::new(client, limits, random, now);
+        session.deadline = None;
+        session.state = State::Confirming(network);
+        session
+    }
+
     /// Returns the lease, unless there is none or it has been lost.
     pub fn lease(&self) -> Option<&Lease> {
         match &self.state {
             State::Bound(lease) | State::Renewing(lease) | State::Rebinding(lease) => Some(lease),
-            State::Searching | State::Requesting(_) => None,
+            State::Searching | State::Requesting(_) | State::Confirming(_) => None,
         }
     }
 
@@ -199,7 +210,7 @@ impl Session {
         let lease = self.lease().cloned()?;
         if now >= lease.expiry() {
             self.enter(State::Searching, now);
-            return Some(Change::Lost(lease.terms));
+            return Some(Change::Lost(lease.terms.network));
         }
         match &self.state {
             State::Bound(_) | State::Renewing(_) if now >= lease.t2() => self.enter(State::Rebinding(lease), now),
@@ -224,6 +235,7 @@ impl Session {
                 }
                 (Ask::Select { address: offer.address(), server: offer.server }, Path::Broadcast, Duration::MAX)
             }
+            State::Confirming(network) => (Ask::Confirm { address: v4(*network) }, Path::Broadcast, Duration::MAX),
             State::Renewing(lease) => {
                 let (address, to) = (lease.terms.address(), lease.terms.server);
                 (Ask::Extend { address }, Path::Unicast { from: address, to }, lease.t2())
@@ -281,6 +293,15 @@ impl Session {
                 self.next = now.saturating_add(REFUSED_WAIT);
                 None
             }
+            (State::Confirming(network), Reply::Ack(terms)) if v4(network) == terms.address() => {
+                let same = network == terms.network;
+                self.state = State::Bound(Lease { terms, since });
+                Some(if same { Change::Acquired } else { Change::Moved(network) })
+            }
+            (State::Confirming(network), Reply::Nak(_)) => {
+                self.enter(State::Searching, now);
+                Some(Change::Lost(network))
+            }
             (State::Renewing(lease), Reply::Ack(terms))
                 if lease.terms.server == terms.server && lease.terms.network == terms.network =>
             {
@@ -290,15 +311,15 @@ impl Session {
             (State::Rebinding(lease), Reply::Ack(terms)) => {
                 let moved = lease.terms.network != terms.network;
                 self.state = State::Bound(Lease { terms, since });
-                Some(if moved { Change::Moved(lease.terms) } else { Change::Extended })
+                Some(if moved { Change::Moved(lease.terms.network) } else { Change::Extended })
             }
             (State::Renewing(lease), Reply::Nak(server)) if lease.terms.server == server => {
                 self.enter(State::Searching, now);
-                Some(Change::Lost(lease.terms))
+                Some(Change::Lost(lease.terms.network))
             }
             (State::Rebinding(lease), Reply::Nak(_)) => {
                 self.enter(State::Searching, now);
-                Some(Change::Lost(lease.terms))
+                Some(Change::Lost(lease.terms.network))
             }
             _ => None,
         }

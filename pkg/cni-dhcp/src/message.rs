@@ -59,6 +59,11 @@ pub enum Ask {
         /// The server.
         server: Ipv4Addr,
     },
+    /// An address that this client was leased before, from the server that remembers it.
+    Confirm {
+        /// The address.
+        address: Ipv4Addr,
+    },
     /// More time, from one server or from any.
     Extend {
         /// The leased address.
@@ -81,7 +86,7 @@ impl Client {
     pub fn write(&self, ask: Ask, xid: u32) -> Result<Vec<u8>, String> {
         let kind = match ask {
             Ask::Discover => DhcpMessageType::Discover,
-            Ask::Select { .. } | Ask::Extend { .. } => DhcpMessageType::Request,
+            Ask::Select { .. } | Ask::Confirm { .. } | Ask::Extend { .. } => DhcpMessageType::Request,
             Ask::Release { .. } => DhcpMessageType::Release,
         };
         let mut options = vec![(53, vec![kind.into()]), (61, self.id.clone())];
@@ -89,7 +94,7 @@ impl Client {
             options.extend([(57, 1500_u16.to_be_bytes().to_vec()), (55, self.request.clone())]);
             options.extend(self.provide.iter().cloned());
         }
-        if let Ask::Select { address, .. } = ask {
+        if let Ask::Select { address, .. } | Ask::Confirm { address } = ask {
             options.push((50, address.octets().to_vec()));
         }
         if let Ask::Select { server, .. } | Ask::Release { server, .. } = ask {
@@ -105,7 +110,7 @@ impl Client {
         message.set_transaction_id(xid);
         message.set_client_hardware_address(EthernetAddress(self.mac));
         message.set_magic_number(MAGIC);
-        if self.answers == Answers::Broadcast && matches!(ask, Ask::Discover | Ask::Select { .. }) {
+        if self.answers == Answers::Broadcast && !matches!(ask, Ask::Extend { .. } | Ask::Release { .. }) {
             message.set_flags(DhcpFlags::BROADCAST);
         }
         if let Ask::Extend { address } | Ask::Release { address, .. } = ask {
@@ -227,10 +232,7 @@ pub struct Terms {
 impl Terms {
     /// Returns the leased address.
     pub fn address(&self) -> Ipv4Addr {
-        match self.network.address() {
-            IpAddr::V4(address) => address,
-            IpAddr::V6(_) => Ipv4Addr::UNSPECIFIED,
-        }
+        v4(self.network)
     }
 
     /// Returns the result of an ADD. `priority`: the routes' metric.
@@ -279,6 +281,14 @@ mod cidr_text {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Cidr, D::Error> {
         String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// Returns the address of an IPv4 network.
+pub(crate) fn v4(network: Cidr) -> Ipv4Addr {
+    match network.address() {
+        IpAddr::V4(address) => address,
+        IpAddr::V6(_) => Ipv4Addr::UNSPECIFIED,
     }
 }
 

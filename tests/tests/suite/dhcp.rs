@@ -1,9 +1,11 @@
 //! dhcp: leases of a real server, dnsmasq, through a daemon; its end and its start again; Go's plugin and daemon as peers.
 
+mod adoption;
 mod interfaces;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
@@ -48,7 +50,7 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
 /// A node with a DHCP server on the bridge `lan`, 192.168.1.1.
 struct Lan {
     node: Node,
-    server: Option<Process>,
+    server: Mutex<Option<Process>>,
 }
 
 impl Lan {
@@ -56,21 +58,27 @@ impl Lan {
     fn new(addresses: u8, arguments: &[&str]) -> Lan {
         let node = Node::new();
         node.ip(&["link add lan type bridge", "link set lan up", "address add 192.168.1.1/24 dev lan"]);
-        let mut lan = Lan { node, server: None };
-        lan.serve(addresses, arguments);
+        let lan = Lan { node, server: Mutex::default() };
+        lan.serve_range(5, addresses, arguments);
         lan
     }
 
-    fn serve(&mut self, addresses: u8, arguments: &[&str]) {
+    /// A server, in the place of the one that runs, with ten addresses from 192.168.1.`first` on.
+    fn serve_from(&self, first: u8) {
+        *self.server.lock().unwrap() = None;
+        self.serve_range(first, 10, &[]);
+    }
+
+    fn serve_range(&self, first: u8, addresses: u8, arguments: &[&str]) {
         let program = probe::dnsmasq().unwrap();
         let file = |name: &str| self.node.dir().join(name).display().to_string();
-        let range = format!("--dhcp-range=192.168.1.5,192.168.1.{},255.255.255.0,120", 4 + addresses);
+        let range = format!("--dhcp-range=192.168.1.{first},192.168.1.{},255.255.255.0,120", first + addresses - 1);
         let (leases, pid) = (format!("--dhcp-leasefile={}", file("leases")), format!("--pid-file={}", file("pid")));
         let argv = [&program.display().to_string(), "--no-daemon", "--conf-file=/dev/null", "--no-ping", "--port=0"];
         let argv =
             [&argv[..], &["--interface=lan", "--bind-interfaces", "--user=root", "--dhcp-authoritative"]].concat();
         let argv = [&argv[..], &["--dhcp-sequential-ip", "--log-dhcp", &range, &leases, &pid], arguments].concat();
-        self.server = Some(Process::start(&self.node, "server.log", &argv));
+        *self.server.lock().unwrap() = Some(Process::start(&self.node, "server.log", &argv));
         until("the server runs", || self.log().contains("started"));
     }
 

@@ -198,14 +198,14 @@ impl Attachment {
         match change {
             // Before the request: if the daemon ends now, the address can still be released.
             Change::Offered(terms) => return self.keep(Held::Requested(terms)),
-            Change::Lost(terms) => {
-                let why = format!("the lease of {} is lost", terms.address());
+            Change::Lost(network) => {
+                let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
-                self.on_interface(key, self.interface.delete(terms.network));
+                self.on_interface(key, self.interface.delete(network));
                 self.status.send_replace(Status::Lost(why));
                 return;
             }
-            Change::Moved(old) => self.on_interface(key, self.interface.delete(old.network)),
+            Change::Moved(old) => self.on_interface(key, self.interface.delete(old)),
             Change::Acquired | Change::Extended => {}
         }
         let Some(lease) = self.session.lease().cloned() else { return };

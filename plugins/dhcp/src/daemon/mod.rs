@@ -2,6 +2,7 @@
 //!
 //! One thread; a task for each attachment. What it must know after its end is in the records.
 
+mod adopt;
 mod attachment;
 mod flags;
 mod network;
@@ -11,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Duration;
@@ -22,6 +23,7 @@ use cni_dhcp::lease::{Limits, Session};
 use cni_dhcp::message::{Answers, Client};
 use cni_dhcp::rpc::{CONNECTED, CmdArgs, Conversation, Method, write_response};
 use cni_linux::{Mac, Watch};
+use libcni::cache::DEFAULT_DIR;
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::signal::unix::{SignalKind, signal};
@@ -89,6 +91,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
         attachments: RefCell::default(),
     });
     daemon.resume();
+    daemon.adopt(&path);
     match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
         Ok(watch) => drop(spawn_local(Rc::clone(&daemon).look(watch))),
         Err(error) => log(format_args!("interfaces that go are noticed late: {error}")),
@@ -122,9 +125,13 @@ async fn serve(flags: Flags) -> io::Result<()> {
 
 impl Daemon {
     fn start(self: &Rc<Self>, interface: Interface, record: Record, session: Session) -> Handle {
-        let (orders, to_do) = mpsc::unbounded_channel();
         let known = session.lease().map(|lease| Status::Leased(Rc::new(lease.terms.result(record.priority))));
-        let (sender, status) = watch::channel(known.unwrap_or(Status::Acquiring));
+        self.start_with(interface, record, session, known.unwrap_or(Status::Acquiring))
+    }
+
+    fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, known: Status) -> Handle {
+        let (orders, to_do) = mpsc::unbounded_channel();
+        let (sender, status) = watch::channel(known);
         let handle = Handle { orders, status };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
         let task = Attachment { daemon: Rc::clone(self), interface, record, session, status: sender, orders: to_do };
@@ -162,6 +169,28 @@ impl Daemon {
             if let Held::Bound(lease) = &record.held {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
                 self.start(interface, record, session);
+            }
+        }
+    }
+
+    /// Takes over the leases that Go's daemon made: those of libcni's cache that are not recorded.
+    fn adopt(self: &Rc<Self>, socket: &Path) {
+        let found = adopt::list(&self.path(DEFAULT_DIR), socket).unwrap_or_else(|error| {
+            log(format_args!("leases of another daemon are not adopted: {error}"));
+            Vec::new()
+        });
+        for adopt::Cached { args, conf, keys, result } in found {
+            let key = key(&args.container_id, conf.name(), &args.ifname);
+            if !matches!(self.records.find(&key), Ok(None)) {
+                continue;
+            }
+            let Ok((interface, record)) = self.prepare(&args, &conf, keys) else { continue };
+            let mut networks = result.ips.iter().map(|ip| ip.address);
+            let network = networks.find(|network| network.address().is_ipv4() && interface.has(*network));
+            if let Some(network) = network {
+                log(format_args!("{key}: adopting the lease of {}", network.address()));
+                let session = Session::adopt(record.client.clone(), self.limits, random(), network, attachment::now());
+                self.start_with(interface, record, session, Status::Leased(Rc::new(result)));
             }
         }
     }
@@ -247,12 +276,18 @@ impl Daemon {
     }
 
     fn begin(self: &Rc<Self>, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<Handle, String> {
+        let (interface, record) = self.prepare(args, conf, keys)?;
+        let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
+        Ok(self.start(interface, record, session))
+    }
+
+    /// Finds an attachment's interface, and returns what is to be recorded of it.
+    fn prepare(&self, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<(Interface, Record), String> {
         let interface = network::find(self.path(&args.netns), &args.ifname)?;
         let name = key(&args.container_id, conf.name(), &args.ifname);
         let mut provide = keys.provide;
         let given = provide.iter().position(|(code, _)| *code == 61).map(|at| provide.remove(at).1);
         let id = given.unwrap_or_else(|| [&[0], &name.as_bytes()[..name.len().min(MAX_ID)]].concat());
-        let client = Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers };
         let record = Record {
             container_id: args.container_id.clone(),
             network: conf.name().to_owned(),
@@ -261,11 +296,10 @@ impl Daemon {
             netns_id: interface.netns_id,
             index: interface.index,
             priority: keys.priority,
-            client: client.clone(),
+            client: Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers },
             held: Held::Nothing,
         };
-        let session = Session::new(client, self.limits, random(), attachment::now());
-        Ok(self.start(interface, record, session))
+        Ok((interface, record))
     }
 
     async fn give_up(self: &Rc<Self>, args: &CmdArgs) -> Result<(), String> {

@@ -103,6 +103,13 @@ impl Interface {
         tokio::time::timeout(patience, running).await.unwrap_or(Ok(()))
     }
 
+    /// Whether it has an address.
+    pub(crate) fn has(&self, address: Cidr) -> bool {
+        let addresses =
+            self.netlink().and_then(|netlink| netlink.map(|netlink| netlink.list_addresses(self.index)).transpose());
+        matches!(addresses, Ok(Some(addresses)) if addresses.iter().any(|known| known.cidr == address))
+    }
+
     /// Adds an address.
     pub(crate) fn add(&self, address: Cidr) -> Result<(), Error> {
         match self.netlink()?.map(|netlink| netlink.add_address(self.index, address, Dad::Normal)) {

@@ -1,0 +1,54 @@
+//! Leases that another daemon made and did not record: Go's. libcni's result cache has the configuration and the result.
+
+use std::path::Path;
+
+use cni::config::NetConf;
+use cni::json::Json;
+use cni::result::AddResult;
+use cni::version::Version;
+use cni_dhcp::rpc::CmdArgs;
+use libcni::NetworkList;
+use libcni::cache::{Cache, Entry};
+
+use crate::conf::Conf;
+
+/// An attachment whose address a DHCP server leased.
+pub(super) struct Cached {
+    /// What its ADD was called with, as far as the cache has it.
+    pub(super) args: CmdArgs,
+    pub(super) conf: NetConf,
+    pub(super) keys: Conf,
+    /// The result of the last plugin, without interfaces.
+    pub(super) result: AddResult,
+}
+
+/// Returns the attachments whose configuration names this daemon's socket.
+pub(super) fn list(cache: &Path, socket: &Path) -> cni::Result<Vec<Cached>> {
+    let entries = Cache::new(cache).list_all()?.entries;
+    Ok(entries.iter().filter_map(|entry| read(entry, socket)).collect())
+}
+
+fn read(entry: &Entry, socket: &Path) -> Option<Cached> {
+    let attachment = &entry.attachment;
+    let pairs: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    let args = pairs.join(";");
+    let list = NetworkList::parse(&entry.config).or_else(|_| NetworkList::parse_single(&entry.config)).ok()?;
+    let mut requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, Some(&attachment.capability_args)));
+    let (conf, keys) = requests.find_map(|request| {
+        let conf = NetConf::parse(request).ok().filter(|conf| conf.ipam_type() == "dhcp")?;
+        let keys = Conf::read(&conf, &args).ok().filter(|keys| keys.socket == socket)?;
+        Some((conf, keys))
+    })?;
+    let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
+    let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
+    result.interfaces.clear();
+    result.ips.iter_mut().for_each(|ip| ip.interface = None);
+    let args = CmdArgs {
+        container_id: attachment.container_id.clone(),
+        netns: attachment.netns.clone(),
+        ifname: attachment.ifname.clone(),
+        args,
+        ..CmdArgs::default()
+    };
+    Some(Cached { args, conf, keys, result })
+}
