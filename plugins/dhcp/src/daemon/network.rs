@@ -126,17 +126,17 @@ impl Interface {
         }
     }
 
-    /// Opens the socket for a path. An interface without the leased address has a packet socket instead.
+    /// Opens the sockets for a path.
     fn socket(&self, path: Path) -> io::Result<Socket> {
         let gone = || io::Error::other("its network namespace has gone");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let inside = || -> io::Result<Socket> {
-            if let Path::Unicast { from, .. } = path
-                && let Ok(socket) = udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name)
-            {
-                return Ok(Socket::Udp(registered(socket)?));
-            }
-            Ok(Socket::Packet(registered(PacketSocket::open(self.index, CLIENT_PORT)?)?))
+            // Without the leased address there is none.
+            let udp = match path {
+                Path::Unicast { from, .. } => udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name).ok(),
+                Path::Broadcast | Path::BroadcastFrom(_) => None,
+            };
+            Ok(Socket { udp, packet: registered(PacketSocket::open(self.index, CLIENT_PORT)?)? })
         };
         netns.run(inside).map_err(io::Error::other)?
     }
@@ -145,70 +145,60 @@ impl Interface {
     /// that needs no ARP, beside the packet that a server elsewhere needs.
     pub(crate) fn release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
         let Path::Unicast { to, .. } = path else { return Ok(()) };
-        let first = self.socket(path)?;
-        let sent = first.send(self.mac, bytes, path);
-        if matches!(first, Socket::Udp(_)) && network.contains(to.into()) {
-            let socket = self.socket(Path::Broadcast)?;
-            let frame = socket.send(self.mac, bytes, path);
-            socket.close();
-            return frame.or(sent);
+        let socket = self.socket(path)?;
+        let mut sent = socket.send(self.mac, bytes, path);
+        if socket.udp.is_some() && network.contains(to.into()) {
+            sent = socket.send_frame(self.mac, bytes, path).or(sent);
         }
-        first.close();
+        socket.close();
         sent
     }
 }
 
-/// An open socket in the container's namespace.
-enum Socket {
-    Packet(AsyncFd<PacketSocket>),
-    Udp(AsyncFd<UdpSocket>),
+/// The open sockets in the container's namespace.
+struct Socket {
+    /// For messages to one server, which the kernel routes. Nothing is read from it.
+    udp: Option<UdpSocket>,
+    /// Receives what comes to the interface, also what a server broadcasts to a client that has an address: a DHCPNAK.
+    packet: AsyncFd<PacketSocket>,
 }
 
 impl Socket {
     fn send(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
+        match (&self.udp, path) {
+            (Some(socket), Path::Unicast { to, .. }) => socket.send_to(payload, (to, SERVER_PORT)).map(drop),
+            _ => self.send_frame(mac, payload, path),
+        }
+    }
+
+    fn send_frame(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
         let (from, to) = match path {
             Path::Broadcast => (Ipv4Addr::UNSPECIFIED, Ipv4Addr::BROADCAST),
             Path::BroadcastFrom(from) => (from, Ipv4Addr::BROADCAST),
             Path::Unicast { from, to } => (from, to),
         };
-        let to = SocketAddrV4::new(to, SERVER_PORT);
-        match self {
-            Socket::Packet(socket) => {
-                let datagram = Datagram { from: SocketAddrV4::new(from, CLIENT_PORT), to, payload };
-                socket.get_ref().send(&datagram.to_broadcast_frame(mac))
-            }
-            Socket::Udp(socket) => socket.get_ref().send_to(payload, to).map(drop),
-        }
+        let (from, to) = (SocketAddrV4::new(from, CLIENT_PORT), SocketAddrV4::new(to, SERVER_PORT));
+        self.packet.get_ref().send(&Datagram { from, to, payload }.to_broadcast_frame(mac))
     }
 
     async fn receive(&self) -> io::Result<Vec<u8>> {
         let mut buffer = [0; MAX_FRAME];
-        match self {
-            Socket::Udp(socket) => loop {
-                let mut ready = socket.readable().await?;
-                if let Ok(received) = ready.try_io(|socket| socket.get_ref().recv(&mut buffer)) {
-                    return Ok(buffer[..received?].to_vec());
-                }
-            },
-            Socket::Packet(socket) => loop {
-                let mut ready = socket.readable().await?;
-                match ready.try_io(|socket| socket.get_ref().receive(&mut buffer)) {
-                    Ok(length) => match Datagram::from_frame(&buffer[..length?]) {
-                        Some(datagram) if datagram.from.port() == SERVER_PORT => return Ok(datagram.payload.to_vec()),
-                        _ => {}
-                    },
-                    Err(_would_block) => {}
-                }
-            },
+        loop {
+            let mut ready = self.packet.readable().await?;
+            match ready.try_io(|socket| socket.get_ref().receive(&mut buffer)) {
+                Ok(length) => match Datagram::from_frame(&buffer[..length?]) {
+                    Some(datagram) if datagram.from.port() == SERVER_PORT => return Ok(datagram.payload.to_vec()),
+                    _ => {}
+                },
+                Err(_would_block) => {}
+            }
         }
     }
 
     /// Closes it elsewhere: the close of a packet socket waits up to 20 ms, for which no other lease should wait.
     fn close(self) {
-        if let Socket::Packet(socket) = self {
-            let socket = socket.into_inner();
-            tokio::task::spawn_blocking(move || drop(socket));
-        }
+        let socket = self.packet.into_inner();
+        tokio::task::spawn_blocking(move || drop(socket));
     }
 }
 
