@@ -2,142 +2,15 @@
 
 mod adoption;
 mod interfaces;
+mod servers;
 
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
-use std::{fs, thread};
 
-use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, patience, probe, require};
+use cni_testkit::{bin_dir, go_bin_dir, probe, require};
 use conformance::VERSION;
-use serde_json::{Value, json};
-
-/// A process that ends with its test.
-struct Process(Child);
-
-impl Process {
-    fn start(node: &Node, log: &str, argv: &[&str]) -> Process {
-        let log = fs::File::create(node.dir().join(log)).unwrap();
-        let mut command = Command::new(argv[0]);
-        command.args(&argv[1..]).stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
-        Process(node.enter(|| command.spawn()).unwrap_or_else(|error| panic!("to run {}: {error}", argv[0])))
-    }
-
-    fn kill(mut self) {
-        self.0.kill().unwrap();
-        self.0.wait().unwrap();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Waits until something is so.
-#[track_caller]
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + patience(Duration::from_secs(30));
-    while !so() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// A node with a DHCP server on the bridge `lan`, 192.168.1.1.
-struct Lan {
-    node: Node,
-    server: Mutex<Option<Process>>,
-}
-
-impl Lan {
-    /// A server with this many addresses from 192.168.1.5 on, and these arguments.
-    fn new(addresses: u8, arguments: &[&str]) -> Lan {
-        let node = Node::new();
-        node.ip(&["link add lan type bridge", "link set lan up", "address add 192.168.1.1/24 dev lan"]);
-        let lan = Lan { node, server: Mutex::default() };
-        lan.serve_range(5, addresses, arguments);
-        lan
-    }
-
-    /// A server, in the place of the one that runs, with ten addresses from 192.168.1.`first` on.
-    fn serve_from(&self, first: u8) {
-        *self.server.lock().unwrap() = None;
-        self.serve_range(first, 10, &[]);
-    }
-
-    fn serve_range(&self, first: u8, addresses: u8, arguments: &[&str]) {
-        let program = probe::dnsmasq().unwrap();
-        let file = |name: &str| self.node.dir().join(name).display().to_string();
-        let range = format!("--dhcp-range=192.168.1.{first},192.168.1.{},255.255.255.0,120", first + addresses - 1);
-        let (leases, pid) = (format!("--dhcp-leasefile={}", file("leases")), format!("--pid-file={}", file("pid")));
-        let argv = [&program.display().to_string(), "--no-daemon", "--conf-file=/dev/null", "--no-ping", "--port=0"];
-        let argv =
-            [&argv[..], &["--interface=lan", "--bind-interfaces", "--user=root", "--dhcp-authoritative"]].concat();
-        let argv = [&argv[..], &["--dhcp-sequential-ip", "--log-dhcp", &range, &leases, &pid], arguments].concat();
-        *self.server.lock().unwrap() = Some(Process::start(&self.node, "server.log", &argv));
-        until("the server runs", || self.log().contains("started"));
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.node.dir().join("server.log")).unwrap_or_default()
-    }
-
-    /// The addresses that the server has leased.
-    fn leased(&self) -> Vec<String> {
-        let text = fs::read_to_string(self.node.dir().join("leases")).unwrap_or_default();
-        let mut leased: Vec<String> =
-            text.lines().filter_map(|line| line.split_whitespace().nth(2)).map(str::to_owned).collect();
-        leased.sort();
-        leased
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.node.dir().join("dhcp.sock")
-    }
-
-    /// Starts the daemon of a folder of plugins.
-    fn daemon_of(&self, folder: &Path, flags: &[&str]) -> Process {
-        let (program, socket) = (folder.join("dhcp").display().to_string(), self.socket().display().to_string());
-        let argv = [&[&program, "daemon", "-socketpath", &socket][..], flags].concat();
-        let daemon = Process::start(&self.node, "daemon.log", &argv);
-        until("the daemon listens", || std::os::unix::net::UnixStream::connect(self.socket()).is_ok());
-        daemon
-    }
-
-    fn daemon(&self) -> Process {
-        self.daemon_of(&bin_dir(), &[])
-    }
-
-    /// A container with these interfaces on the bridge.
-    fn container(&self, interfaces: &[&str]) -> Container {
-        let container = self.node.container();
-        for name in interfaces {
-            let host = format!("h{}{name}", container.id.trim_start_matches("container-"));
-            self.node.expect_left(&host);
-            self.node.ip(&[
-                &format!("link add name {host} type veth peer name {name} netns {}", container.netns().display()),
-                &format!("link set {host} master lan up"),
-            ]);
-            container.ip(&[&format!("link set {name} up")]);
-        }
-        container
-    }
-
-    fn attachment(&self, container: &Container) -> Attachment<'_> {
-        let ipam = json!({"type": "dhcp", "daemonSocketPath": self.socket()});
-        let config = json!({"cniVersion": VERSION, "name": "net1", "type": "dhcp", "ipam": ipam});
-        Attachment::new(&self.node, container, config)
-    }
-}
-
-/// What the plugin that creates the interface does with the result.
-fn configure(container: &Container, ifname: &str, result: &Value) {
-    container.ip(&[&format!("address add {} dev {ifname}", result["ips"][0]["address"].as_str().unwrap())]);
-}
+use conformance::lan::{Lan, Process, configure, until};
+use serde_json::json;
 
 #[test]
 fn add_leases_an_address_and_del_releases_it_at_the_server() {
@@ -213,15 +86,6 @@ fn an_exhausted_pool_fails_the_add_and_its_del_succeeds() {
     first.del().success();
 }
 
-/// Makes a recorded lease older, while no daemon runs.
-fn age(lan: &Lan, seconds: u64) {
-    let record = fs::read_dir(lan.node.dir().join("dhcp")).unwrap().next().unwrap().unwrap().path();
-    let mut json: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
-    let since = &mut json["held"]["Bound"]["since"]["secs"];
-    *since = json!(since.as_u64().unwrap() - seconds);
-    fs::write(record, json.to_string()).unwrap();
-}
-
 #[test]
 fn a_lease_is_renewed_after_t1_and_after_t2() {
     require!(probe::dnsmasq().map(drop));
@@ -237,7 +101,7 @@ fn a_lease_is_renewed_after_t1_and_after_t2() {
     for seconds in [70, 110] {
         let acked = requests();
         daemon.kill();
-        age(&lan, seconds);
+        lan.age(seconds);
         daemon = lan.daemon();
         // The record too, which the server's log does not show.
         let recorded = || fs::read_to_string(lan.node.dir().join("daemon.log")).unwrap().contains(" is leased by ");
@@ -260,7 +124,7 @@ fn at_its_end_a_lease_is_replaced_by_another() {
     let found = || lan.log().matches(" DHCPDISCOVER(lan) ").count();
     let before = found();
     daemon.kill();
-    age(&lan, 130);
+    lan.age(130);
     let _daemon = lan.daemon();
     until("it has been looked for", || found() > before);
     until("there is a lease again", || container.addresses("eth0") == ["192.168.1.5/24"]);
