@@ -1,6 +1,6 @@
 //! The daemon: it acquires leases for plugins, keeps them, and gives them up.
 //!
-//! One thread; a task for each attachment. What it must know after its end is in the records.
+//! One thread, beside a few that close sockets; a task for each attachment. What it must know after its end is in the records.
 
 mod adopt;
 mod attachment;
@@ -41,6 +41,9 @@ const MAX_ID: usize = 254;
 /// How long events are collected before the interfaces are looked at.
 const COLLECT: Duration = Duration::from_secs(1);
 
+/// How many threads close packet sockets, at most. Each close waits up to 20 ms; the runtime's own bound is 512 threads.
+const CLOSING_THREADS: usize = 4;
+
 /// What all tasks share.
 pub(crate) struct Daemon {
     host_prefix: String,
@@ -64,7 +67,8 @@ pub fn run(args: Vec<String>) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    let runtime = builder.enable_all().max_blocking_threads(CLOSING_THREADS).build();
     let served = runtime.and_then(|runtime| LocalSet::new().block_on(&runtime, serve(flags)));
     match served {
         Ok(()) => ExitCode::SUCCESS,
