@@ -10,6 +10,7 @@
 
 mod chain;
 mod devices;
+mod dhcp;
 mod errors;
 mod interfaces;
 mod judge;

@@ -3,6 +3,7 @@
 mod adoption;
 mod interfaces;
 mod servers;
+mod wire;
 
 use std::fs;
 use std::path::{Path, PathBuf};

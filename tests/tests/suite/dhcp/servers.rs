@@ -1,6 +1,10 @@
-//! What holds for every server: dnsmasq and Kea.
+//! What holds for every server, with dnsmasq and with Kea; silence, two networks, routes and many containers at once.
 
-use cni_testkit::require;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use cni_testkit::{Container, bin_dir, crowd, require};
 use conformance::lan::{Lan, Server, configure, until};
 use serde_json::json;
 
@@ -68,4 +72,82 @@ fn dnsmasq_refuses_an_old_address_and_another_takes_its_place() {
 fn kea_refuses_an_old_address_and_another_takes_its_place() {
     require!(Server::Kea.probe());
     a_refused_renewal(Server::Kea);
+}
+
+#[test]
+fn with_a_silent_server_add_ends_at_its_deadline() {
+    let lan = Lan::silent();
+    let _daemon = lan.daemon_of(&bin_dir(), &["-timeout", "1s", "-resendmax", "1s", "-resendtimeout", "2s"]);
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    attachment.add().fails_with(11, "error calling DHCP.Allocate: no more tries");
+    assert_eq!((lan.records(), container.addresses("eth0")), (0, vec![]));
+    attachment.del().success();
+}
+
+#[test]
+fn interfaces_in_two_networks_have_the_lease_of_each() {
+    require!(Server::Dnsmasq.probe());
+    let lan = Lan::silent();
+    lan.node.expect_left("lan2");
+    lan.node.ip(&["link add lan2 type bridge", "link set lan2 up", "address add 192.168.2.1/24 dev lan2"]);
+    lan.serve(10, &["--interface=lan2", "--dhcp-range=192.168.2.5,192.168.2.14,255.255.255.0,120"]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    lan.plug(&container, "eth1", "lan2");
+    let both = [lan.attachment(&container), lan.attachment(&container).ifname("eth1")];
+    let addresses = both.each_ref().map(|attachment| attachment.add().success()["ips"][0]["address"].clone());
+    assert_eq!(addresses, [json!("192.168.1.5/24"), json!("192.168.2.5/24")]);
+    both.iter().for_each(|attachment| drop(attachment.del().success()));
+    until("the server has both addresses back", || lan.leased().is_empty());
+}
+
+#[test]
+fn classless_routes_replace_classful_ones_and_the_router() {
+    require!(Server::Dnsmasq.probe());
+    let classful = ["--dhcp-option=3,192.168.1.1", "--dhcp-option=33,10.0.0.0,192.168.1.2"];
+    let lan = Lan::new(10, &classful);
+    let _daemon = lan.daemon();
+    let attach = || {
+        let container = lan.container(&["eth0"]);
+        lan.attachment(&container).add().success()["routes"].clone()
+    };
+    assert_eq!(
+        attach(),
+        json!([{"dst": "10.0.0.0/8", "gw": "192.168.1.2"}, {"dst": "0.0.0.0/0", "gw": "192.168.1.1"}])
+    );
+    lan.serve(10, &[&classful[..], &["--dhcp-option=121,10.9.0.0/16,192.168.1.3"]].concat());
+    assert_eq!(attach(), json!([{"dst": "10.9.0.0/16", "gw": "192.168.1.3"}]));
+}
+
+/// Does something for each container, sixteen at a time.
+fn for_each(containers: &[Container], work: impl Fn(&Container) + Sync) {
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                while let Some(container) = containers.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    work(container);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn two_hundred_containers_have_leases_without_a_thread_each() {
+    require!(Server::Dnsmasq.probe());
+    let crowd = crowd(200);
+    let lan = Lan::new(240, &[]);
+    let daemon = lan.daemon();
+    let containers: Vec<Container> = (0..crowd).map(|_| lan.container(&["eth0"])).collect();
+    for_each(&containers, |container| configure(container, "eth0", &lan.attachment(container).add().success()));
+    let distinct: BTreeSet<String> = lan.leased().into_iter().collect();
+    assert_eq!((distinct.len(), lan.records()), (crowd, crowd));
+    let threads = || std::fs::read_dir(format!("/proc/{}/task", daemon.0.id())).unwrap().count();
+    assert!(threads() <= 8, "{} threads", threads());
+    for_each(&containers, |container| drop(lan.attachment(container).del().success()));
+    assert!(threads() <= 8, "{} threads", threads());
+    until("the server has all addresses back", || lan.leased().is_empty());
+    assert_eq!(lan.records(), 0);
 }

@@ -1,0 +1,91 @@
+//! Leases of dhcp that come and go while its daemon is killed again and again: afterwards server, daemon and containers agree.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use std::{fs, thread};
+
+use cni_testkit::{Container, crowd, probe, require};
+use conformance::lan::{Lan, configure, until};
+use conformance::measure::{Dice, figure, seed, soak};
+use serde_json::Value;
+
+/// As many attachments live at the same time, each with a thread of its own.
+const ABREAST: usize = 6;
+
+/// Takes an attachment away as a runtime does: a DEL that fails is repeated.
+fn detach(lan: &Lan, container: &Container) {
+    until("DEL succeeds", || lan.attachment(container).invocation("DEL", None).run().status == Some(0));
+    container.ip(&["address flush dev eth0 scope global"]);
+}
+
+/// The addresses in the daemon's records.
+fn recorded(lan: &Lan) -> Vec<String> {
+    let entries = fs::read_dir(lan.node.dir().join("dhcp")).unwrap().map(|entry| entry.unwrap().path());
+    let records = entries.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
+    let mut addresses: Vec<String> = records
+        .map(|path| {
+            let record: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+            let network = record["held"]["Bound"]["terms"]["network"].as_str();
+            network.unwrap_or_else(|| panic!("no lease: {record}")).trim_end_matches("/24").to_owned()
+        })
+        .collect();
+    addresses.sort();
+    addresses
+}
+
+#[test]
+fn leases_survive_a_daemon_that_is_killed_again_and_again() {
+    require!(probe::dnsmasq().map(drop));
+    let cycles = soak().map_or(crowd(100), |times| 500 * usize::try_from(times).unwrap());
+    let seed = seed();
+    let lan = Lan::new(100, &[]);
+    let daemon = Mutex::new(Some(lan.daemon()));
+    let containers: Vec<Container> = (0..ABREAST).map(|_| lan.container(&["eth0"])).collect();
+    let (left, living) = (AtomicUsize::new(cycles), AtomicUsize::new(ABREAST));
+    let (mut kills, refused) = (0, AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for (number, container) in containers.iter().enumerate() {
+            let (lan, left, living, refused) = (&lan, &left, &living, &refused);
+            scope.spawn(move || {
+                let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+                while take().is_ok() {
+                    detach(lan, container);
+                    let added = lan.attachment(container).invocation("ADD", None).run();
+                    match added.json.as_ref().filter(|_| added.status == Some(0)) {
+                        Some(result) => configure(container, "eth0", result),
+                        None => {
+                            refused.fetch_add(1, Ordering::Relaxed);
+                            detach(lan, container);
+                        }
+                    }
+                }
+                // Every third container has no lease in the end.
+                if number % 3 == 0 {
+                    detach(lan, container);
+                }
+                living.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+        let mut dice = Dice::new(seed);
+        while living.load(Ordering::Relaxed) > 0 {
+            // At some moment during some ADD. A kill fails all calls that run, and most of them should succeed.
+            let ahead = left.load(Ordering::Relaxed).saturating_sub(2 + usize::try_from(dice.below(16)).unwrap());
+            until("ADDs go on", || left.load(Ordering::Relaxed) <= ahead || living.load(Ordering::Relaxed) == 0);
+            thread::sleep(Duration::from_millis(dice.below(40)));
+            daemon.lock().unwrap().take().unwrap().kill();
+            *daemon.lock().unwrap() = Some(lan.daemon());
+            kills += 1;
+        }
+    });
+    let refused = refused.into_inner();
+    figure(&format!("dhcp: {cycles} ADDs and DELs, {kills} daemons killed, {refused} ADDs failed; CNI_SEED={seed}"));
+    let mut held: Vec<String> = containers.iter().flat_map(|container| container.addresses("eth0")).collect();
+    held.iter_mut().for_each(|address| *address = address.trim_end_matches("/24").to_owned());
+    held.sort();
+    until("the server has leased what containers have", || lan.leased() == held);
+    assert_eq!(recorded(&lan), held);
+    containers.iter().for_each(|container| detach(&lan, container));
+    until("the server has all addresses back", || lan.leased().is_empty());
+    assert_eq!(recorded(&lan), [""; 0]);
+}
