@@ -133,7 +133,8 @@ Examples:
   cnitool ipam list
   cnitool ipam show mynet
   cnitool ipam gc mynet --dry-run
-  cnitool ipam release mynet 10.61.0.7";
+  cnitool ipam release mynet 10.61.0.7
+  cnitool ipam dhcp";
 
 pub(crate) const IPAM_GC: &str = "\
 Goes through the reservations under the store's own lock, so that it disturbs no

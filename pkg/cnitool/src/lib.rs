@@ -6,7 +6,7 @@
 //! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every file.
 //! - `doctor`: what on the node keeps networks from working, and what mends it.
 //! - `explain`: a verb of a network with the steps of each plugin.
-//! - `ipam`: the reservations of host-local.
+//! - `ipam`: the reservations of host-local, and the leases of dhcp.
 //! - `plugins`: the plugins of this project, in one table.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.

@@ -8,7 +8,7 @@ use cni::{Error, Result};
 use cni_dhcp::message::DEFAULT_REQUEST;
 use serde::Deserialize;
 
-const DEFAULT_SOCKET: &str = "/run/cni/dhcp.sock";
+pub(crate) const DEFAULT_SOCKET: &str = "/run/cni/dhcp.sock";
 
 #[derive(Default, Deserialize)]
 #[serde(default)]

@@ -5,6 +5,7 @@
 
 mod conf;
 pub mod daemon;
+pub mod leases;
 mod record;
 
 use std::ffi::OsString;

@@ -27,6 +27,9 @@ pub(crate) struct Record {
     pub(crate) priority: Option<u32>,
     pub(crate) client: Client,
     pub(crate) held: Held,
+    /// What has gone wrong last, since the lease was last granted.
+    #[serde(default)]
+    pub(crate) error: Option<String>,
 }
 
 /// What the attachment has.

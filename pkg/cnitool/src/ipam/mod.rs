@@ -1,8 +1,9 @@
-//! The reservations of host-local: who has which address, how full the ranges are, what can go.
+//! The reservations of host-local: who has which address, how full the ranges are, what can go. And the leases of dhcp.
 //!
 //! Everything that changes something, and whatever reads single reservations, holds the store's own lock, the one that
 //! the plugins take; so none of it is seen half done, and no running plugin is disturbed longer than by another one.
 
+mod dhcp;
 mod gc;
 mod list;
 mod release;
@@ -27,7 +28,7 @@ use crate::cli::{Failure, Shared, Variables, failed};
 use crate::node::{self, Life, Witnesses};
 use crate::{Call, Exit, Streams, help};
 
-/// See and repair the address reservations of host-local
+/// See and repair the address reservations of host-local, and see the leases of dhcp
 #[derive(Debug, Args)]
 #[command(after_help = help::AFTER_IPAM, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 pub(crate) struct Ipam {
@@ -49,6 +50,8 @@ enum Verb {
     /// Remove one reservation, or all of one container
     #[command(before_help = help::IPAM_RELEASE, after_help = help::AFTER_IPAM_RELEASE)]
     Release(release::Release),
+    /// The leases that the daemon of dhcp has recorded: address, server, times, last error
+    Dhcp(dhcp::Dhcp),
 }
 
 /// Where the reservations are.
@@ -68,6 +71,7 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
         Verb::Show(args) => ("ipam show", desk.show(args, streams)),
         Verb::Gc(args) => ("ipam gc", desk.gc(args, streams)),
         Verb::Release(args) => ("ipam release", desk.release(args, streams)),
+        Verb::Dhcp(args) => ("ipam dhcp", desk.dhcp(args, streams)),
     };
     outcome.map(|()| Exit::Done).map_err(|error| failed(doing, error, shared.format()))
 }

@@ -88,6 +88,21 @@ impl Attachment {
 
     fn keep(&mut self, held: Held) {
         self.record.held = held;
+        self.record.error = None;
+        self.write();
+    }
+
+    /// Records an error, for `cnitool ipam dhcp`. An attachment without a lease has no record.
+    fn failed(&mut self, error: String) {
+        if self.record.error.as_ref() != Some(&error) {
+            self.record.error = Some(error);
+            if !matches!(self.record.held, Held::Nothing) {
+                self.write();
+            }
+        }
+    }
+
+    fn write(&self) {
         if let Err(error) = self.daemon.records.write(&self.record) {
             log(format_args!("{}: {error}", self.record.key()));
         }
@@ -105,13 +120,17 @@ impl Attachment {
             }
         }
         let mut exchange = Exchange::default();
-        let mut failure = String::new();
+        // Whether a request for more time is without an answer.
+        let mut asked = false;
         loop {
             if let Some(change) = self.session.elapse(now()) {
                 self.changed(key, change);
             }
             let until = match self.session.step(now()) {
                 Step::Send(bytes, path) => {
+                    if std::mem::replace(&mut asked, self.session.lease().is_some()) {
+                        self.failed("no answer to the last request for more time".into());
+                    }
                     if let Err(error) = exchange.send(&self.interface, &bytes, path) {
                         // As if the network had lost it, unless there is nothing to send it by.
                         exchange.close();
@@ -119,10 +138,11 @@ impl Attachment {
                             return End::Forgotten("the interface has gone".into());
                         }
                         let error = format!("failed to send on {}: {error}", self.interface.name);
-                        if error != failure {
+                        if self.record.error.as_ref() != Some(&error) {
                             log(format_args!("{key}: {error}"));
-                            failure = error;
                         }
+                        self.failed(error);
+                        asked = false;
                     }
                     continue;
                 }
@@ -142,6 +162,7 @@ impl Attachment {
                 }
                 received = exchange.receive() => match received {
                     Ok(bytes) => if let Some(change) = self.session.receive(&bytes, now()) {
+                        asked = false;
                         self.changed(key, change);
                     },
                     Err(error) => {
@@ -202,6 +223,7 @@ impl Attachment {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
                 self.on_interface(key, self.interface.delete(network));
+                self.failed(why.clone());
                 self.status.send_replace(Status::Lost(why));
                 return;
             }

@@ -32,6 +32,7 @@ use tokio::task::{LocalSet, spawn_local};
 
 use crate::conf::Conf;
 use crate::record::{Held, Record, Records, key};
+pub(crate) use attachment::now;
 use attachment::{Attachment, Handle, Order, Status};
 use flags::Flags;
 use network::Interface;
@@ -302,6 +303,7 @@ impl Daemon {
             priority: keys.priority,
             client: Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers },
             held: Held::Nothing,
+            error: None,
         };
         Ok((interface, record))
     }

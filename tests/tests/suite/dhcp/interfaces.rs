@@ -1,10 +1,10 @@
 //! dhcp behind the plugins that create the interface: the release leaves before the link goes.
 
-use cni_testkit::{Attachment, Container, probe, require};
+use cni_testkit::{Attachment, Container, bin_dir, probe, require};
 use conformance::VERSION;
 use serde_json::{Value, json};
 
-use super::{Lan, until};
+use super::{Lan, age, until};
 
 /// An attachment whose interface this plugin creates on the bridge `lan`.
 fn attachment<'n>(lan: &'n Lan, container: &Container, plugin: &str) -> Attachment<'n> {
@@ -75,4 +75,42 @@ fn del_without_a_daemon_removes_the_link_all_the_same() {
     assert!(container.link("eth0").is_none());
     let _daemon = lan.daemon();
     attachment.del().success();
+}
+
+#[test]
+fn cnitool_shows_leases_and_what_went_wrong_last() {
+    require!(probe::dnsmasq().map(drop));
+    require!(probe::plugin("cnitool"));
+    let lan = Lan::new(10, &[]);
+    let daemon = lan.daemon();
+    let container = lan.node.container();
+    let attachment = attachment(&lan, &container, "bridge");
+    attachment.add().success();
+    let program = bin_dir().join("cnitool").display().to_string();
+    let socket = lan.socket().display().to_string();
+    let shown = |more: &[&str]| {
+        let shown = lan.node.run(&[&[&program, "ipam", "dhcp", "--socket", &socket], more].concat());
+        assert!(shown.ok, "{shown:?}");
+        shown.stdout
+    };
+    let lease = || serde_json::from_str::<Value>(&shown(&["--json"])).unwrap()["leases"][0].clone();
+    let first = lease();
+    assert_eq!(
+        (&first["network"], &first["containerID"], &first["ifname"]),
+        (&json!("net1"), &json!(container.id), &json!("eth0"))
+    );
+    assert_eq!((&first["address"], &first["server"]), (&json!("192.168.1.5/24"), &json!("192.168.1.1")));
+    let seconds = ["t1Seconds", "t2Seconds", "expirySeconds"].map(|key| first[key].as_u64().unwrap());
+    assert!(seconds.is_sorted() && seconds[2] <= 120 && first["lastError"].is_null(), "{first}");
+    let text = shown(&["net1"]);
+    assert!(text.starts_with("NETWORK ") && text.contains(" 192.168.1.5/24 "), "{text}");
+    assert_eq!(shown(&["other"]), "No lease is recorded.\n");
+    // At its end, without a server: shown with or without a daemon.
+    daemon.kill();
+    lan.stop();
+    age(&lan, 130);
+    let _daemon = lan.daemon();
+    until("the loss is shown", || lease()["lastError"] == "the lease of 192.168.1.5 is lost");
+    attachment.del().success();
+    assert_eq!(shown(&[]), "No lease is recorded.\n");
 }

@@ -1,0 +1,106 @@
+//! dhcp: the leases that the daemon of the plugin dhcp has recorded.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use cni::Error;
+use cni::config::NetConf;
+use plugin_dhcp::leases::{self, Lease, Times};
+use serde_json::{Value, json};
+
+use super::Desk;
+use crate::Streams;
+use crate::cli::Variables;
+use crate::node;
+use crate::report::{Colour, Format, paint, table, write, write_json};
+
+/// The arguments of `dhcp`.
+#[derive(Debug, Args)]
+pub(super) struct Dhcp {
+    /// Only the leases of this network
+    network: Option<String>,
+    /// The daemon's socket [those of the networks' daemonSocketPath, and /run/cni/dhcp.sock]
+    #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
+    socket: Option<PathBuf>,
+}
+
+impl Desk<'_, '_> {
+    pub(super) fn dhcp(&self, args: &Dhcp, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let mut found: Vec<Lease> = Vec::new();
+        for socket in self.sockets(args)? {
+            found.extend(leases::list(&socket)?);
+        }
+        found.retain(|lease| args.network.as_ref().is_none_or(|network| *network == lease.network));
+        match self.shared.format() {
+            Format::Json => write_json(streams, &json!({"leases": found.iter().map(document).collect::<Vec<_>>()})),
+            Format::Text if found.is_empty() => write(streams, "No lease is recorded.\n"),
+            Format::Text => {
+                let header =
+                    ["NETWORK", "CONTAINER", "IFNAME", "ADDRESS", "SERVER", "T1", "T2", "EXPIRY", "LAST ERROR"];
+                let rows = found.iter().map(row);
+                let rows: Vec<Vec<String>> = [header.map(str::to_owned).to_vec()].into_iter().chain(rows).collect();
+                let mut lines = table(&rows);
+                for (line, lease) in lines.iter_mut().skip(1).zip(&found) {
+                    if lease.error.is_some() {
+                        *line = paint(streams.stdout_style, Colour::Yellow, line);
+                    }
+                }
+                write(streams, &format!("{}\n", lines.join("\n")))
+            }
+        }
+    }
+
+    fn sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
+        if let Some(socket) = &args.socket {
+            return Ok(vec![socket.clone()]);
+        }
+        let mut sockets = vec![leases::default_socket()];
+        for list in node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
+            let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
+            // What is wrong with a configuration is what `networks` reports.
+            sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
+        }
+        sockets.sort();
+        sockets.dedup();
+        Ok(sockets)
+    }
+}
+
+fn document(lease: &Lease) -> Value {
+    let seconds = |time: fn(&Times) -> Option<Duration>| lease.times.as_ref().and_then(time).map(|left| left.as_secs());
+    json!({
+        "network": lease.network,
+        "containerID": lease.container_id,
+        "ifname": lease.ifname,
+        "address": lease.address.to_string(),
+        "server": lease.server,
+        "confirmed": lease.times.is_some(),
+        "t1Seconds": seconds(|times| times.t1),
+        "t2Seconds": seconds(|times| times.t2),
+        "expirySeconds": seconds(|times| times.expiry),
+        "lastError": lease.error,
+    })
+}
+
+fn row(lease: &Lease) -> Vec<String> {
+    let time = |time: fn(&Times) -> Option<Duration>| match &lease.times {
+        None => "?".to_owned(),
+        Some(times) => match time(times) {
+            None => "never".to_owned(),
+            Some(Duration::ZERO) => "over".to_owned(),
+            Some(left) => format!("in {} s", left.as_secs()),
+        },
+    };
+    vec![
+        lease.network.clone(),
+        lease.container_id.clone(),
+        lease.ifname.clone(),
+        lease.address.to_string(),
+        lease.server.to_string(),
+        time(|times| times.t1),
+        time(|times| times.t2),
+        time(|times| times.expiry),
+        lease.error.clone().unwrap_or_default(),
+    ]
+}
