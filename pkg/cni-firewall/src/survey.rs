@@ -209,6 +209,9 @@ fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
             held.extend(forwarded(place, &owned.owner, owned.address, &owned.ingress));
         }
     }
+    for owned in forward::sources::all(nft)? {
+        held.extend(forwarded("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
+    }
     let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
     for listed in nft.rules(table, chain)? {
         let Some(comment) = listed.rule.comment.clone() else { continue };

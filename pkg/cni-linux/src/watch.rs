@@ -103,8 +103,12 @@ impl Watch {
     }
 }
 
-/// Readable as soon as SIGTERM, SIGINT or SIGHUP is pending. It is never read here: the machine does that, and remembers.
-pub(crate) fn term_descriptor() -> Result<SignalFd, Errno> {
+/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. It is not to be read: the machine does
+/// that, and remembers.
+///
+/// # Errors
+/// The kernel's.
+pub fn term_descriptor() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }
 

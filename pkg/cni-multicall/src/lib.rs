@@ -9,7 +9,8 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &InterfacePlugin(plugin_bridge::Bridge),
     &plugin_dhcp::Dhcp,
     &InterfacePlugin(plugin_dummy::Dummy),
-    &plugin_firewall::Firewall,
+    // Without D-Bus, which cnitool does not need.
+    &plugin_firewall::Firewall::READER,
     &InterfacePlugin(plugin_host_device::HostDevice),
     &plugin_host_local::HostLocal,
     &InterfacePlugin(plugin_ipvlan::Ipvlan),

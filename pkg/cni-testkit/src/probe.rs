@@ -105,25 +105,38 @@ pub fn go_plugins() -> Probed {
 /// The DHCP server dnsmasq: this machine's, or the one that `scripts/test` has unpacked into the target folder.
 pub fn dnsmasq() -> Result<PathBuf, String> {
     let program = |root: PathBuf| root.join("usr/sbin/dnsmasq");
-    let mut places =
-        unpacked("dnsmasq-base")?.map(program).chain(["/usr/sbin/dnsmasq".into(), "/usr/bin/dnsmasq".into()]);
+    let places = unpacked("dhcp-servers/dnsmasq-base/root")?.into_iter().map(program);
+    let mut places = places.chain(["/usr/sbin/dnsmasq".into(), "/usr/bin/dnsmasq".into()]);
     places.find(|path| path.is_file()).ok_or_else(|| "no dnsmasq (Debian's package dnsmasq-base)".to_owned())
 }
 
 /// The folder below which the DHCP server Kea is, as `usr/sbin/kea-dhcp4`: this machine's root, or the one into which
 /// `scripts/test` has unpacked it.
 pub fn kea() -> Result<PathBuf, String> {
-    let mut places = unpacked("kea-dhcp4-server")?.chain(["/".into()]);
+    let mut places = unpacked("dhcp-servers/kea-dhcp4-server/root")?.into_iter().chain(["/".into()]);
     let found = places.find(|root| root.join("usr/sbin/kea-dhcp4").is_file());
     found.ok_or_else(|| "no kea-dhcp4 (Debian's package kea-dhcp4-server)".to_owned())
 }
 
-/// The folders into which `scripts/test` may have unpacked a package.
-fn unpacked(package: &str) -> Result<impl Iterator<Item = PathBuf>, String> {
+/// The folder into which `scripts/test` has unpacked firewalld, with nf_tables and a bus for it.
+pub fn firewalld() -> Result<PathBuf, String> {
+    nft()?;
+    dbus_daemon()?;
+    let root = unpacked("firewalld/root")?.into_iter().find(|path| path.join("usr/sbin/firewalld").is_file());
+    root.ok_or_else(|| "no firewalld in the target folder: scripts/test unpacks Debian's package there".to_owned())
+}
+
+/// The program of a D-Bus bus: this machine's, or the one that came with firewalld.
+pub fn dbus_daemon() -> Result<PathBuf, String> {
+    let mut places = unpacked("firewalld/root/usr/bin/dbus-daemon")?;
+    places.push("/usr/bin/dbus-daemon".into());
+    places.into_iter().find(|path| path.is_file()).ok_or_else(|| "no dbus-daemon (Debian's package)".to_owned())
+}
+
+/// Where a file may be that `scripts/test` has unpacked into the target folder.
+fn unpacked(path: &str) -> Result<Vec<PathBuf>, String> {
     let test = std::env::current_exe().map_err(|error| error.to_string())?;
-    let folders: Vec<PathBuf> =
-        test.ancestors().map(|folder| folder.join("dhcp-servers").join(package).join("root")).collect();
-    Ok(folders.into_iter())
+    Ok(test.ancestors().map(|folder| folder.join(path)).collect())
 }
 
 /// Probes for a release of the Go plugins that supports nftables: those that speak 1.1.0 of the

@@ -1,25 +1,40 @@
 //! The configuration of `firewall`: JSON in, impossible states out.
 //!
-//! ADD, CHECK and STATUS read all of it. DEL and GC read nothing, so that no mistake in it can keep them from cleaning.
+//! ADD, CHECK and STATUS read all of it. DEL and GC read where firewalld may have addresses, and take a mistake for an absent key, so
+//! that none can keep them from cleaning.
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
-use cni::{Code, Error, Result};
+use cni::{Error, Result};
 use cni_firewall::Backend;
 use cni_firewall::forward::{ADMIN, Ingress, Place};
 use cni_firewall::iptables::check_conditions;
 use serde::Deserialize;
 
+/// The zone that firewalld has for what is trusted.
+const ZONE: &str = "trusted";
+
 /// A sound configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
     /// `None` leaves the choice to the host.
-    pub(crate) backend: Option<Backend>,
+    pub(crate) backend: Option<Choice>,
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
     pub(crate) admin: String,
     /// The administrator's chain in nftables.
     pub(crate) place: Option<Place>,
+    /// The zone of firewalld.
+    pub(crate) zone: String,
+}
+
+/// `backend`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// Rules of our own.
+    Rules(Backend),
+    /// A zone of firewalld's.
+    Firewalld,
 }
 
 /// `ingressPolicy`
@@ -52,15 +67,48 @@ struct Raw {
     ingress_policy: String,
     iptables_admin_chain_name: String,
     nftables_chain: String,
-    // Read for backend firewalld alone, which does not exist yet.
     firewalld_zone: String,
+}
+
+impl Raw {
+    fn choice(&self) -> Option<Choice> {
+        match self.backend.as_str() {
+            "firewalld" => Some(Choice::Firewalld),
+            // As in Go an unknown name leaves the choice to the host.
+            name => Backend::by_name(name).map(Choice::Rules),
+        }
+    }
+
+    fn zone(&self) -> String {
+        if self.firewalld_zone.is_empty() { ZONE.into() } else { self.firewalld_zone.clone() }
+    }
+}
+
+/// What DEL and GC read, which no mistake keeps from cleaning.
+#[derive(Clone, Debug)]
+pub(crate) struct Lenient {
+    /// The zone that addresses without a record are removed from.
+    pub(crate) zone: String,
+    /// Whether firewalld may have been chosen, as far as can be told.
+    pub(crate) may_be_firewalld: bool,
+}
+
+impl Lenient {
+    pub(crate) fn new(conf: &NetConf) -> Lenient {
+        let raw: Raw = conf.decode().unwrap_or_default();
+        let may_be_firewalld = match raw.choice() {
+            Some(choice) => choice == Choice::Firewalld,
+            None => raw.nftables_chain.is_empty(),
+        };
+        Lenient { zone: raw.zone(), may_be_firewalld }
+    }
 }
 
 impl Conf {
     /// Reads the configuration.
     ///
     /// # Errors
-    /// 6 and 7; 2 for `"backend": "firewalld"`.
+    /// 6 and 7.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
         let policy = match raw.ingress_policy.as_str() {
@@ -69,14 +117,7 @@ impl Conf {
             "isolated" => Policy::Isolated,
             other => return Err(Error::config(format!("unknown ingress policy: {other:?}"))),
         };
-        let backend = match raw.backend.as_str() {
-            "firewalld" => {
-                let msg = "\"backend\": \"firewalld\" is not supported; \"iptables\" and \"nftables\" are";
-                return Err(Error::new(Code::UNSUPPORTED_FIELD, msg));
-            }
-            // As in Go an unknown name leaves the choice to the host.
-            name => Backend::by_name(name),
-        };
+        let (backend, zone) = (raw.choice(), raw.zone());
         let admin = if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
         let fits = admin.len() <= 28 && !admin.starts_with(['-', '!']) && !admin.contains(char::is_whitespace);
         if !fits || check_conditions(&[&admin]).is_err() {
@@ -89,12 +130,11 @@ impl Conf {
                 Error::config(msg)
             })?),
         };
-        if place.is_some() && backend == Some(Backend::Iptables) {
+        if place.is_some() && backend.is_some_and(|choice| choice != Choice::Rules(Backend::Nftables)) {
             return Err(Error::config("nftablesChain is only for \"backend\": \"nftables\""));
         }
-        // A zone without firewalld has no meaning, and Go says nothing about it.
-        let _ = raw.firewalld_zone;
-        Ok(Conf { backend: backend.or(place.as_ref().map(|_| Backend::Nftables)), policy, admin, place })
+        let backend = backend.or(place.as_ref().map(|_| Choice::Rules(Backend::Nftables)));
+        Ok(Conf { backend, policy, admin, place, zone })
     }
 }
 

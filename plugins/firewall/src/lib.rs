@@ -1,33 +1,57 @@
 //! `firewall`: packets from and to a container pass the node's filter, and bridges can be isolated. Always behind another plugin,
 //! whose result it passes on as it is.
 //!
-//! `conf` reads the configuration; the rules themselves are [`cni_firewall::forward`]'s. The container's namespace is
-//! never entered.
+//! `conf` reads the configuration; the rules themselves are [`cni_firewall::forward`]'s, and `firewalld` is the backend without any.
+//! The container's namespace is never entered.
 //!
 //! DEL often comes without `prevResult`. What has to go is found by its owner, in both backends, whatever the configuration
 //! says by then.
 
+mod bus;
 mod conf;
+pub mod firewalld;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 
+use std::fmt;
 use std::net::IpAddr;
+use std::rc::Rc;
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
+use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
+use cni_firewall::forward::sources::{self, Whose};
 use cni_firewall::forward::{self, Former, Forward, Ingress, Wanted};
 use cni_firewall::{Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
-use conf::{Conf, Policy};
+use conf::{Choice, Conf, Lenient, Policy};
+use firewalld::{Failure, Open, Zone};
 
 /// The plugin.
-#[derive(Clone, Copy, Debug)]
-pub struct Firewall;
+#[derive(Clone, Copy)]
+pub struct Firewall {
+    /// How it connects to firewalld. The program knows; a library that only reads configurations need not.
+    pub open: Open,
+}
+
+impl Firewall {
+    /// The plugin as a program.
+    pub const PROGRAM: Firewall = Firewall { open: bus::open };
+    /// The plugin for a program that only reads configurations.
+    pub const READER: Firewall =
+        Firewall { open: |_, _| Err(Failure::NoBus("this program does not speak D-Bus".to_owned())) };
+}
+
+impl fmt::Debug for Firewall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Firewall")
+    }
+}
 
 const NO_RESULT: &str = "missing prevResult from earlier plugin";
 
@@ -56,14 +80,19 @@ impl Plugin for Firewall {
         if wanted.addresses.is_empty() {
             return Ok(Added { result, rollback });
         }
-        let backend = backend(call, &conf)?;
-        let former = std::rc::Rc::new(Former::default());
-        let (undone, before) = (wanted.clone(), former.clone());
-        rollback.push("put the rules back as they were", move || forward(call).put_back(&undone, &before));
-        if let Err(error) = forward(call).ensure(&wanted, backend, &former) {
-            return Err(refusal(call, error, &conf, backend));
+        match self.choice(call, &conf)? {
+            Choice::Rules(backend) => rules(call, &conf, &wanted, backend, &mut rollback)?,
+            Choice::Firewalld => {
+                if conf.policy != Policy::Open {
+                    rules(call, &conf, &wanted, Backend::Nftables, &mut rollback)?;
+                }
+                let zone = self.zone(call, &conf.zone);
+                let former = Rc::new(firewalld::Former::default());
+                let (undone, mark, before) = (zone.clone(), wanted.mark.clone(), former.clone());
+                rollback.push("put the sources back as they were", move || undone.put_back(&mark, &before));
+                zone.add(&wanted.mark, &wanted.addresses, &former)?;
+            }
         }
-        remark(call, &conf, backend);
         Ok(Added { result, rollback })
     }
 
@@ -71,7 +100,7 @@ impl Plugin for Firewall {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
         let wanted = wanted(call, &conf, &prev)?;
-        match forward(call).check(&wanted, backend(call, &conf)?)?.as_slice() {
+        match self.missing(call, &conf, &wanted)?.as_slice() {
             [] => Ok(()),
             missing => Err(Error::new(Code::CHECK_FAILED, missing.join("; "))),
         }
@@ -83,23 +112,93 @@ impl Plugin for Firewall {
             call.notes.note(format_args!("firewall: prevResult is not used: {error}"));
             Vec::new()
         });
-        Ok(forward(call).purge(&call.attachment(), &addresses)?)
+        let lenient = Lenient::new(&call.conf);
+        let mark = call.attachment();
+        let may_have: &[IpAddr] = if lenient.may_be_firewalld { &addresses } else { &[] };
+        let in_zone = self.zone(call, &lenient.zone).purge(Whose::Of(&mark), may_have);
+        // The Go plugin has no other rules for them, and what its isolation is for cannot be told.
+        let go = in_zone.as_deref().unwrap_or_default();
+        let rest: Vec<IpAddr> = addresses.into_iter().filter(|address| !go.contains(address)).collect();
+        Error::join([forward(call).purge(&mark, &rest).err().map(Error::from), in_zone.err()].into_iter().flatten())
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let valid: Vec<(&str, &str)> = valid.iter().collect();
-        Ok(forward(call).gc(call.conf.name(), &valid)?)
+        let network = call.conf.name();
+        let zone = self.zone(call, &Lenient::new(&call.conf).zone);
+        let in_zone = zone.purge(Whose::Garbage { network, valid: &valid }, &[]);
+        Error::join([forward(call).gc(network, &valid).err().map(Error::from), in_zone.err()].into_iter().flatten())
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
-        let backend = backend(call, &conf)?;
+        let choice = self.choice(call, &conf).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
+        let backend = match choice {
+            Choice::Rules(backend) => backend,
+            Choice::Firewalld => {
+                let ready = self.zone(call, &conf.zone).probe();
+                return ready.map_err(|error| error.with_code(Code::NOT_AVAILABLE));
+            }
+        };
         let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
         if backend == Backend::Nftables && !nft_usable().map_err(not_ready)? {
             return Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables"));
         }
         forward(call).probe(backend, conf.place.as_ref()).map_err(not_ready)
     }
+}
+
+impl Firewall {
+    fn zone<'m>(&self, call: &Call<'m>, name: &str) -> Zone<'m> {
+        Zone { open: self.open, machine: call.machine.0, name: name.to_owned() }
+    }
+
+    /// The backend that is asked for; else firewalld if it runs, as with Go, else the one that the host has.
+    fn choice(&self, call: &Call<'_>, conf: &Conf) -> Result<Choice> {
+        match conf.backend {
+            Some(choice) => Ok(choice),
+            None if self.zone(call, &conf.zone).is_running()? => Ok(Choice::Firewalld),
+            None => Ok(Choice::Rules(forward(call).chosen()?)),
+        }
+    }
+
+    /// What is not in force, one sentence each.
+    fn missing(&self, call: &Call<'_>, conf: &Conf, wanted: &Wanted) -> Result<Vec<String>> {
+        match self.choice(call, conf)? {
+            Choice::Rules(backend) => Ok(forward(call).check(wanted, backend)?),
+            Choice::Firewalld => {
+                let mut missing = self.zone(call, &conf.zone).check(&wanted.addresses)?;
+                // Without a record it was the Go plugin, or firewalld did not run yet.
+                let is_recorded = !sources::find(Whose::Of(&wanted.mark))?.own.is_empty();
+                if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
+                    let rules = forward(call);
+                    return Ok(rules.check(wanted, rules.chosen()?)?);
+                }
+                if is_recorded && conf.policy != Policy::Open {
+                    missing.extend(forward(call).check(wanted, Backend::Nftables)?);
+                }
+                Ok(missing)
+            }
+        }
+    }
+}
+
+/// Puts rules in force.
+fn rules<'a>(
+    call: &'a Call<'_>,
+    conf: &Conf,
+    wanted: &Wanted,
+    backend: Backend,
+    rollback: &mut Rollback<'a>,
+) -> Result<()> {
+    let former = Rc::new(Former::default());
+    let (undone, before) = (wanted.clone(), former.clone());
+    rollback.push("put the rules back as they were", move || forward(call).put_back(&undone, &before));
+    if let Err(error) = forward(call).ensure(wanted, backend, &former) {
+        return Err(refusal(call, error, conf, backend));
+    }
+    remark(call, conf, backend);
+    Ok(())
 }
 
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
@@ -144,14 +243,6 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
         Some(link) if link.is_bridge() => Ok(policy.on(link.name)),
         Some(link) => Err(refused(format!("{} in prevResult is a {}", link.name, link.kind))),
         None => Err(refused(format!("{} in prevResult does not exist", first.name))),
-    }
-}
-
-/// The backend that is asked for, or the one that the host has.
-fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
-    match conf.backend {
-        Some(backend) => Ok(backend),
-        None => Ok(forward(call).chosen()?),
     }
 }
 

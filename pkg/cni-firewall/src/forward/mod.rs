@@ -24,6 +24,7 @@ use cni_linux::route::Family;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
+pub mod sources;
 
 pub use iptables::ADMIN;
 pub use nftables::Place;

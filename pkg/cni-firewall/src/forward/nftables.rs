@@ -34,8 +34,8 @@ use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route;
 
-const OWN: &str = "cni_firewall";
-const OWN_COMMENT: &str = "CNI firewall plugin";
+pub(super) const OWN: &str = "cni_firewall";
+pub(super) const OWN_COMMENT: &str = "CNI firewall plugin";
 const ENTRY: &str = "forward";
 /// `filter`
 const BASE: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 };
@@ -150,7 +150,7 @@ fn isolation(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> {
     Ok(rules)
 }
 
-fn owner_rule(table: Table<'_>, owned: &Owned) -> Result<Rule> {
+pub(super) fn owner_rule(table: Table<'_>, owned: &Owned) -> Result<Rule> {
     let mut exprs = [family(table, owned.address), saddr(owned.address)].concat();
     if let Some(bridge) = owned.ingress.bridge() {
         let to = interface(oifname(bridge), bridge)?;

@@ -246,18 +246,6 @@ fn isolation_behind_ptp_is_refused_before_any_change() {
 }
 
 #[test]
-fn firewalld_is_refused_and_not_replaced() {
-    each(&[Backend::IptablesNft], |world| {
-        let config = config(world, json!({"backend": "firewalld", "firewalldZone": "trusted"}));
-        let pod = world.dual();
-        let before = rules(world);
-        pod.add(&config).fails_naming(2, &["firewalld"]);
-        assert_eq!(rules(world), before);
-        pod.leave();
-    });
-}
-
-#[test]
 fn without_a_wish_nftables_serves_where_iptables_is_missing() {
     each(&[Backend::Nftables], |world| {
         let pod = world.dual();

@@ -1,5 +1,6 @@
 //! `firewall`: packets of containers pass the node's filter, bridges are isolated, and nothing of a container stays.
 
+mod firewalld;
 mod killed;
 mod life;
 mod operator;

@@ -18,7 +18,11 @@ fn its_configuration_is_judged_as_by_an_add() {
     assert!(judged(json!({"type": "firewall", "ingressPolicy": "isolated"})).contains("sound"));
     assert!(judged(json!({"type": "firewall", "ingressPolicy": "closed"})).contains("unknown ingress policy"));
     assert!(judged(json!({"type": "firewall", "nftablesChain": "filter"})).contains("nftablesChain"));
-    assert!(judged(json!({"type": "firewall", "backend": "firewalld"})).contains("firewalld"));
+    assert!(judged(json!({"type": "firewall", "backend": "firewalld"})).contains("sound"));
+    assert!(
+        judged(json!({"type": "firewall", "backend": "firewalld", "nftablesChain": "inet a b"}))
+            .contains("nftablesChain")
+    );
     assert!(judged(json!({"type": "firewall", "ingresPolicy": "open"})).contains("unknown key"));
 }
 
