@@ -33,7 +33,7 @@ const READERS: [Reader; 17] = [
     Reader(&plugin_bandwidth::Bandwidth),
     Reader(&InterfacePlugin(plugin_bridge::Bridge)),
     Reader(&InterfacePlugin(plugin_dummy::Dummy)),
-    Reader(&plugin_firewall::Firewall::READER),
+    Reader(&plugin_firewall::Firewall),
     Reader(&InterfacePlugin(plugin_host_device::HostDevice)),
     Reader(&plugin_host_local::HostLocal),
     Reader(&InterfacePlugin(plugin_ipvlan::Ipvlan)),

@@ -9,8 +9,7 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &InterfacePlugin(plugin_bridge::Bridge),
     &plugin_dhcp::Dhcp,
     &InterfacePlugin(plugin_dummy::Dummy),
-    // Without D-Bus, which cnitool does not need.
-    &plugin_firewall::Firewall::READER,
+    &plugin_firewall::Firewall,
     &InterfacePlugin(plugin_host_device::HostDevice),
     &plugin_host_local::HostLocal,
     &InterfacePlugin(plugin_ipvlan::Ipvlan),

@@ -16,7 +16,6 @@ fn main() -> ExitCode {
     let name = Path::new(&name).file_name().unwrap_or_default().to_string_lossy();
     match cni_multicall::find(&name) {
         Some(_) if name == "dhcp" => plugin_dhcp::run(args),
-        Some(_) if name == "firewall" => cni_plugin::process::run(&plugin_firewall::Firewall::PROGRAM),
         Some(plugin) => cni_plugin::process::run(plugin),
         None => {
             let names: Vec<&str> = cni_multicall::PLUGINS.iter().map(|plugin: &&dyn Plugin| plugin.name()).collect();

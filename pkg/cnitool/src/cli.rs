@@ -15,7 +15,7 @@ use libcni::cache::DEFAULT_DIR;
 use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 
 use crate::report::Format;
-use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, validate};
+use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, rules, validate};
 
 /// Where the networks are unless told otherwise.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
@@ -86,6 +86,8 @@ enum Verb {
     Explain(explain::Explain),
     /// See and repair the address reservations of host-local
     Ipam(ipam::Ipam),
+    /// Write packet filter rules again that something else has removed
+    Rules(rules::Rules),
     /// Print the completions for a shell
     #[command(after_help = help::AFTER_COMPLETIONS)]
     Completions(generate::Completions),
@@ -143,6 +145,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),
         Verb::Explain(args) => explain::run(args, shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
+        Verb::Rules(args) => rules::run(&args, &shared, call, streams),
         Verb::Completions(args) => generate::completions(&args, streams).map(done),
         Verb::Man(args) => generate::man(&args).map(done),
     }

@@ -164,6 +164,32 @@ Examples:
   cnitool ipam release mynet 10.61.0.7
   cnitool ipam release mynet --container-id 0123456789ab -i eth0";
 
+pub(crate) const AFTER_RULES: &str = "\
+'cnitool rules help VERB' prints more.
+
+Example:
+  cnitool rules restore --dry-run";
+
+pub(crate) const RULES_RESTORE: &str = "\
+For a node whose rules were removed by 'firewall-cmd --reload', 'nft flush
+ruleset' or 'iptables-restore' without --noflush: containers have lost
+masquerading, host ports, acceptance by the firewall and the spoof check.
+Compares the rules of each attachment that a runtime or cnitool remembers, by
+the result and the configuration of its add, and writes those that are missing.
+Rules that exist stay, and so do other programs' rules. Attachments whose
+network namespace or interface is gone are skipped. The plugins of other
+projects are not examined.";
+
+pub(crate) const AFTER_RULES_RESTORE: &str = "\
+Run it in the host's network namespace.
+
+Exit codes: 0 every rule is there (again); 1 something failed, or with --dry-run
+            a rule is missing; 2 the call made no sense
+
+Examples:
+  cnitool rules restore --dry-run
+  cnitool rules restore mynet";
+
 pub(crate) const INSPECT: &str = "\
 For each attachment that a runtime or cnitool remembers: the links on the host
 and in the container, addresses, routes, rules, the reservation, what tuning

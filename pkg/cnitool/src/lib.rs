@@ -7,6 +7,7 @@
 //! - `doctor`: what on the node keeps networks from working, and what mends it.
 //! - `explain`: a verb of a network with the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
+//! - `rules`: the packet filter rules of attachments, written again after something else has removed them.
 //! - `plugins`: the plugins of this project, in one table.
 //! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
 //! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
@@ -31,6 +32,7 @@ mod network;
 mod node;
 mod plugins;
 mod report;
+mod rules;
 mod target;
 #[cfg(test)]
 mod testing;

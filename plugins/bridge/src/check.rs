@@ -4,9 +4,10 @@
 //! it follows the ports, and no container is the worse for it.
 
 use cni::result::IpConfig;
+use cni::skel::{RestoreMode, Restored};
 use cni::{Cidr, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Link, Netlink, PortState, Watch, sysctl};
+use cni_linux::{Link, Mac, Netlink, PortState, Watch, sysctl};
 use cni_plugin::interface::{Gateway, PortMark, failed, forwarding};
 
 use crate::conf::{Conf, vlan_gateway_name};
@@ -16,7 +17,7 @@ type Check<'a> = cni_plugin::interface::Check<'a, Conf>;
 
 pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     let (host, conf) = (&*check.site.host, &check.site.conf);
-    let outer = check.host_end(&format!("CNI veth created for bridge {} was not found", conf.bridge))?;
+    let outer = host_end(check)?;
     let bridge = bridge(host, conf)?;
     check.interface()?;
     check_port(check, &bridge, &outer)?;
@@ -40,6 +41,34 @@ pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     check.settle(deadline)
 }
 
+fn host_end(check: &Check<'_>) -> Result<Link> {
+    check.host_end(&format!("CNI veth created for bridge {} was not found", check.site.conf.bridge))
+}
+
+/// Writes the missing rules of `ipMasq` and `macspoofchk` again.
+pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+    let outer = host_end(check)?;
+    let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode)?;
+    if !check.site.conf.spoof_check {
+        return Ok(masquerade);
+    }
+    let mut restored =
+        masquerade.unwrap_or_else(|| Restored { missing: Vec::new(), rollback: check.site.call.rollback() });
+    let (mac, missing) = spoof_rules(check, &outer)?;
+    if mode == RestoreMode::Write && !missing.is_empty() {
+        port::guard(&outer.name, mac, &check.site.mark, &mut restored.rollback)?;
+    }
+    restored.missing.extend(missing);
+    Ok(Some(restored))
+}
+
+/// The container's address, and what is wrong with the rules of `macspoofchk`.
+fn spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String>)> {
+    let (call, inner) = (check.site.call, &check.inner);
+    let mac = inner.mac.ok_or_else(|| failed(format!("{} has no hardware address", inner.name)))?;
+    Ok((mac, SpoofCheck::open()?.check(&call.container_id, &call.ifname, &outer.name, mac)?))
+}
+
 fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     let name = &conf.bridge;
     let link = host.find_link(name)?.ok_or_else(|| failed(format!("Interface name {name} not found")))?;
@@ -58,8 +87,8 @@ fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
 }
 
 fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
-    let (call, host, conf) = (check.site.call, &*check.site.host, &check.site.conf);
-    let (name, inner) = (&outer.name, &check.inner);
+    let (host, conf) = (&*check.site.host, &check.site.conf);
+    let name = &outer.name;
     if outer.master != Some(bridge.index) {
         return Err(failed(format!("{name} is no port of bridge {}", bridge.name)));
     }
@@ -84,8 +113,7 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
         }
     }
     if conf.spoof_check {
-        let mac = inner.mac.ok_or_else(|| failed(format!("{} has no hardware address", inner.name)))?;
-        let wrong = SpoofCheck::open()?.check(&call.container_id, &call.ifname, name, mac)?;
+        let (_, wrong) = spoof_rules(check, outer)?;
         if !wrong.is_empty() {
             return Err(failed(wrong.join("; ")));
         }

@@ -27,7 +27,7 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::rollback::{Notes, Rollback};
-use cni::skel::Call;
+use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Netlink, Watch};
@@ -151,5 +151,9 @@ impl Interface for Bridge {
             probed.map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
         }
         Ok(())
+    }
+
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        check::restore_rules(&Check::open(self, call)?, mode)
     }
 }

@@ -26,19 +26,27 @@ pub(crate) fn protect<'a>(
         set_vlans(host, port.index, vlans)?;
     }
     if conf.spoof_check {
-        let (own, name) = (mark.clone(), port.name.to_owned());
-        rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&own, &name));
-        SpoofCheck::open().and_then(|mut spoof| spoof.ensure(mark, port.name, port.peer_mac)).map_err(|error| {
-            let unsupported = error.is_unsupported();
-            let error = Error::from(error);
-            if unsupported {
-                error.with_code(Code::UNSUPPORTED_FIELD).context("\"macspoofchk\": true needs nf_tables for bridges")
-            } else {
-                error
-            }
-        })?;
+        guard(port.name, port.peer_mac, mark, rollback)?;
     }
     Ok(())
+}
+
+/// The spoof rules of a port.
+///
+/// # Errors
+/// 2 where the kernel lacks nf_tables for bridges.
+pub(crate) fn guard(name: &str, peer_mac: Mac, mark: &AttachmentId, rollback: &mut Rollback<'_>) -> Result<()> {
+    let (own, host_end) = (mark.clone(), name.to_owned());
+    rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&own, &host_end));
+    SpoofCheck::open().and_then(|mut spoof| spoof.ensure(mark, name, peer_mac)).map_err(|error| {
+        let unsupported = error.is_unsupported();
+        let error = Error::from(error);
+        if unsupported {
+            error.with_code(Code::UNSUPPORTED_FIELD).context("\"macspoofchk\": true needs nf_tables for bridges")
+        } else {
+            error
+        }
+    })
 }
 
 /// Refuses an ADD whose spoof rules would replace those of an earlier interface of this attachment

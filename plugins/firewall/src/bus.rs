@@ -1,4 +1,4 @@
-//! firewalld on the system bus. Only [`Firewall::PROGRAM`](crate::Firewall::PROGRAM) refers to it, so other programs do not link D-Bus.
+//! firewalld on the system bus.
 //!
 //! The library is asynchronous: each call runs it, in this thread, until there is an answer, a signal or the deadline.
 

@@ -85,9 +85,6 @@ pub trait Firewalld {
     fn call(&self, method: Method, zone: &str, source: IpAddr) -> std::result::Result<bool, Failure>;
 }
 
-/// Connects to the bus.
-pub type Open = for<'m> fn(&'m dyn Machine, OnSigterm) -> std::result::Result<Box<dyn Firewalld + 'm>, Failure>;
-
 /// An address as firewalld is given it, by Go too.
 pub fn host(address: IpAddr) -> String {
     Cidr::host(address).to_string()
@@ -96,7 +93,6 @@ pub fn host(address: IpAddr) -> String {
 /// A zone, and the way to it.
 #[derive(Clone)]
 pub(crate) struct Zone<'m> {
-    pub(crate) open: Open,
     pub(crate) machine: &'m dyn Machine,
     pub(crate) name: String,
 }
@@ -116,7 +112,7 @@ pub(crate) struct Former {
 
 impl<'m> Zone<'m> {
     fn bus(&self, on_sigterm: OnSigterm) -> std::result::Result<Box<dyn Firewalld + 'm>, Failure> {
-        (self.open)(self.machine, on_sigterm)
+        crate::bus::open(self.machine, on_sigterm)
     }
 
     /// The connection, if firewalld runs.

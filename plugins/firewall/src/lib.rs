@@ -14,7 +14,6 @@ pub mod firewalld;
 #[doc(hidden)]
 pub mod fuzzing;
 
-use std::fmt;
 use std::net::IpAddr;
 use std::rc::Rc;
 
@@ -22,7 +21,7 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::rollback::Rollback;
-use cni::skel::{Added, Call, Plugin, Role};
+use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::forward::sources::{self, Whose};
 use cni_firewall::forward::{self, Former, Forward, Ingress, Wanted};
@@ -30,28 +29,11 @@ use cni_firewall::{Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
 use conf::{Choice, Conf, Lenient, Policy};
-use firewalld::{Failure, Open, Zone};
+use firewalld::Zone;
 
 /// The plugin.
-#[derive(Clone, Copy)]
-pub struct Firewall {
-    /// How it connects to firewalld. The program knows; a library that only reads configurations need not.
-    pub open: Open,
-}
-
-impl Firewall {
-    /// The plugin as a program.
-    pub const PROGRAM: Firewall = Firewall { open: bus::open };
-    /// The plugin for a program that only reads configurations.
-    pub const READER: Firewall =
-        Firewall { open: |_, _| Err(Failure::NoBus("this program does not speak D-Bus".to_owned())) };
-}
-
-impl fmt::Debug for Firewall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Firewall")
-    }
-}
+#[derive(Clone, Copy, Debug)]
+pub struct Firewall;
 
 const NO_RESULT: &str = "missing prevResult from earlier plugin";
 
@@ -146,11 +128,16 @@ impl Plugin for Firewall {
         }
         forward(call).probe(backend, conf.place.as_ref()).map_err(not_ready)
     }
+
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        let write = || Ok(self.add(call)?.rollback);
+        Restored::after_check(call, mode, self.check(call), write).map(Some)
+    }
 }
 
 impl Firewall {
     fn zone<'m>(&self, call: &Call<'m>, name: &str) -> Zone<'m> {
-        Zone { open: self.open, machine: call.machine.0, name: name.to_owned() }
+        Zone { machine: call.machine.0, name: name.to_owned() }
     }
 
     /// The backend that is asked for; else firewalld if it runs, as with Go, else the one that the host has.

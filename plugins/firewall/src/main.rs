@@ -1,3 +1,3 @@
 //! The CNI plugin `firewall`: packets from and to containers pass the node's filter.
 
-cni_plugin::main!(plugin_firewall::Firewall::PROGRAM);
+cni_plugin::main!(plugin_firewall::Firewall);

@@ -19,11 +19,12 @@ pub mod fuzzing;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
-use cni::skel::{Added, Call, Plugin, Role};
+use cni::result::AddResult;
+use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
-use cni_firewall::portmap::{Mapping, Policy};
+use cni_firewall::portmap::{Earlier, Mapping, Policy};
 use cni_linux::route;
 
 use cni_firewall::Backend;
@@ -60,11 +61,8 @@ impl Plugin for Portmap {
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let parsed = |error: Error| error.context("failed to parse config");
-        let conf = parse(call).map_err(parsed)?;
-        let prev = call.conf.prev_result().map_err(parsed)?;
-        let result = prev.ok_or_else(|| Error::config("must be called as chained plugin"))?;
-        let rollback = forward::add(call, &conf, &result)?;
+        let (conf, result) = wanted(call)?;
+        let rollback = forward::add(call, &conf, &result, Earlier::Whole)?;
         Ok(Added { result, rollback })
     }
 
@@ -104,6 +102,23 @@ impl Plugin for Portmap {
             }),
         }
     }
+
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        let (conf, result) = wanted(call)?;
+        if conf.mappings.is_empty() {
+            return Ok(None);
+        }
+        let write = || forward::add(call, &conf, &result, Earlier::Partial);
+        Restored::after_check(call, mode, self.check(call), write).map(Some)
+    }
+}
+
+/// What ADD reads.
+fn wanted(call: &Call<'_>) -> Result<(Conf, AddResult)> {
+    let parsed = |error: Error| error.context("failed to parse config");
+    let conf = parse(call).map_err(parsed)?;
+    let prev = call.conf.prev_result().map_err(parsed)?;
+    Ok((conf, prev.ok_or_else(|| Error::config("must be called as chained plugin"))?))
 }
 
 /// Reads the configuration, and logs which mapping has a bad port: Go's text about it, the error,

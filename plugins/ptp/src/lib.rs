@@ -12,6 +12,7 @@ use std::time::Duration;
 use cni::config::{self, NetConf};
 use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
+use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Cidr, Error, Result};
 use cni_linux::{Dad, Link, Netlink, Route, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices};
@@ -128,6 +129,11 @@ impl Interface for Ptp {
         check_host_end(&check.site.host, &outer, &check.layer3.ips)?;
         check.masquerade(&check.layer3.ips)?;
         check.settle(check.settle_deadline())
+    }
+
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        let check = Check::open(self, call)?;
+        check.restore_masquerade(&check.layer3.ips, mode)
     }
 }
 

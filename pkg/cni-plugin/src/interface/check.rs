@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cni::delegate::Delegate;
 use cni::result::{AddResult, IpConfig};
-use cni::skel::Call;
+use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Family, Link, Mac, Watch};
@@ -37,33 +37,56 @@ pub struct Check<'a, C> {
 }
 
 pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
-    let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
-    let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
-    let site = Site::open(call, conf, None)?;
-    let policy = plugin.layer3(&site.conf);
-    let place = container_interface(call, &prev)?;
-    if !plugin.is_in_kernel(&site.conf)? {
-        return match policy.ipam {
-            Some(kind) => Delegate::find(call, kind)?.check(),
-            None => Ok(()),
+    let sides = Sides::open(plugin, call)?;
+    if !plugin.is_in_kernel(&sides.site.conf)? {
+        return check_ipam(plugin, call, &sides.site.conf);
+    }
+    let check = sides.compare(plugin)?;
+    check_ipam(plugin, call, &check.site.conf)?;
+    if !plugin.is_kind(&check.inner) {
+        return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
+    }
+    plugin.check(&check)
+}
+
+fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Result<()> {
+    match plugin.layer3(conf).ipam {
+        Some(kind) => Delegate::find(call, kind)?.check(),
+        None => Ok(()),
+    }
+}
+
+/// Both sides of an attachment, and the result of its ADD.
+struct Sides<'a, C> {
+    site: Site<'a, C>,
+    prev: AddResult,
+    /// The place of CNI_IFNAME in `prev`.
+    place: usize,
+}
+
+impl<'a, C> Sides<'a, C> {
+    fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Sides<'a, C>> {
+        let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
+        let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
+        let site = Site::open(call, conf, None)?;
+        let place = container_interface(call, &prev)?;
+        Ok(Sides { site, prev, place })
+    }
+
+    fn compare<I: Interface<Conf = C>>(self, plugin: &I) -> Result<Check<'a, C>> {
+        let Sides { site, prev, place } = self;
+        let Some(inner) = site.container.find_link(&site.call.ifname)? else {
+            return Err(absent::<I>(&site, &prev)?);
         };
+        let expected = prev.interfaces[place].clone();
+        let ips = prev.ips.iter().filter(|ip| {
+            ip.interface.is_none_or(|index| prev.interfaces.get(index).is_some_and(|interface| *interface == expected))
+        });
+        let policy = plugin.layer3(&site.conf);
+        let layer3 = Layer3 { ips: ips.cloned().collect(), routes: prev.routes.clone(), subnet: policy.subnet };
+        let (masquerade, state) = (policy.masquerade, policy.state);
+        Ok(Check { site, prev, inner, layer3, expected, masquerade, state })
     }
-    let Some(inner) = site.container.find_link(&call.ifname)? else {
-        return Err(absent::<I>(&site, &prev)?);
-    };
-    if let Some(kind) = policy.ipam {
-        Delegate::find(call, kind)?.check()?;
-    }
-    if !plugin.is_kind(&inner) {
-        return Err(failed(format!("Container interface {} not of type {}", inner.name, I::KIND)));
-    }
-    let expected = prev.interfaces[place].clone();
-    let ips = prev.ips.iter().filter(|ip| {
-        ip.interface.is_none_or(|index| prev.interfaces.get(index).is_some_and(|interface| *interface == expected))
-    });
-    let layer3 = Layer3 { ips: ips.cloned().collect(), routes: prev.routes.clone(), subnet: policy.subnet };
-    let (masquerade, state) = (policy.masquerade, policy.state);
-    plugin.check(&Check { site, prev, inner, layer3, expected, masquerade, state })
 }
 
 /// Code 101: the attachment differs from what ADD left.
@@ -105,7 +128,19 @@ fn absent<I: Interface>(site: &Site<'_, I::Conf>, prev: &AddResult) -> Result<Er
     Ok(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details))
 }
 
-impl<C> Check<'_, C> {
+fn addresses(ips: &[IpConfig]) -> Vec<Cidr> {
+    ips.iter().map(|ip| ip.address).collect()
+}
+
+impl<'a, C> Check<'a, C> {
+    /// Opens both sides of the attachment, to compare single things of it.
+    ///
+    /// # Errors
+    /// Those of the configuration and of `prevResult`; 101 or 3 if CNI_IFNAME does not exist.
+    pub fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Check<'a, C>> {
+        Sides::open(plugin, call)?.compare(plugin)
+    }
+
     /// Returns the other end of the container's veth, on the host.
     ///
     /// # Errors
@@ -182,12 +217,30 @@ impl<C> Check<'_, C> {
     /// # Errors
     /// 101 for what is missing.
     pub fn masquerade(&self, ips: &[IpConfig]) -> Result<()> {
-        if self.masquerade == Masquerading::Off {
-            return Ok(());
-        }
-        let addresses: Vec<Cidr> = ips.iter().map(|ip| ip.address).collect();
-        let missing = masquerade::open(self.site.call).check(&self.site.mark, &addresses)?;
+        let missing = self.missing_masquerade(&addresses(ips))?.unwrap_or_default();
         if missing.is_empty() { Ok(()) } else { Err(failed(missing.join("; "))) }
+    }
+
+    /// Which masquerade rules are missing; `None` if the configuration asks for none.
+    fn missing_masquerade(&self, addresses: &[Cidr]) -> Result<Option<Vec<String>>> {
+        if self.masquerade == Masquerading::Off {
+            return Ok(None);
+        }
+        Ok(Some(masquerade::open(self.site.call).check(&self.site.mark, addresses)?))
+    }
+
+    /// Writes the masquerade rules of these addresses again, if some are missing. `None` if the configuration asks for none.
+    ///
+    /// # Errors
+    /// What keeps the rules from being compared or written.
+    pub fn restore_masquerade(&self, ips: &[IpConfig], mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        let addresses = addresses(ips);
+        let Some(missing) = self.missing_masquerade(&addresses)? else { return Ok(None) };
+        let mut rollback = self.site.call.rollback();
+        if mode == RestoreMode::Write && !missing.is_empty() {
+            masquerade::ensure(&self.site, self.masquerade, &addresses, &mut rollback)?;
+        }
+        Ok(Some(Restored { missing, rollback }))
     }
 
     /// The end of the wait for states that settle by themselves, if it begins now.

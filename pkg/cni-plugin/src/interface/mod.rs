@@ -29,7 +29,7 @@ use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
-use cni::skel::{Added, Call, Plugin, Role};
+use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Dad, Link, Mac, Netlink, Watch};
 use serde::de::DeserializeOwned;
@@ -191,6 +191,14 @@ pub trait Interface {
     /// What the kernel or the host lacks.
     fn ready(&self, _call: &Call<'_>, _conf: &Self::Conf) -> Result<()> {
         Ok(())
+    }
+
+    /// Writes the attachment's missing packet filter rules again, as [`Plugin::restore_rules`].
+    ///
+    /// # Errors
+    /// As there.
+    fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        Ok(None)
     }
 }
 
@@ -385,6 +393,10 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
             Some(kind) => Delegate::find(call, kind).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?.status(),
             None => Ok(()),
         }
+    }
+
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        self.0.restore_rules(call, mode)
     }
 }
 

@@ -27,10 +27,12 @@ use crate::version::{Version, parse_triple};
 use crate::{Cidr, Code, Error, Result, ident};
 
 mod environment;
+mod restore;
 #[cfg(test)]
 mod tests;
 
 pub use environment::{Environment, Verb};
+pub use restore::{RestoreMode, Restored};
 
 /// How much is read from stdin.
 pub const MAX_STDIN: usize = 16 << 20;
@@ -93,6 +95,15 @@ pub trait Plugin {
     /// shortage that passes, and turns the codes of configurations, files and unsupported keys into
     /// 50.
     fn status(&self, call: &Call<'_>) -> Result<()>;
+
+    /// Writes those of the attachment's packet filter rules again that something else has removed. Not a verb of the
+    /// specification: for `cnitool rules restore` alone. `None` for a plugin, or a configuration, without such rules.
+    ///
+    /// # Errors
+    /// What keeps the rules from being compared or written. Everything is as before then.
+    fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+        Ok(None)
+    }
 }
 
 /// What a plugin does in a list of plugins.

@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::Attachment;
+use super::request::{Extras, derive};
+use super::{Attachment, NetworkList, PluginConf};
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::version::Version;
@@ -86,6 +87,16 @@ impl Entry {
     /// Code 6 for a result that cannot be decoded, or not be expressed in `version`.
     pub fn result_as(&self, version: Version) -> Result<Option<Box<RawValue>>> {
         self.result.as_deref().map(|result| in_version(result, version)).transpose()
+    }
+
+    /// What `plugin` of `list` reads on its stdin for a CHECK of the attachment.
+    ///
+    /// # Errors
+    /// Code 6 for a result that cannot be decoded, or not be expressed in the list's version.
+    pub fn request(&self, list: &NetworkList, plugin: &PluginConf) -> Result<Vec<u8>> {
+        let result = self.result_as(list.version()?)?;
+        let capability_args = Some(&self.attachment.capability_args);
+        derive(list, plugin, Extras { prev_result: result.as_deref(), capability_args, valid: None })
     }
 }
 

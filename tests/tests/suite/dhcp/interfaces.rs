@@ -4,7 +4,7 @@ use cni_testkit::{Attachment, Container, bin_dir, probe, require};
 use conformance::VERSION;
 use serde_json::{Value, json};
 
-use super::{Lan, age, until};
+use super::{Lan, until};
 
 /// An attachment whose interface this plugin creates on the bridge `lan`.
 fn attachment<'n>(lan: &'n Lan, container: &Container, plugin: &str) -> Attachment<'n> {
@@ -108,7 +108,7 @@ fn cnitool_shows_leases_and_what_went_wrong_last() {
     // At its end, without a server: shown with or without a daemon.
     daemon.kill();
     lan.stop();
-    age(&lan, 130);
+    lan.age(130);
     let _daemon = lan.daemon();
     until("the loss is shown", || lease()["lastError"] == "the lease of 192.168.1.5 is lost");
     attachment.del().success();

@@ -6,6 +6,7 @@ mod explain;
 mod inspect;
 mod ipam;
 mod logs;
+mod rules;
 mod sound;
 mod validate;
 

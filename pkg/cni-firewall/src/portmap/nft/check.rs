@@ -17,7 +17,7 @@ impl NftPortMap {
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            let state = self.state(container, wanted.snat, &identity, &[])?;
+            let state = self.state(container, wanted, &identity, &[])?;
             for chain in &state.missing {
                 differences.push(format!("nft chain {table} {chain} is missing"));
             }

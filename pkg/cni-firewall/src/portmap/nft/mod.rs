@@ -17,7 +17,7 @@ use cni::machine::Machine;
 use super::conditions;
 use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
-use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
+use super::{Claim, Earlier, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
@@ -143,7 +143,7 @@ impl NftPortMap {
             // `None`: the program has written the mappings of this family.
             let compiled = conditions::compile(wanted.conditions(family), family).ok();
             // Where no port is mapped too: the CHECK of Go's plugin asks for the chains and the masquerading.
-            let state = self.state(container, wanted.snat, &identity, &claims)?;
+            let state = self.state(container, wanted, &identity, &claims)?;
             state.complete(&mut batch);
             if wanted.policy == Policy::Judge {
                 let others = Others { identity: &identity, container, claims: &claims, plain: compiled.as_deref() };
@@ -309,7 +309,7 @@ impl NftPortMap {
 
     /// Reads the shared chains, and of the containers' rules those of this container, those about a
     /// claimed port and those about this container's address.
-    fn state(&mut self, container: Cidr, snat: Snat, identity: &Identity, claims: &[Claim]) -> Result<State> {
+    fn state(&mut self, container: Cidr, wanted: &Forwarding, identity: &Identity, claims: &[Claim]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
         let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
@@ -319,7 +319,7 @@ impl NftPortMap {
             }
         }
         let mut bases = ENTRIES.to_vec();
-        if snat != Snat::No {
+        if wanted.snat != Snat::No {
             bases.push((MASQUERADING, shape::POSTROUTING));
         }
         for (name, base) in bases {
@@ -347,7 +347,8 @@ impl NftPortMap {
                 listed.rule.comment.as_deref() == Some(&identity.comment)
                     || shape::container(&listed.rule) == Some(container.address())
             };
-            let none = !claims.is_empty() && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_about));
+            let none = wanted.earlier == Earlier::Whole && !claims.is_empty();
+            let none = none && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_about));
             if state.missing.contains(&name) || (name == MASQUERADING && none) {
                 continue;
             }

@@ -1,0 +1,250 @@
+//! rules: the packet filter rules of attachments, written again after something else has removed them.
+//!
+//! Which rules those are, each plugin knows ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)). What it needs for
+//! that is in the runtime's cache of results: the network's configuration at the time of the ADD, and the result.
+
+use std::path::Path;
+
+use clap::{Args, Subcommand};
+use cni::config::NetConf;
+use cni::json::Json;
+use cni::result::AddResult;
+use cni::rollback::{Notes, Rollback};
+use cni::skel::{Environment, RestoreMode};
+use cni::version::Version;
+use cni::{Code, Error, Result};
+use cni_linux::{Netlink, Netns};
+use libcni::cache::{Entry, Listing};
+use libcni::{Cache, NetworkList};
+use serde_json::{Value, json};
+
+use crate::cli::{Failure, Shared, failed};
+use crate::report::{Colour, Format, error_json, paint, write, write_json};
+use crate::target::Presence;
+use crate::{Call, Exit, Streams, help, plugins};
+
+/// Write packet filter rules again that something else has removed
+#[derive(Debug, Args)]
+#[command(after_help = help::AFTER_RULES, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
+pub(crate) struct Rules {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Write the missing rules of every attachment
+    #[command(before_help = help::RULES_RESTORE, after_help = help::AFTER_RULES_RESTORE)]
+    Restore(Restore),
+}
+
+/// The arguments of `restore`.
+#[derive(Debug, Args)]
+struct Restore {
+    /// This network alone
+    network: Option<String>,
+    /// Print what is missing, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// What became of one attachment.
+enum Outcome {
+    /// It is not in use: why.
+    Skipped(String),
+    /// Nothing can be compared: why.
+    Failed(Error),
+    /// What became of the rules of each plugin.
+    Plugins(Vec<(String, Rule)>),
+}
+
+/// What became of the rules that one plugin keeps for an attachment.
+enum Rule {
+    Complete,
+    Missing(Vec<String>),
+    Restored(Vec<String>),
+    Failed(Error),
+    /// Another project's plugin.
+    NotExamined,
+}
+
+impl Rule {
+    /// The word for a document, and the sentences behind it.
+    fn told(&self) -> (&'static str, Vec<String>) {
+        match self {
+            Rule::Complete => ("complete", Vec::new()),
+            Rule::Missing(missing) => ("missing", missing.clone()),
+            Rule::Restored(missing) => ("restored", missing.clone()),
+            Rule::Failed(error) => ("failed", vec![error.to_string()]),
+            Rule::NotExamined => ("not examined", vec!["a plugin of another project".into()]),
+        }
+    }
+}
+
+/// Does what the arguments ask for.
+pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    let Verb::Restore(args) = &args.verb;
+    restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
+}
+
+fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
+    let cache = shared.cache();
+    let Listing { entries, problems } = match &args.network {
+        Some(network) => cache.list(network)?,
+        None => cache.list_all()?,
+    };
+    let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
+    let attempt = |entry: Entry| {
+        let outcome = attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(Outcome::Failed);
+        (entry, outcome)
+    };
+    let all: Vec<(Entry, Outcome)> = entries.into_iter().map(attempt).collect();
+    let is_wrong = |(_, outcome): &(Entry, Outcome)| match outcome {
+        Outcome::Skipped(_) => false,
+        Outcome::Failed(_) => true,
+        Outcome::Plugins(rules) => rules.iter().any(|(_, rule)| matches!(rule, Rule::Failed(_) | Rule::Missing(_))),
+    };
+    let exit = if all.iter().any(is_wrong) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
+    match shared.format() {
+        Format::Json => write_json(streams, &as_json(&all, &problems, mode))?,
+        Format::Text => {
+            problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
+            let text = as_text(&all, streams);
+            write(streams, &text)?;
+        }
+    }
+    Ok(exit)
+}
+
+fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, notes: &Notes) -> Result<Outcome> {
+    if let Some(why) = absent(entry, call)? {
+        return Ok(Outcome::Skipped(why));
+    }
+    let list = NetworkList::parse(&entry.config)?;
+    let environment = environment(entry);
+    let calls = list.plugins().iter().map(|plugin| {
+        let conf = entry.request(&list, plugin).and_then(NetConf::parse)?;
+        Ok(cni::skel::Call {
+            container_id: entry.attachment.container_id.clone(),
+            netns: Some(entry.attachment.netns.clone().into()),
+            ifname: entry.attachment.ifname.clone(),
+            conf,
+            environment: &environment,
+            machine: call.machine,
+            notes: notes.clone(),
+        })
+    });
+    let calls = calls.collect::<Result<Vec<_>>>()?;
+    let (mut rules, mut written) = (Vec::new(), Vec::new());
+    for (plugin, call) in list.plugins().iter().zip(&calls) {
+        let rule = match plugins::find(plugin.kind()).map(|plugin| plugin.restore_rules(call, mode)) {
+            None => Rule::NotExamined,
+            Some(Ok(None)) => continue,
+            Some(Ok(Some(restored))) if restored.missing.is_empty() => Rule::Complete,
+            Some(Ok(Some(restored))) if mode == RestoreMode::Write => {
+                written.push(restored.rollback);
+                Rule::Restored(restored.missing)
+            }
+            Some(Ok(Some(restored))) => Rule::Missing(restored.missing),
+            Some(Err(error)) => Rule::Failed(error),
+        };
+        rules.push((plugin.kind().to_owned(), rule));
+    }
+    // A DEL during the call would have left what was written after it: then all of it is removed again.
+    if !written.is_empty() && (cache.find(&entry.id())?.is_none() || absent(entry, call)?.is_some()) {
+        return Ok(Outcome::Skipped("it was detached during the call; its rules are removed again".to_owned()));
+    }
+    written.into_iter().for_each(Rollback::commit);
+    Ok(Outcome::Plugins(rules))
+}
+
+/// Why the attachment is not in use, if it is not: its rules could hit another container's packets. An interface with
+/// another address than the ADD's is not the one that the rules were for.
+fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
+    let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
+    match Presence::of(netns, call.machine) {
+        Presence::There => {}
+        Presence::Gone(why) => return Ok(Some(format!("its namespace {netns} is gone: {why}"))),
+        Presence::Other(why) | Presence::Unknown(why) => {
+            return Ok(Some(format!("its namespace {netns} cannot be entered: {why}")));
+        }
+    }
+    let link = Netlink::open()?.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
+    let Some(link) = link else { return Ok(Some(format!("there is no {ifname} in its namespace {netns}"))) };
+    let result = entry.result.as_deref().map(|result| result.get()).unwrap_or("{}");
+    let undecodable = |why: String| Error::new(Code::DECODE, format!("failed to decode the recorded result: {why}"));
+    let json = Json::parse(result.as_bytes()).map_err(|error| undecodable(error.to_string()))?;
+    let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
+    let named = result.interfaces.iter().find(|interface| interface.name == *ifname && !interface.sandbox.is_empty());
+    let expected = named.map(|interface| interface.mac.as_str()).unwrap_or_default();
+    let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+    let is_other = !expected.is_empty() && !expected.eq_ignore_ascii_case(&mac);
+    Ok(is_other.then(|| format!("{ifname} in its namespace {netns} has the MAC {mac}; the result says {expected}")))
+}
+
+/// What the plugins of the attachment's ADD were called with.
+fn environment(entry: &Entry) -> Environment {
+    let attachment = &entry.attachment;
+    let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    Environment::new(
+        [
+            ("CNI_COMMAND", "CHECK"),
+            ("CNI_CONTAINERID", &attachment.container_id),
+            ("CNI_NETNS", &attachment.netns),
+            ("CNI_IFNAME", &attachment.ifname),
+            ("CNI_ARGS", &args.join(";")),
+        ]
+        .map(|(name, value)| (name.into(), value.into())),
+    )
+}
+
+fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
+    let (mut text, mut lacking, mut skipped) = (String::new(), 0, 0);
+    for (entry, outcome) in all {
+        let key = entry.id();
+        let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
+        text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &name));
+        let lines = match outcome {
+            Outcome::Skipped(why) => {
+                skipped += 1;
+                vec![("", "skipped", vec![why.clone()])]
+            }
+            Outcome::Failed(error) => vec![("", "failed", vec![error.to_string()])],
+            Outcome::Plugins(rules) => {
+                lacking +=
+                    usize::from(rules.iter().any(|(_, rule)| !matches!(rule, Rule::Complete | Rule::NotExamined)));
+                let told = rules.iter().map(|(plugin, rule)| (plugin.as_str(), rule.told()));
+                told.map(|(plugin, (word, sentences))| (plugin, word, sentences)).collect()
+            }
+        };
+        for (plugin, word, sentences) in lines {
+            let is_wrong = ["missing", "failed"].contains(&word);
+            let end = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
+            let plugin = if plugin.is_empty() { String::new() } else { format!("{plugin:<12} ") };
+            let line = format!("{} {plugin}{word}{end}", if is_wrong { '!' } else { ' ' });
+            text += &if is_wrong { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+            text.push('\n');
+        }
+    }
+    let plural = if all.len() == 1 { "attachment" } else { "attachments" };
+    text + &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped.\n", all.len())
+}
+
+fn as_json(all: &[(Entry, Outcome)], problems: &[String], mode: RestoreMode) -> Value {
+    let rule = |(plugin, rule): &(String, Rule)| {
+        let (outcome, why) = rule.told();
+        json!({"type": plugin, "outcome": outcome, "why": why})
+    };
+    let attachment = |(entry, outcome): &(Entry, Outcome)| {
+        let key = entry.id();
+        let mut value = json!({"network": key.network, "containerID": key.container_id, "ifname": key.ifname});
+        match outcome {
+            Outcome::Skipped(why) => value["skipped"] = why.as_str().into(),
+            Outcome::Failed(error) => value["error"] = error_json(error),
+            Outcome::Plugins(rules) => value["plugins"] = rules.iter().map(rule).collect(),
+        }
+        value
+    };
+    let attachments: Vec<Value> = all.iter().map(attachment).collect();
+    json!({"changed": mode == RestoreMode::Write, "attachments": attachments, "problems": problems})
+}

@@ -1,0 +1,305 @@
+//! `rules restore`: rules that something else has removed are written again, and nothing else changes.
+
+use std::io::Write as _;
+use std::net::TcpListener;
+use std::thread;
+
+use cni_testkit::{Container, Invocation, probe, require};
+use conformance::{OUTSIDE, patched, uplink};
+use serde_json::{Value, json};
+
+use super::{Operator, path};
+use crate::portmap::world::{BACKENDS, Backend, ask_tcp, at};
+
+/// A node whose network `net1` has every plugin that keeps rules, in one backend.
+struct Place {
+    operator: Operator,
+    backend: Backend,
+}
+
+impl Place {
+    fn new(backend: Backend) -> Place {
+        let place = Place { operator: Operator::new(), backend };
+        place.operator.configure(place.keys(), &place.behind());
+        place
+    }
+
+    fn keys(&self) -> Value {
+        json!({"ipMasq": true, "ipMasqBackend": self.backend.key(), "macspoofchk": true, "isDefaultGateway": true})
+    }
+
+    fn behind(&self) -> [Value; 2] {
+        let key = self.backend.key();
+        [
+            json!({"type": "portmap", "backend": key, "capabilities": {"portMappings": true}}),
+            json!({"type": "firewall", "backend": key, "ingressPolicy": "same-bridge"}),
+        ]
+    }
+
+    fn call(&self, args: &[&str]) -> Invocation<'_> {
+        self.operator.call(args).env("PATH", self.backend.path(&self.operator.node))
+    }
+
+    #[track_caller]
+    fn done(&self, args: &[&str]) -> String {
+        let outcome = self.call(args).run();
+        assert_eq!(outcome.status, Some(0), "{}", outcome.report());
+        outcome.stdout
+    }
+
+    #[track_caller]
+    fn failed(&self, args: &[&str]) -> String {
+        let outcome = self.call(args).run();
+        assert_eq!(outcome.status, Some(1), "{}", outcome.report());
+        outcome.stdout + &outcome.stderr
+    }
+
+    /// A container with this host port, if there is one.
+    #[track_caller]
+    fn attach(&self, network: &str, host_port: Option<u16>) -> Container {
+        let container = self.operator.node.container();
+        let mapping = |port: u16| json!({"hostPort": port, "containerPort": 80, "protocol": "tcp"});
+        let mappings: Vec<Value> = host_port.into_iter().map(mapping).collect();
+        let add = self.call(&["add", network, path(&container), "--container-id", &container.id]);
+        let outcome = add.env("CAP_ARGS", json!({"portMappings": mappings}).to_string()).run();
+        assert_eq!(outcome.status, Some(0), "{}", outcome.report());
+        container
+    }
+
+    #[track_caller]
+    fn detach(&self, network: &str, container: &Container) {
+        self.done(&["del", network, path(container), "--container-id", &container.id]);
+    }
+
+    fn check<'a>(&'a self, container: &'a Container) -> [&'a str; 5] {
+        ["check", "net1", path(container), "--container-id", &container.id]
+    }
+
+    #[track_caller]
+    fn shell(&self, script: &str) {
+        let path = format!("PATH={}", self.backend.path(&self.operator.node));
+        self.operator.node.exec(&["env", &path, "sh", "-ec", script]);
+    }
+
+    /// Every rule and chain of both kinds, without counters, in no order.
+    fn rules(&self) -> Vec<String> {
+        let node = &self.operator.node;
+        let mut text = node.ruleset();
+        if self.backend == Backend::IptablesLegacy {
+            // The save program makes the table that it looks for.
+            for table in node.proc_net("ip_tables_names").split_whitespace() {
+                text += &node.exec(&["xtables-legacy-multi", "iptables-save", "-t", table]);
+            }
+        }
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        let mut rules: Vec<String> =
+            lines.map(|line| line.trim().split(" [").next().unwrap_or_default().to_owned()).collect();
+        rules.sort();
+        rules
+    }
+}
+
+/// The lines that are in one of two sorted lists more often than in the other.
+fn differences(before: &[String], after: &[String]) -> Vec<String> {
+    let count = |all: &[String], line: &String| all.iter().filter(|other| *other == line).count();
+    let mut lines = [before, after].concat();
+    lines.sort();
+    lines.dedup();
+    let shown = |line: &String| match (count(before, line), count(after, line)) {
+        (before, after) if before == after => None,
+        (before, after) => Some(format!("{before} before, {after} after: {line}")),
+    };
+    lines.iter().filter_map(shown).collect()
+}
+
+/// Goes on with each backend that can be had here, and says which cannot.
+fn each(test: impl Fn(&Place)) {
+    for backend in BACKENDS {
+        match backend.probe().and_then(|()| probe::nft()) {
+            Ok(()) => test(&Place::new(backend)),
+            Err(reason) => cni_testkit::skipped(&format!("{backend:?}: {reason}")),
+        }
+    }
+}
+
+/// A TCP server on port 80 that tells every client the name and the client's address.
+fn serve(container: &Container, name: &'static str) {
+    let listener = container.enter(|| TcpListener::bind(("::", 80)).unwrap());
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let peer = stream.peer_addr().map(|peer| peer.ip().to_canonical().to_string()).unwrap_or_default();
+            let _ = stream.write_all(format!("{name} {peer}").as_bytes());
+        }
+    });
+}
+
+/// What removes all rules, and what removes some.
+fn losses(backend: Backend) -> &'static [(&'static str, &'static [&'static str])] {
+    match backend {
+        Backend::Nftables => &[
+            ("nft flush ruleset", &["bridge", "portmap", "firewall"]),
+            ("nft flush chain inet cni_plugins_masquerade masq_checks", &["bridge"]),
+            ("nft flush chain inet cni_plugins_masquerade postrouting", &["bridge"]),
+            ("nft flush chain bridge nat PREROUTING", &["bridge"]),
+            ("nft flush chain ip cni_hostport hostports", &["portmap"]),
+            ("nft flush chain ip cni_hostport prerouting", &["portmap"]),
+            ("nft delete table inet cni_firewall", &["firewall"]),
+            ("nft flush set inet cni_firewall cni_pods4", &["firewall"]),
+        ],
+        _ => &[
+            (
+                "for t in nat filter; do iptables -w -t $t -F; iptables -w -t $t -X; done; nft flush chain bridge nat PREROUTING",
+                &["bridge", "portmap", "firewall"],
+            ),
+            ("printf '*nat\\nCOMMIT\\n*filter\\nCOMMIT\\n' | iptables-restore -w", &["bridge", "portmap", "firewall"]),
+            ("iptables -w -t nat -F POSTROUTING", &["bridge", "portmap"]),
+            ("iptables -w -t nat -F CNI-HOSTPORT-DNAT", &["portmap"]),
+            ("iptables -w -t nat -F PREROUTING", &["portmap"]),
+            ("iptables -w -F CNI-FORWARD", &["firewall"]),
+            ("iptables -w -F FORWARD", &["firewall"]),
+            ("iptables -w -F CNI-ISOLATION-STAGE-1", &["firewall"]),
+        ],
+    }
+}
+
+#[test]
+fn flushed_rules_are_written_again_and_carry_packets() {
+    require!(probe::plugin("cnitool"));
+    each(|place| {
+        let client = uplink(&place.operator.node, "up0");
+        let mapped = place.attach("net1", Some(8080));
+        let plain = place.attach("net1", None);
+        serve(&client, "client");
+        serve(&mapped, "pod");
+        let (seen, whole) = (place.backend, place.rules());
+        for (script, losers) in losses(place.backend) {
+            place.shell(script);
+            let broken = place.rules();
+            assert_ne!(broken, whole, "{seen:?} {script}");
+            place.failed(&place.check(&mapped));
+            let text = place.failed(&["rules", "restore", "--dry-run"]);
+            for plugin in ["bridge", "portmap", "firewall"] {
+                let is_missing = text.contains(&format!("! {plugin:<12} missing: "));
+                assert_eq!(is_missing, losers.contains(&plugin), "{seen:?} {script}\n{text}");
+            }
+            assert_eq!(place.rules(), broken, "a dry run changes nothing: {seen:?} {script}");
+            let text = place.done(&["rules", "restore"]);
+            for plugin in *losers {
+                assert!(text.contains(&format!("  {plugin:<12} restored: ")), "{seen:?} {script}\n{text}");
+            }
+            assert_eq!(differences(&whole, &place.rules()), [""; 0], "{seen:?} {script}\n{text}");
+            for container in [&mapped, &plain] {
+                place.done(&place.check(container));
+            }
+            let text = place.done(&["rules", "restore"]);
+            assert!(text.ends_with("2 attachments: 0 lacked rules, 0 skipped.\n"), "{seen:?} {script}\n{text}");
+            assert_eq!(differences(&whole, &place.rules()), [""; 0], "{seen:?} {script}");
+        }
+        let answer = client.enter(|| ask_tcp(&at(0, 8080)));
+        assert_eq!(answer, Some(format!("pod {}", OUTSIDE[0])), "{seen:?}");
+        let answer = plain.enter(|| ask_tcp(&format!("{}:80", OUTSIDE[0])));
+        assert_eq!(answer, Some(format!("client {}", conformance::HOST[0])), "{seen:?}");
+        place.detach("net1", &mapped);
+        place.detach("net1", &plain);
+    });
+}
+
+#[test]
+fn foreign_rules_and_counters_stay() {
+    require!(probe::plugin("cnitool"));
+    each(|place| {
+        let foreign = match place.backend {
+            Backend::Nftables => {
+                "nft add table ip other; nft add chain ip other kept; \
+                 nft add rule ip other kept counter packets 77 bytes 88 accept"
+            }
+            _ => "iptables -w -N KEPT; iptables -w -A KEPT -c 77 88 -s 192.0.2.77 -j ACCEPT",
+        };
+        let kept = || match place.backend {
+            Backend::Nftables => place.operator.node.exec(&["nft", "list", "table", "ip", "other"]),
+            backend => place.operator.node.exec(&[backend.multi(), "iptables", "-w", "-nvxL", "KEPT"]),
+        };
+        let container = place.attach("net1", Some(8080));
+        place.shell(foreign);
+        let before = kept();
+        assert!(before.contains("77") && before.contains("88"), "{before}");
+        let (script, _) = losses(place.backend)[6];
+        place.shell(script);
+        place.done(&["rules", "restore"]);
+        place.done(&place.check(&container));
+        assert_eq!(kept(), before, "{:?}", place.backend);
+        place.shell(if place.backend == Backend::Nftables {
+            "nft delete table ip other"
+        } else {
+            "iptables -w -F KEPT; iptables -w -X KEPT"
+        });
+        place.detach("net1", &container);
+    });
+}
+
+#[test]
+fn only_living_attachments_of_the_named_network_are_restored() {
+    require!(probe::plugin("cnitool"));
+    each(|place| {
+        let node = &place.operator.node;
+        let other = patched(
+            conformance::bridge(node, &["10.2.0.0/24"]),
+            json!({"name": null, "cniVersion": null, "bridge": "br2"}),
+        );
+        let plugins = [&[patched(other, place.keys())][..], &place.behind()].concat();
+        node.file(
+            "net.d/20-net2.conflist",
+            json!({"cniVersion": "1.1.0", "name": "net2", "plugins": plugins}).to_string(),
+        );
+        let (alive, dead, elsewhere) =
+            (place.attach("net1", Some(8080)), place.attach("net1", None), place.attach("net2", None));
+        // A container whose interface has gone, and one whose namespace has.
+        let bare = place.attach("net1", None);
+        bare.exec(&["ip", "link", "delete", "eth0"]);
+        dead.unmount();
+        dead.unlink();
+        node.exec(&["sh", "-c", "echo '{' > /var/lib/cni/results/net1-broken-eth0"]);
+        let (script, _) = losses(place.backend)[0];
+        place.shell(script);
+        let text = place.failed(&["rules", "restore", "net1"]);
+        for words in
+            ["net1-broken-eth0", "skipped: its namespace", "skipped: there is no eth0", "portmap      restored"]
+        {
+            assert!(text.contains(words), "it should say `{words}` {:?}\n{text}", place.backend);
+        }
+        assert!(!text.contains("net2"), "{text}");
+        place.done(&place.check(&alive));
+        let rules = place.rules().join("\n");
+        assert!(rules.contains("10.1.0.2") && !rules.contains("10.1.0.3") && !rules.contains("10.2.0.2"), "{rules}");
+        node.exec(&["rm", "/var/lib/cni/results/net1-broken-eth0"]);
+        let seen = place.call(&["rules", "restore", "--json"]).run();
+        assert_eq!(seen.status, Some(0), "{}", seen.report());
+        let seen = seen.json.unwrap();
+        let of = |id: &str| {
+            let all = seen["attachments"].as_array().unwrap();
+            all.iter().find(|one| one["containerID"] == id).cloned().unwrap_or_else(|| panic!("{seen:#}"))
+        };
+        assert_eq!(of(&alive.id)["plugins"][0]["outcome"], "complete", "{seen:#}");
+        assert_eq!(of(&elsewhere.id)["plugins"][1]["outcome"], "restored", "{seen:#}");
+        assert!(of(&dead.id)["skipped"].is_string() && of(&bare.id)["skipped"].is_string(), "{seen:#}");
+        for (network, container) in [("net1", &alive), ("net1", &bare), ("net1", &dead), ("net2", &elsewhere)] {
+            place.detach(network, container);
+        }
+    });
+}
+
+#[test]
+fn an_interface_with_another_mac_gets_no_rules() {
+    require!(probe::plugin("cnitool"));
+    each(|place| {
+        let container = place.attach("net1", Some(8080));
+        let (script, _) = losses(place.backend)[0];
+        place.shell(script);
+        let broken = place.rules();
+        container.exec(&["ip", "link", "set", "eth0", "address", "0a:00:00:00:00:99"]);
+        let text = place.done(&["rules", "restore"]);
+        assert!(text.contains("skipped: eth0") && text.contains("0a:00:00:00:00:99"), "{text}");
+        assert_eq!(place.rules(), broken, "{:?}", place.backend);
+        place.detach("net1", &container);
+    });
+}
