@@ -76,11 +76,10 @@ class Libcni:
         """The result that CHECK, and from 0.4.0 on DEL, are given."""
         return {"prevResult": attachment["result"]} if attachment["result"] and self.version() >= (0, 4, 0) else {}
 
-    def check(self, name, leave_out=""):
+    def check(self, name):
         attachment = self.attachments[name]
         for plugin in self.conf["plugins"]:
-            if plugin["type"] != leave_out:
-                self.execute("CHECK", plugin, attachment, **self.before(attachment))
+            self.execute("CHECK", plugin, attachment, **self.before(attachment))
 
     def delete(self, name, netns=None):
         attachment = self.attachments[name]

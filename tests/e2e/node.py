@@ -20,7 +20,7 @@ import time
 NODE4, CLIENT4 = "203.0.113.1", "203.0.113.2"
 NODE6, CLIENT6 = "2001:db8::1", "2001:db8::2"
 # The subnets of every configuration here.
-PODS = re.compile(r"10\.(42|8[89]|244)\.|172\.26\.|192\.168\.|fd00:88:|2001:db8:4860:")
+PODS = re.compile(r"10\.(4|42|8[89]|244)\.|172\.26\.|192\.168\.|fd00:88:|2001:db8:4860:")
 GO = "/opt/plugins/go"
 OURS = "/opt/plugins/ours"
 BIN = "/opt/cni/bin"
@@ -400,9 +400,13 @@ class Node:
                 rule = re.sub(r" \[.*| *$", "", line)
                 if rule[0] in ":-" and not any(shape.fullmatch(rule) for shape in SHARED_RULES):
                     left.append(f"{program}: {rule}")
-        for rule in [each["rule"] for each in json.loads(sh("nft", "-j", "list", "ruleset"))["nftables"] if "rule" in each]:
+        objects = json.loads(sh("nft", "-j", "list", "ruleset"))["nftables"]
+        for each in [each["set"] for each in objects if "set" in each]:
+            if each["table"].startswith("cni_"):
+                left += [f"nft: {each['table']} {each['name']} {element}" for element in each.get("elem", [])]
+        for rule in [each["rule"] for each in objects if "rule" in each]:
             # In the plugins' own tables what has no comment is shared, and so is the way there.
-            if rule["table"].startswith("cni_") and rule["chain"] != "postrouting" and "comment" in rule:
+            if rule["table"].startswith("cni_") and rule["chain"] not in ("postrouting", "forward") and "comment" in rule:
                 left.append(f"nft: {rule['table']} {rule['chain']} {rule['comment']}")
         for line in sh("conntrack", "-L", "-o", "extended").splitlines():
             (asked, answering) = re.findall(r"dst=(\S+).*? src=(\S+)", line)[0]
@@ -441,9 +445,10 @@ SHARED_RULES = [
         r"-A (PREROUTING|OUTPUT) -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
         r"-A POSTROUTING .*-j CNI-HOSTPORT-MASQ",
         r"-A CNI-HOSTPORT-SETMARK .*-j MARK --set-xmark 0x2000/0x2000",
-        # Debian's firewall.
-        r":(CNI-ADMIN|CNI-FORWARD|NOMAD-ADMIN) -",
-        r"-A (CNI-)?FORWARD .*-j (CNI-ADMIN|CNI-FORWARD|NOMAD-ADMIN)",
+        # firewall's.
+        r":(CNI-ADMIN|CNI-FORWARD|NOMAD-ADMIN|CNI-FW-OWNERS|CNI-ISOLATION-STAGE-[12]) -",
+        r"-A (CNI-)?FORWARD .*-j (CNI-ADMIN|CNI-FORWARD|NOMAD-ADMIN|CNI-ISOLATION-STAGE-1)",
+        r"-A CNI-ISOLATION-STAGE-[12] .*-j RETURN",
         r"-A CNI-HOSTPORT-MASQ -m mark --mark 0x2000/0x2000 -j MASQUERADE",
     ]
 ]

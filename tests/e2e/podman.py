@@ -1,10 +1,9 @@
-"""Podman 4 with its CNI backend: networks of bridge, portmap, tuning, and firewall, which is Debian's Go plugin."""
+"""Podman 4 with its CNI backend: networks of bridge, portmap, firewall and tuning."""
 
 import filecmp
 import glob
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -45,7 +44,7 @@ def podman(*arguments):
 
 
 def start(node, runtime):
-    """Podman with that OCI runtime, the pod's image, and the plugin that is not ours."""
+    """Podman with that OCI runtime, and the pod's image."""
     write("/etc/containers/containers.conf", CONTAINERS.format(runtime=runtime))
     write("/etc/containers/storage.conf", STORAGE)
     write("/etc/containers/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
@@ -56,7 +55,6 @@ def start(node, runtime):
         raise Skip(f"podman with {runtime} does not run here: {error}") from error
     if info["host"].get("networkBackend") != "cni":
         raise Skip(f"podman {info['version']['Version']} has no CNI backend")
-    node.use(GO, "firewall")
     podman("load", "-q", "-i", image.build())
 
 
@@ -194,7 +192,7 @@ def killed(verb, plugin, *arguments):
 def tidied(node, kept, port, before):
     """`podman rm`, then the operator: what `cnitool inspect` calls left over goes by the commands that it tells.
 
-    Go's firewall has no GC, so its rules are nobody's. Returns how many commands it took.
+    Returns how many commands it took.
     """
     names = [name for name in podman("ps", "-a", "--format", "{{.Names}}").split() if name != kept.name]
     seen = json.loads(podman("inspect", kept.name))[0]
@@ -217,7 +215,7 @@ def tidied(node, kept, port, before):
         sh("sh", "-c", left[0]["command"], CNI_PATH=BIN, PATH=PATH)
         commands += 1
         expect(commands < 100, True, f"the commands have an end; the last: {left[0]}")
-    found = [line for line in node.leftovers() if line not in before and not re.search(r"-A CNI-FORWARD -[sd] ", line)]
+    found = [line for line in node.leftovers() if line not in before]
     expect(found, [], "left by podman rm and cnitool")
     node.prove(pod(kept.name), port)
     return commands
@@ -236,8 +234,6 @@ def scenario_kill_9_of_podman_in_the_middle_of_run(node):
     for number in range(5):
         node.prove(run(f"pod{number}", "--network", "one", "-p", f"{8081 + number}:80"), 8081 + number)
     podman("rm", "-f", "-t", "0", "-a")
-    for program in ["iptables", "ip6tables"]:
-        sh(program, "-F", "CNI-FORWARD")
     return f"nothing; {commands} commands of cnitool inspect were needed"
 
 

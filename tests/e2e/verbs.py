@@ -1,14 +1,13 @@
 """The verbs as containerd 2 and CRI-O send them, over the networks that projects document: conflists/*.conflist.
 
 Each list plays twice: as documented, below 1.1.0, where libcni knows ADD, CHECK and DEL alone, and raised to 1.1.0, where
-it sends STATUS and GC too. What is of other projects: ptp, firewall and bandwidth are Go's of Debian, which end at 1.0.0, so
-in a raised list a stand-in runs them (standins/raised). flannel and tc-redirect-tap are no packages of Debian and have
-stand-ins that say what they leave out. What masquerades for k3s and kind is left out.
+it sends STATUS and GC too. Lists with firewall also play with every rule in nftables. flannel and tc-redirect-tap are
+other projects', not packages of Debian, and have stand-ins that say what they leave out. What masquerades for k3s and
+kind is left out.
 """
 
 import concurrent.futures
 import json
-import shutil
 import socket
 import subprocess
 import threading
@@ -16,12 +15,11 @@ import time
 
 import networks
 from libcni import Libcni, Refused
-from node import BIN, GO, NODE4, OURS, Failed, Pod, expect, read, sh, write
+from node import BIN, NODE4, OURS, Failed, Pod, expect, read, sh, write
 from traffic import Traffic
 
 # What flannel's daemon says of the node.
 SUBNET = "FLANNEL_NETWORK=10.42.0.0/16\nFLANNEL_SUBNET=10.42.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n"
-GO_PLUGINS = ["ptp", "firewall", "bandwidth"]
 BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 
 
@@ -81,9 +79,9 @@ def interfaces(pod):
 
 
 def check(network, pod):
-    """Debian's bandwidth crashes at a CHECK without limits, and 0.3.1 knows no CHECK."""
+    """0.3.1 knows no CHECK."""
     if network.version() >= (0, 4, 0):
-        network.check(pod.name, leave_out="bandwidth")
+        network.check(pod.name)
 
 
 class Left:
@@ -100,11 +98,7 @@ class Left:
 
 def prepare(node, conf):
     """The plugins that are not ours, and the list's network."""
-    node.use(GO, *GO_PLUGINS)
     node.use("/opt/e2e/standins")
-    if conf["cniVersion"] == "1.1.0":
-        for name in GO_PLUGINS:
-            shutil.copy("/opt/e2e/standins/raised", f"{BIN}/{name}")
     write("/run/flannel/subnet.env", SUBNET)
     node.sysctls = {key: value for plugin in conf["plugins"] for key, value in plugin.get("sysctl", {}).items()}
     return Libcni(conf)
@@ -185,13 +179,32 @@ def flowing(node, pod, port, leave_out):
     return server, Traffic(pod, streams, pings=[(node.home, pod.addresses[0])])
 
 
+NFTABLES = {"firewall": {"backend": "nftables"}, "portmap": {"backend": "nftables"}}
+
+
+def in_nftables(node, name, *leave_out):
+    """The same with every rule in nftables, and not one in iptables."""
+    conf = conflist(name, cniVersion="1.1.0")
+    for plugin in conf["plugins"]:
+        plugin.pop("iptablesAdminChainName", None)
+        plugin.update(NFTABLES.get(plugin["type"], {"ipMasqBackend": "nftables"} if plugin.get("ipMasq") else {}))
+    said = play_1_1_0(node, conf, *leave_out)
+    rules = [line for each in ["iptables-save", "ip6tables-save"] for line in sh(each).splitlines() if "CNI" in line]
+    expect(rules, [], "rules in iptables")
+    return said
+
+
 def in_1_1_0(node, name, *leave_out):
+    return play_1_1_0(node, conflist(name, cniVersion="1.1.0"), *leave_out)
+
+
+def play_1_1_0(node, conf, *leave_out):
     """STATUS before, beside and after; and a GC that finds two attachments of which libcni knows nothing any more.
 
     Of one the namespace is gone, of the other a process lives on in it. A third is remembered, and libcni's DEL removes it
     before the plugins are asked. The fourth is valid.
     """
-    network = prepare(node, conflist(name, cniVersion="1.1.0"))
+    network = prepare(node, conf)
     network.status()
     with Asked(network, 0.05) as asked:
         valid = attach(network, "valid", *mappings(8080, leave_out), *mappings(8007, leave_out, 7))
@@ -227,9 +240,7 @@ def in_1_1_0(node, name, *leave_out):
     return f"nothing; STATUS was asked {asked.times} times, and {traffic.came_back} words and pings came back"
 
 
-# What a list does not promise is left out: `itself` (hairpin), `egress`, `ports`. Go's ptp finds the host's end and its
-# masquerade rules by what it sees in the namespace; where it is told of none, or that has gone, it leaves them: so `held`
-# is left out, and `gone` too where there are such rules.
+# What a list does not promise is left out: `itself` (hairpin), `egress`, `ports`.
 def scenario_containerds_default(node):
     return as_documented(node, "containerd", "itself")
 
@@ -247,11 +258,11 @@ def scenario_k3s_in_1_1_0(node):
 
 
 def scenario_kind(node):
-    return as_documented(node, "kind", "egress", "held")
+    return as_documented(node, "kind", "egress")
 
 
 def scenario_kind_in_1_1_0(node):
-    return in_1_1_0(node, "kind", "egress", "held")
+    return in_1_1_0(node, "kind", "egress")
 
 
 def scenario_podman(node):
@@ -262,12 +273,32 @@ def scenario_podman_in_1_1_0(node):
     return in_1_1_0(node, "podman")
 
 
+def scenario_podman_in_nftables(node):
+    return in_nftables(node, "podman")
+
+
+def scenario_nerdctl(node):
+    return as_documented(node, "nerdctl")
+
+
+def scenario_nerdctl_in_1_1_0(node):
+    return in_1_1_0(node, "nerdctl")
+
+
+def scenario_nerdctl_in_nftables(node):
+    return in_nftables(node, "nerdctl")
+
+
 def scenario_nomad(node):
     return as_documented(node, "nomad")
 
 
 def scenario_nomad_in_1_1_0(node):
     return in_1_1_0(node, "nomad")
+
+
+def scenario_nomad_in_nftables(node):
+    return in_nftables(node, "nomad")
 
 
 def scenario_firecracker_containerd(node):
@@ -279,11 +310,15 @@ def scenario_firecracker_containerd_in_1_1_0(node):
 
 
 def scenario_firecracker_go_sdk(node):
-    return as_documented(node, "firecracker-sdk", "ports", "egress", "held", "gone")
+    return as_documented(node, "firecracker-sdk", "ports", "egress")
 
 
 def scenario_firecracker_go_sdk_in_1_1_0(node):
-    return in_1_1_0(node, "firecracker-sdk", "ports", "egress", "held", "gone")
+    return in_1_1_0(node, "firecracker-sdk", "ports", "egress")
+
+
+def scenario_firecracker_go_sdk_in_nftables(node):
+    return in_nftables(node, "firecracker-sdk", "ports", "egress")
 
 
 def three_plugins(**bridge):
