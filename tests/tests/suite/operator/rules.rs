@@ -145,6 +145,7 @@ fn losses(backend: Backend) -> &'static [(&'static str, &'static [&'static str])
             ("nft flush chain ip cni_hostport prerouting", &["portmap"]),
             ("nft delete table inet cni_firewall", &["firewall"]),
             ("nft flush set inet cni_firewall cni_pods4", &["firewall"]),
+            ("nft flush chain ip cni_hostport masquerading", &["portmap"]),
         ],
         _ => &[
             (
@@ -158,6 +159,7 @@ fn losses(backend: Backend) -> &'static [(&'static str, &'static [&'static str])
             ("iptables -w -F CNI-FORWARD", &["firewall"]),
             ("iptables -w -F FORWARD", &["firewall"]),
             ("iptables -w -F CNI-ISOLATION-STAGE-1", &["firewall"]),
+            ("iptables -w -t nat -F CNI-HOSTPORT-MASQ", &["portmap"]),
         ],
     }
 }
