@@ -115,7 +115,9 @@ fn change(whose: Whose<'_>, wanted: &[Owned]) -> Result<()> {
         let missing: Vec<&Owned> = wanted.iter().filter(|owned| !there.contains(owned)).collect();
         if !missing.is_empty() {
             batch.ensure_table(TABLE, Some(OWN_COMMENT));
-            batch.ensure_chain(TABLE, SOURCES, None);
+            if nft.find_chain(TABLE, SOURCES)?.is_none() {
+                batch.ensure_chain(TABLE, SOURCES, None);
+            }
         }
         for owned in missing {
             batch.append_rule(TABLE, SOURCES, &owner_rule(TABLE, owned)?);
