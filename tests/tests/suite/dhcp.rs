@@ -1,6 +1,7 @@
 //! dhcp: leases of a real server, dnsmasq, through a daemon; its end and its start again; Go's plugin and daemon as peers.
 
 mod adoption;
+mod daemon;
 mod interfaces;
 mod servers;
 mod wire;

@@ -83,7 +83,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
 async fn serve(flags: Flags) -> io::Result<()> {
     let path = PathBuf::from(format!("{}{}", flags.host_prefix, flags.socket.display()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let listener = socket::listen(&path)?;
+    let (listener, owner) = socket::listen(&path)?;
     if let Some(pidfile) = &flags.pidfile {
         std::fs::write(pidfile, std::process::id().to_string())
             .map_err(|error| io::Error::other(format!("failed to write {}: {error}", pidfile.display())))?;
@@ -123,7 +123,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
             daemon.release(&key).await;
         }
     }
-    let files = [Some(&path), flags.pidfile.as_ref()];
+    let files = [Some(&path).filter(|_| owner == socket::Owner::Daemon), flags.pidfile.as_ref()];
     files.into_iter().flatten().for_each(|file| drop(std::fs::remove_file(file)));
     Ok(())
 }

@@ -12,14 +12,23 @@ use tokio::net::UnixListener;
 /// The first descriptor that systemd passes.
 const FIRST: u8 = 3;
 
+/// Who created the socket, and removes its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// The daemon.
+    Daemon,
+    /// systemd, which goes on listening when the daemon has ended.
+    Systemd,
+}
+
 /// Returns the socket to accept connections from.
-pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
-    let listener = match passed()? {
-        Some(listener) => listener,
-        None => bind(path)?,
+pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, Owner)> {
+    let (listener, owner) = match passed()? {
+        Some(listener) => (listener, Owner::Systemd),
+        None => (bind(path)?, Owner::Daemon),
     };
     listener.set_nonblocking(true)?;
-    UnixListener::from_std(listener)
+    Ok((UnixListener::from_std(listener)?, owner))
 }
 
 fn passed() -> io::Result<Option<StdListener>> {
