@@ -19,6 +19,8 @@ pub mod cache;
 pub mod config;
 pub mod conflist;
 pub mod conntrack;
+pub mod dhcp;
+pub mod gob;
 pub mod index;
 mod input;
 pub mod iptables;
@@ -35,12 +37,14 @@ pub mod tuning;
 pub type Target = fn(&[u8]);
 
 /// All of them, each with the name of its folder below `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 14] = [
+pub const TARGETS: [(&str, Target); 16] = [
     ("args", args::run),
     ("cache", cache::run),
     ("config", config::run),
     ("conflist", conflist::run),
     ("conntrack", conntrack::run),
+    ("dhcp", dhcp::run),
+    ("gob", gob::run),
     ("index", index::run),
     ("iptables", iptables::run),
     ("nft", nft::run),

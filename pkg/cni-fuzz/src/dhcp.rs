@@ -1,0 +1,59 @@
+//! A DHCP server's answer. What is used of it is the offered address and the requested options; the times are in order.
+
+use cni_dhcp::message::{Answers, Client, DEFAULT_REQUEST, Reply, Terms};
+
+const XID: u32 = 7;
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
+/// The length of a message before its options.
+const HEADER: usize = 240;
+
+/// The target: as it is, and as an answer to this client.
+pub fn run(data: &[u8]) {
+    judge(data);
+    let mut bytes = data.to_vec();
+    if bytes.len() >= HEADER {
+        bytes[..3].copy_from_slice(&[2, 1, 6]);
+        bytes[4..8].copy_from_slice(&XID.to_be_bytes());
+        bytes[28..34].copy_from_slice(&MAC);
+        bytes[236..HEADER].copy_from_slice(&[99, 130, 83, 99]);
+        judge(&bytes);
+    }
+}
+
+fn judge(bytes: &[u8]) {
+    let terms = |request: &[u8]| match client(request).read(bytes, XID)? {
+        Reply::Offer(terms) | Reply::Ack(terms) => Some(terms),
+        Reply::Nak(_) => None,
+    };
+    let Some(all) = terms(&DEFAULT_REQUEST) else { return };
+    assert_eq!(all.address().octets(), bytes[16..20], "the offered address");
+    assert!(all.t1 < all.t2 && all.t2 < all.seconds || all.seconds < 3, "{all:?}");
+    let result = all.result(Some(5));
+    assert_eq!((result.ips.len(), result.interfaces.len()), (1, 0));
+    assert!(result.routes.iter().all(|route| route.priority == Some(5)));
+    let names = result.dns.search.iter().chain([&result.dns.domain]);
+    assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "{:?}", result.dns);
+    // Without a request for anything, nothing but the address, the mask and the times is there.
+    let bare = terms(&[]).expect("the same answer");
+    let expected = Terms {
+        routers: Vec::new(),
+        classless: None,
+        classful: Vec::new(),
+        nameservers: Vec::new(),
+        domain: String::new(),
+        search: Vec::new(),
+        mtu: None,
+        ..all
+    };
+    assert_eq!(bare, expected);
+}
+
+fn client(request: &[u8]) -> Client {
+    Client {
+        mac: MAC,
+        id: b"\0c/net/eth0".to_vec(),
+        request: request.to_vec(),
+        provide: Vec::new(),
+        answers: Answers::Unicast,
+    }
+}
