@@ -313,8 +313,11 @@ impl Lan {
         let entries = fs::read_dir(self.node.dir().join("dhcp")).unwrap().map(|entry| entry.unwrap().path());
         let record = entries.into_iter().find(|path| path.extension().is_some_and(|it| it == "json")).unwrap();
         let mut json: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
-        let since = &mut json["held"]["Bound"]["since"]["secs"];
-        *since = json!(since.as_u64().unwrap() - seconds);
+        // Not its start, which counts from the machine's: a virtual machine may be younger than that.
+        for time in ["seconds", "t1", "t2"] {
+            let time = &mut json["held"]["Bound"]["terms"][time];
+            *time = json!(time.as_u64().unwrap().saturating_sub(seconds));
+        }
         fs::write(record, json.to_string()).unwrap();
     }
 }

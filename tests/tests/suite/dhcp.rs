@@ -3,6 +3,7 @@
 mod adoption;
 mod daemon;
 mod interfaces;
+mod kinds;
 mod servers;
 mod wire;
 
