@@ -1,8 +1,9 @@
 //! The floor: what the kernel alone takes for the attachment of bridge + host-local.
 //!
-//! In this process, by one blocking socket per namespace and the fewest requests that leave the same state behind:
-//! the pair with its mark, the announcement's and duplicate detection's sysctls, address, "up", default route, the wait
-//! until the bridge forwards, the announcement, and a reservation under a lock. Nothing is checked, nothing is undone.
+//! In this process, by one blocking socket per namespace and the fewest requests that leave the
+//! same state behind: the pair with its mark, the announcement's and duplicate detection's sysctls,
+//! address, "up", default route, the wait until the bridge forwards, the announcement, and a
+//! reservation under a lock. Nothing is checked, nothing is undone.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;

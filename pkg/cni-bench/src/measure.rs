@@ -238,8 +238,8 @@ fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<
         });
         let said = match said {
             Ok(said) => said,
-            // Some releases refuse what they made themselves (portmap of 1.1.1, where there is only IPv4). That is no
-            // reason not to measure the rest.
+            // Some releases refuse what they made themselves (portmap of 1.1.1, where there is only
+            // IPv4). That is no reason not to measure the rest.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         };

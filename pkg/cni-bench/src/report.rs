@@ -1,7 +1,7 @@
 //! What is written: tables as text and Markdown, everything as JSON, plots.
 //!
-//! `DIR.md` beside the folder `DIR`, if it has the two marks, gets the part between them anew: so a page of words stays
-//! a page of words, and its figures are those of the newest run.
+//! `DIR.md` beside the folder `DIR`, if it has the two marks, gets the part between them anew: so a
+//! page of words stays a page of words, and its figures are those of the newest run.
 
 use std::fs;
 use std::io::Write as _;

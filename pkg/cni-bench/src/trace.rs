@@ -1,7 +1,9 @@
-//! One run of a plugin under ptrace: its system calls, processes, threads, and the memory of the largest.
+//! One run of a plugin under ptrace: its system calls, processes, threads, and the memory of the
+//! largest.
 //!
-//! The counts do not depend on the load of the machine, which is why a guard can rest on them. Memory is each process's
-//! own high-water mark as it ends (`VmHWM`); what wait4 tells is at least its starter's size before the exec.
+//! The counts do not depend on the load of the machine, which is why a guard can rest on them.
+//! Memory is each process's own high-water mark as it ends (`VmHWM`); what wait4 tells is at least
+//! its starter's size before the exec.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -50,7 +52,8 @@ impl Counts {
     }
 }
 
-/// If this process was started to be traced, becomes the program in question; returns only if that failed.
+/// If this process was started to be traced, becomes the program in question; returns only if that
+/// failed.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));

@@ -1,7 +1,8 @@
 //! Where everything plays: namespaces of this process's own.
 //!
-//! [`World::new`] leaves the machine's network and mounts for ever; what is made afterwards ends with the process. Each
-//! side has a node of its own, so that no plugin meets another's rules, and containers that it shares with nobody.
+//! [`World::new`] leaves the machine's network and mounts for ever; what is made afterwards ends
+//! with the process. Each side has a node of its own, so that no plugin meets another's rules, and
+//! containers that it shares with nobody.
 
 use std::fs::{self, File};
 use std::io::Write as _;

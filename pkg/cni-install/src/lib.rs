@@ -1,16 +1,18 @@
-//! The installer: a set of plugins goes into a folder that runtimes execute programs from all the while.
+//! The installer: a set of plugins goes into a folder that runtimes execute programs from all the
+//! while.
 //!
 //! - [`set`]: a folder with programs and their `SHA256SUMS`, read and verified.
 //! - [`folder`]: the folder runtimes use: install, roll back, forget, compare. Its documentation
 //!   describes the states.
 //! - [`report`]: what was done.
 //!
-//! It is a program of its own, static and without needs, because a container image made from nothing but it and the
-//! plugins installs them onto a node; `scripts/install` runs the same one.
+//! It is a program of its own, static and without needs, because a container image made from
+//! nothing but it and the plugins installs them onto a node; `scripts/install` runs the same one.
 //!
-//! The fact a newcomer would get wrong: a rename replaces *one* program at a time. A pod that starts meanwhile may run
-//! the new `bridge` and the old `host-local`. That is fine because every release, and Go's, can work with every other;
-//! what must never happen is a torn, missing or unrunnable program, and none is.
+//! The fact a newcomer would get wrong: a rename replaces *one* program at a time. A pod that
+//! starts meanwhile may run the new `bridge` and the old `host-local`. That is fine because every
+//! release, and Go's, can work with every other; what must never happen is a torn, missing or
+//! unrunnable program, and none is.
 
 mod disk;
 pub mod folder;
@@ -251,8 +253,8 @@ fn rolled_back(verb: &Verb, done: &RolledBack) -> (String, u8) {
     }
 }
 
-/// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container from signals it has no
-/// handler for, unless they are blocked.
+/// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container
+/// from signals it has no handler for, unless they are blocked.
 fn block_signals() -> nix::Result<SigSet> {
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);

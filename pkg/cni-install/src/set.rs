@@ -1,6 +1,7 @@
 //! A set of programs: a folder with `SHA256SUMS`, as `sha256sum` writes it, one line per program.
 //!
-//! Only what the list names belongs to the set. A name is a plain file name; nothing in a list can reach another folder.
+//! Only what the list names belongs to the set. A name is a plain file name; nothing in a list can
+//! reach another folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,8 @@ pub struct Program {
     pub sum: String,
 }
 
-/// A folder of programs with their sums. The content is verified when it is read ([`Set::content`]).
+/// A folder of programs with their sums. The content is verified when it is read
+/// ([`Set::content`]).
 #[derive(Debug)]
 pub struct Set {
     folder: PathBuf,

@@ -113,7 +113,8 @@ fn a_folder_in_a_programs_place_and_a_file_in_the_folders_place_are_told() {
         .failed("failed to create the folder");
 }
 
-/// In a mount namespace of its own, `prepare` being shell that mounts something over the folder `$1`.
+/// In a mount namespace of its own, `prepare` being shell that mounts something over the folder
+/// `$1`.
 fn in_mounts(place: &Place, prepare: &str, args: &[&str]) -> Ran {
     let script = format!("set -e\n{prepare}\nshift\nexec \"$@\"");
     let mut unshare = Command::new("unshare");
@@ -137,7 +138,8 @@ fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
         .unwrap();
     let dest = place.dest();
     let args = ["install", "--from", set.to_str().unwrap(), "--dest", dest.to_str().unwrap()];
-    // The listing and the old program's last line go to standard output, if the installer fails as it should.
+    // The listing and the old program's last line go to standard output, if the installer fails as
+    // it should.
     let then = "inspect() { ls -A \"$dest\"; tail -n 1 \"$dest/bridge\"; }; dest=$1; shift; if \"$@\"; then exit 9; fi; inspect; exit 1; set --";
     for (mount, why) in [
         ("mount --bind \"$1\" \"$1\"; mount -o remount,bind,ro \"$1\"", "Read-only file system"),
@@ -177,7 +179,8 @@ fn one_installer_at_a_time() {
     let held = fs::File::open(place.dest()).unwrap();
     held.lock().unwrap();
     place.install(&set).failed("another cni-install is at work");
-    // Not by closing it: a child that another test has just forked may have the locked file until it runs its program.
+    // Not by closing it: a child that another test has just forked may have the locked file until
+    // it runs its program.
     held.unlock().unwrap();
     place.install(&set).fine();
 }

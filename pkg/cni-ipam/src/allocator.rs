@@ -1,8 +1,9 @@
 //! Which address of each range set an attachment gets. Pure: what is taken it is told.
 //!
-//! It reserves nothing. What a newcomer gets wrong: the round robin goes on behind the address that was given out
-//! last, whether or not that one is free again, so that an address rests as long as possible before its next holder;
-//! and of the addresses requested, one source may name one per set, while of several sources the strongest wins.
+//! It reserves nothing. What a newcomer gets wrong: the round robin goes on behind the address that
+//! was given out last, whether or not that one is free again, so that an address rests as long as
+//! possible before its next holder; and of the addresses requested, one source may name one per
+//! set, while of several sources the strongest wins.
 
 use std::net::IpAddr;
 
@@ -77,7 +78,8 @@ impl Requested {
         Requested::default()
     }
 
-    /// Adds a source weaker than all before it: `address` or `address/length` each; the length says nothing.
+    /// Adds a source weaker than all before it: `address` or `address/length` each; the length says
+    /// nothing.
     ///
     /// # Errors
     /// Code 7 and Go's text for what is no address.
@@ -96,7 +98,8 @@ impl Requested {
         Ok(())
     }
 
-    /// The requested address of each set. Requests that a stronger source overrides are told to `notes`.
+    /// The requested address of each set. Requests that a stronger source overrides are told to
+    /// `notes`.
     ///
     /// # Errors
     /// Code 7 and Go's text if an address lies in no set, or one source names several of one set.

@@ -1,7 +1,8 @@
 //! The store's lock: Go's `flock` on the file `lock`, with a deadline, and open to SIGTERM.
 //!
-//! It knows nothing of what it protects; the waiting itself is [`flock`]'s. Owning the lock of a file proves nothing if
-//! the folder has been removed meanwhile, so the path is compared with the descriptor afterwards.
+//! It knows nothing of what it protects; the waiting itself is [`flock`]'s. Owning the lock of a
+//! file proves nothing if the folder has been removed meanwhile, so the path is compared with the
+//! descriptor afterwards.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -39,8 +40,8 @@ pub(crate) struct Guard {
 /// Locks the folder `path`. `None` if it does not exist and may not be made.
 ///
 /// # Errors
-/// Code 11 if the lock is not to be had in time or SIGTERM arrives, naming who holds it; code 5 if the folder or the
-/// file cannot be opened.
+/// Code 11 if the lock is not to be had in time or SIGTERM arrives, naming who holds it; code 5 if
+/// the folder or the file cannot be opened.
 pub(crate) fn acquire(
     path: &Path,
     missing: Missing,

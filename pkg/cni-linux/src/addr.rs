@@ -1,7 +1,8 @@
 //! Addresses on interfaces.
 //!
-//! The newcomer's mistakes: an IPv6 address just added is *tentative*, and of no use, until the kernel has looked for
-//! duplicates (on an interface without carrier: for ever); and taking an interface down loses its IPv6 addresses.
+//! The newcomer's mistakes: an IPv6 address just added is *tentative*, and of no use, until the
+//! kernel has looked for duplicates (on an interface without carrier: for ever); and taking an
+//! interface down loses its IPv6 addresses.
 
 use std::net::IpAddr;
 
@@ -34,7 +35,8 @@ pub struct Addr {
 #[derive(Clone, Debug)]
 pub struct SavedAddr(AddressMessage);
 
-/// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for IPv4.
+/// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for
+/// IPv4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dad {
     /// As the interface's sysctls say.

@@ -1,10 +1,12 @@
 //! Running another program to its end, whatever it does: IPAM delegates, iptables.
 //!
-//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`] returns it has been
-//! reaped, so nothing of it can act after a rollback. No shell is ever involved.
+//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`]
+//! returns it has been reaped, so nothing of it can act after a rollback. No shell is ever
+//! involved.
 //!
-//! The newcomer's mistakes: waiting for the end of a pipe instead of the end of the child (a grandchild may hold the
-//! pipe open for ever), or for the end of the child without emptying its pipes (it blocks once one is full).
+//! The newcomer's mistakes: waiting for the end of a pipe instead of the end of the child (a
+//! grandchild may hold the pipe open for ever), or for the end of the child without emptying its
+//! pipes (it blocks once one is full).
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -42,7 +44,8 @@ pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, R
     }
 }
 
-/// Asked each time around, also where the answer does not matter: the asking empties the descriptor that is polled.
+/// Asked each time around, also where the answer does not matter: the asking empties the descriptor
+/// that is polled.
 fn ended_by_sigterm(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
@@ -65,7 +68,8 @@ impl Running {
         if let Some(env) = &child.env {
             command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
         }
-        // Ctrl-C goes to a whole process group: a child outside ours is ended by us alone, and after a rollback of ours.
+        // Ctrl-C goes to a whole process group: a child outside ours is ended by us alone, and
+        // after a rollback of ours.
         command.process_group(0);
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
@@ -97,14 +101,16 @@ impl Running {
             if ended_by_sigterm(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // A debugger may still hold what has ended: then only a wait that sleeps does not ask for ever.
+            // A debugger may still hold what has ended: then only a wait that sleeps does not ask
+            // for ever.
             let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
             self.exit = match exit {
                 // std does not ask again; the wait below ends at once if the child has.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
             };
-            // After the end too: what the child wrote is in the pipe. What a grandchild may still write is not awaited.
+            // After the end too: what the child wrote is in the pipe. What a grandchild may still
+            // write is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
             // Standard error is only ever shown; a fault of it is no reason to fail.
@@ -146,8 +152,9 @@ impl Drop for Running {
     }
 }
 
-/// Writes what fits; closes the pipe after the last byte, or when nobody reads. Any other failure is one: a program that
-/// is content with half of its input, or none, would end well without having done what it was told.
+/// Writes what fits; closes the pipe after the last byte, or when nobody reads. Any other failure
+/// is one: a program that is content with half of its input, or none, would end well without having
+/// done what it was told.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {

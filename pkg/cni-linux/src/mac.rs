@@ -1,7 +1,8 @@
 //! Ethernet addresses.
 //!
-//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the field were checked
-//! with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip` accepts, are none of them.
+//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the
+//! field were checked with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip`
+//! accepts, are none of them.
 
 use std::fmt;
 use std::io;
@@ -58,7 +59,8 @@ impl FromStr for Mac {
 }
 
 fn parse(text: &[u8]) -> Option<Mac> {
-    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte tells which; no mixtures.
+    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte tells which; no
+    // mixtures.
     let (separator, group) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),

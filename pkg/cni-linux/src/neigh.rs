@@ -1,7 +1,8 @@
 //! The host's memory of which hardware address an IP address has.
 //!
-//! Entries we write are reachable, never permanent: the kernel forgets them by itself. The newcomer's mistake: making
-//! an entry for every container. Only one that exists, left by the address's last holder, needs correcting.
+//! Entries we write are reachable, never permanent: the kernel forgets them by itself. The
+//! newcomer's mistake: making an entry for every container. Only one that exists, left by the
+//! address's last holder, needs correcting.
 
 use std::net::IpAddr;
 
@@ -14,7 +15,8 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 
 impl Netlink {
-    /// Corrects a neighbour's address where there is an entry; makes none. Returns whether there was one. One request.
+    /// Corrects a neighbour's address where there is an entry; makes none. Returns whether there
+    /// was one. One request.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;

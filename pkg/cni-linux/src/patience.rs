@@ -1,11 +1,13 @@
 //! Calls on a netlink socket that fail once do not end the conversation.
 //!
-//! Given up at the first error, an answer would be lost: a link or a rule may exist that nobody knows of, and no undo has a
-//! connection left to run on. Yet a `send` that failed has sent nothing, and a `recv` that failed has taken nothing off
-//! the queue. So the same is tried again, a few times: what fails for good (a policy that forbids the call) is told.
+//! Given up at the first error, an answer would be lost: a link or a rule may exist that nobody
+//! knows of, and no undo has a connection left to run on. Yet a `send` that failed has sent
+//! nothing, and a `recv` that failed has taken nothing off the queue. So the same is tried again, a
+//! few times: what fails for good (a policy that forbids the call) is told.
 //!
-//! The newcomer's mistake: counting ENOBUFS among these errors. It says that the kernel has dropped messages, which
-//! whoever reads a list must know. And EAGAIN is no failure: there is nothing in the queue.
+//! The newcomer's mistake: counting ENOBUFS among these errors. It says that the kernel has dropped
+//! messages, which whoever reads a list must know. And EAGAIN is no failure: there is nothing in
+//! the queue.
 
 use std::io;
 

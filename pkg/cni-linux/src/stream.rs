@@ -1,9 +1,12 @@
-//! A plugin's standard input and output: no wait for the other end outlives a signal, or a deadline.
+//! A plugin's standard input and output: no wait for the other end outlives a signal, or a
+//! deadline.
 //!
-//! A runtime that stops in the middle of a call would else keep the plugin for ever, its work done and not told.
+//! A runtime that stops in the middle of a call would else keep the plugin for ever, its work done
+//! and not told.
 //!
-//! The newcomer's mistakes: to call a signal's end of a wait `Interrupted`, which std's loops take for EINTR and try again;
-//! and to write more than PIPE_BUF at once, for "ready" promises room for no more.
+//! The newcomer's mistakes: to call a signal's end of a wait `Interrupted`, which std's loops take
+//! for EINTR and try again; and to write more than PIPE_BUF at once, for "ready" promises room for
+//! no more.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,10 +17,12 @@ use nix::poll::{PollFd, PollFlags};
 
 use crate::machine::{LinuxMachine, wait_ready};
 
-/// For all that is read or written, from the first wait on. Whoever has not sent a configuration by then has gone.
+/// For all that is read or written, from the first wait on. Whoever has not sent a configuration by
+/// then has gone.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One end of the conversation with whoever called. Fails with [`ErrorKind::TimedOut`] at a signal and at the deadline.
+/// One end of the conversation with whoever called. Fails with [`ErrorKind::TimedOut`] at a signal
+/// and at the deadline.
 #[derive(Debug)]
 pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,

@@ -1,7 +1,7 @@
 //! Keys that several plugins have, each read by one function.
 //!
-//! A plugin's own structure declares the keys it has, so that `cnitool validate` knows which those are; the
-//! functions here turn their values into sound ones.
+//! A plugin's own structure declares the keys it has, so that `cnitool validate` knows which those
+//! are; the functions here turn their values into sound ones.
 
 use std::ops::RangeInclusive;
 

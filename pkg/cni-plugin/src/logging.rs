@@ -1,12 +1,15 @@
-//! Where the log goes: nowhere, unless `CNI_LOG` is `info`, `debug` or `trace`; then to the file `CNI_LOG_FILE` where one is
-//! named, else to journald, else to stderr. Never to stdout, which is the wire. Another value, or a file that cannot be
-//! trusted, is told on stderr, and nothing is logged.
+//! Where the log goes: nowhere, unless `CNI_LOG` is `info`, `debug` or `trace`; then to the file
+//! `CNI_LOG_FILE` where one is named, else to journald, else to stderr. Never to stdout, which is
+//! the wire. Another value, or a file that cannot be trusted, is told on stderr, and nothing is
+//! logged.
 //!
-//! Runtimes hand their own environment on, so a variable set for containerd's service reaches every plugin, and through
-//! it the delegates. A line is one write, so that lines of many processes do not mix. Nothing here can fail a call or
-//! hold it up: what cannot be written is lost. `TRACEPARENT` (W3C) gives the call its id.
+//! Runtimes hand their own environment on, so a variable set for containerd's service reaches every
+//! plugin, and through it the delegates. A line is one write, so that lines of many processes do
+//! not mix. Nothing here can fail a call or hold it up: what cannot be written is lost.
+//! `TRACEPARENT` (W3C) gives the call its id.
 //!
-//! The newcomer's mistake: logging needs the environment before anything else has been read; so it is read here, once.
+//! The newcomer's mistake: logging needs the environment before anything else has been read; so it
+//! is read here, once.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -82,8 +85,9 @@ fn level(value: &str) -> Option<LevelFilter> {
     }
 }
 
-/// Opened to append, and only if it is a plain file of our user's alone: no link that somebody laid, no FIFO to wait for,
-/// nothing that others can read, and nothing that is another file by another name.
+/// Opened to append, and only if it is a plain file of our user's alone: no link that somebody
+/// laid, no FIFO to wait for, nothing that others can read, and nothing that is another file by
+/// another name.
 fn open(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;

@@ -54,7 +54,8 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
 }
 
 impl Conf {
-    /// Reads the configuration. One key of the four in the configuration itself, and `runtimeConfig` does not count.
+    /// Reads the configuration. One key of the four in the configuration itself, and
+    /// `runtimeConfig` does not count.
     ///
     /// # Errors
     /// 6 and 7, with Go's texts where it has them.
@@ -110,7 +111,8 @@ impl Limit {
         u128::from(self.rate) / 40 + u128::from(self.burst)
     }
 
-    /// The numbers for the kernel, which has 32 bits for two of them: what is larger becomes the largest.
+    /// The numbers for the kernel, which has 32 bits for two of them: what is larger becomes the
+    /// largest.
     pub(crate) fn tbf(self) -> Tbf {
         Tbf {
             rate: self.rate,

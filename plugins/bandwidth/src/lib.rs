@@ -1,8 +1,9 @@
-//! `bandwidth`: limits on what a container receives and sends. Always behind another plugin, which created a veth pair.
+//! `bandwidth`: limits on what a container receives and sends. Always behind another plugin, which
+//! created a veth pair.
 //!
-//! Both limits are on the host's end of the pair. What the container receives is sent there, so a token bucket filter there
-//! limits it. What the container sends is received there, where nothing can wait: it is redirected to an ifb, which has the
-//! filter, and goes on from there.
+//! Both limits are on the host's end of the pair. What the container receives is sent there, so a
+//! token bucket filter there limits it. What the container sends is received there, where nothing
+//! can wait: it is redirected to an ifb, which has the filter, and goes on from there.
 //!
 //! What is on the host's end ends with it. DEL removes the ifb.
 

@@ -1,7 +1,8 @@
 //! `bridge` after another plugin that made CNI_IFNAME: that interface becomes a port.
 //!
-//! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge instead of deleting
-//! it. DEL and CHECK always carry a `prevResult`, chained or not: they go by the mark alone.
+//! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge
+//! instead of deleting it. DEL and CHECK always carry a `prevResult`, chained or not: they go by
+//! the mark alone.
 
 use std::rc::Rc;
 
@@ -24,11 +25,12 @@ const ALIAS_MAX: usize = 255;
 /// Room for the numbers that [`note_addresses`] fills in later.
 const NUMBERS: usize = 8;
 
-/// `prevResult`, if an earlier plugin made CNI_IFNAME in the container. One that made something else, as the loopback that
-/// Nomad's list begins with, leaves it to us to make it, and its result is none of ours.
+/// `prevResult`, if an earlier plugin made CNI_IFNAME in the container. One that made something
+/// else, as the loopback that Nomad's list begins with, leaves it to us to make it, and its result
+/// is none of ours.
 ///
-/// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that cannot be read matters only
-/// where it names that interface.
+/// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that
+/// cannot be read matters only where it names that interface.
 pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
     let Some(json) = call.conf.json().get("prevResult") else { return Ok(None) };
     let is_ours = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
@@ -104,10 +106,11 @@ pub(crate) struct Earlier {
     port_mark: PortMark,
 }
 
-/// Remembers on the port which of the result's addresses are ours, for DEL; and how to take them off the interface.
+/// Remembers on the port which of the result's addresses are ours, for DEL; and how to take them
+/// off the interface.
 ///
-/// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM gets them back. The
-/// addresses that it has already are the earlier plugin's.
+/// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM
+/// gets them back. The addresses that it has already are the earlier plugin's.
 pub(crate) fn note_addresses<'a>(
     site: &Site<'a, Conf>,
     made: &Made<Plugged>,

@@ -1,7 +1,7 @@
 //! CHECK: is the attachment as ADD left it?
 //!
-//! The bridge's own things are judged by its configuration. The bridge's MAC is not judged: on a bridge that a Go plugin made
-//! it follows the ports, and no container is the worse for it.
+//! The bridge's own things are judged by its configuration. The bridge's MAC is not judged: on a
+//! bridge that a Go plugin made it follows the ports, and no container is the worse for it.
 
 use cni::result::IpConfig;
 use cni::{Cidr, Result};
@@ -93,8 +93,8 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     Ok(())
 }
 
-/// Those of the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin made there are also
-/// that one's, which have no gateway here and are not masqueraded by us.
+/// Those of the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin
+/// made there are also that one's, which have no gateway here and are not masqueraded by us.
 fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     match PortMark::of(outer) {
         Some(PortMark { addresses: (first, count), .. }) => {

@@ -1,7 +1,7 @@
 //! The configuration of `bridge`: JSON in, impossible states out.
 //!
-//! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the configuration, and no mistake
-//! in it, can keep them from cleaning.
+//! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the
+//! configuration, and no mistake in it, can keep them from cleaning.
 
 use cni::args::CniArgs;
 use cni::config::{self, NetConf};
@@ -50,7 +50,8 @@ pub struct Conf {
     pub(crate) ipam: Option<String>,
     /// Replaces what IPAM says about name resolution.
     pub(crate) dns: Option<Dns>,
-    /// Gateways that this configuration itself may put onto the bridge, with their networks' prefixes.
+    /// Gateways that this configuration itself may put onto the bridge, with their networks'
+    /// prefixes.
     pub(crate) own_gateways: Vec<Cidr>,
 }
 
@@ -175,7 +176,8 @@ impl Conf {
     }
 }
 
-/// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name looks like.
+/// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name
+/// looks like.
 pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
     format!("{bridge}.{vlan}")
 }

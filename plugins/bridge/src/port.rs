@@ -79,8 +79,8 @@ pub(crate) struct PortEnds<'a> {
     pub(crate) peer_mac: Mac,
 }
 
-/// The port's VLANs as Go sets them: the default one goes unless it is to be kept; untagged frames belong to
-/// `vlan`, or with a trunk alone to VLAN 1.
+/// The port's VLANs as Go sets them: the default one goes unless it is to be kept; untagged frames
+/// belong to `vlan`, or with a trunk alone to VLAN 1.
 fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     if !vlans.keep_default {
         for vlan in host.vlans(index)? {

@@ -21,7 +21,8 @@ use cni_ipam::store::DEFAULT_DATA_DIR;
 use cni_ipam::{Again, Earlier, RangeConf, RangeSets, Requested};
 use serde::Deserialize;
 
-/// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left in it.
+/// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left
+/// in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) data_dir: PathBuf,
@@ -87,8 +88,8 @@ struct RuntimeConfig {
 }
 
 impl Place {
-    /// Reads what every verb needs. A wrong `lockTimeout` is told and replaced by the default, a wrong
-    /// `reclaimAfterReboot` by `false`, which harms nobody.
+    /// Reads what every verb needs. A wrong `lockTimeout` is told and replaced by the default, a
+    /// wrong `reclaimAfterReboot` by `false`, which harms nobody.
     pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<Place> {
         let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));

@@ -1,7 +1,8 @@
 //! `resolvConf`: a resolver's configuration file as the result's `dns`.
 //!
-//! It follows Go's reading: what it does not know it passes over. Easy to get wrong: `search` and `options` add up
-//! over several lines, of `domain` the last one counts, and of a `nameserver` line only the first value.
+//! It follows Go's reading: what it does not know it passes over. Easy to get wrong: `search` and
+//! `options` add up over several lines, of `domain` the last one counts, and of a `nameserver` line
+//! only the first value.
 
 use std::fs::OpenOptions;
 use std::io::Read;

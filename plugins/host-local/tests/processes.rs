@@ -87,7 +87,8 @@ fn address(result: &Value) -> String {
     result["ips"][0]["address"].as_str().unwrap().to_owned()
 }
 
-/// All of these at once: every process is there and waits for its input before the first one gets it.
+/// All of these at once: every process is there and waits for its input before the first one gets
+/// it.
 fn at_once(net: &Net, calls: &[(&str, &str, String)], conf: &Value) -> Vec<Value> {
     let mut children: Vec<Child> = calls.iter().map(|(program, verb, id)| net.start(program, verb, id)).collect();
     children.iter_mut().for_each(|child| feed(child, conf));
@@ -120,7 +121,8 @@ fn ours_and_gos_share_a_folder_at_the_same_time() {
     let net = Net::new();
     let conf = net.conf(json!({"ranges": [[{"subnet": "10.0.0.0/25"}], [{"subnet": "fd00::/120"}]]}));
     let either = |n: usize| if n.is_multiple_of(2) { OURS } else { go.as_str() };
-    // Both in one call: a range of IPv4 and one of IPv6, so twice as many reservations as containers.
+    // Both in one call: a range of IPv4 and one of IPv6, so twice as many reservations as
+    // containers.
     let (count, newcomers) = (crowd(60), 100..100 + crowd(30));
     let add: Vec<_> = (0..count).map(|n| (either(n), "ADD", format!("c{n}"))).collect();
     let got: HashSet<String> = at_once(&net, &add, &conf).iter().map(address).collect();

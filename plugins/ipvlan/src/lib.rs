@@ -1,9 +1,9 @@
-//! `ipvlan`: a container's network namespace gets an interface on top of an interface of the host, the master, with the
-//! master's hardware address.
+//! `ipvlan`: a container's network namespace gets an interface on top of an interface of the host,
+//! the master, with the master's hardware address.
 //!
-//! Behind another plugin and without an IPAM plugin of its own it takes the addresses, routes and, if none is configured,
-//! the master from that plugin's result. Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin
-//! is on the host.
+//! Behind another plugin and without an IPAM plugin of its own it takes the addresses, routes and,
+//! if none is configured, the master from that plugin's result. Everything around the link is
+//! [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
 
 use cni::config::{self, NetConf};
 use cni::result::{AddResult, Dns};

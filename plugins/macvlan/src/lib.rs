@@ -1,7 +1,8 @@
-//! `macvlan`: a container's network namespace gets an interface with a hardware address of its own on top of an
-//! interface of the host, the master.
+//! `macvlan`: a container's network namespace gets an interface with a hardware address of its own
+//! on top of an interface of the host, the master.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
+//! host.
 
 use cni::args::CniArgs;
 use cni::config::{self, NetConf};

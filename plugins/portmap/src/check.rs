@@ -1,7 +1,7 @@
 //! CHECK: do the ports still lead to the container?
 //!
-//! The configured backend is looked at first. If the attachment is in the other one, from before the configuration was
-//! changed, or made by Go, that one counts.
+//! The configured backend is looked at first. If the attachment is in the other one, from before
+//! the configuration was changed, or made by Go, that one counts.
 
 use cni::machine::OnSigterm;
 use cni::result::AddResult;

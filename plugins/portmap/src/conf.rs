@@ -1,7 +1,7 @@
 //! The configuration of `portmap`: JSON in, impossible states out.
 //!
-//! ADD and CHECK read all of it, STATUS all but the mappings. DEL takes from it what it can and GC takes nothing, so
-//! that no mistake in it can keep them from cleaning.
+//! ADD and CHECK read all of it, STATUS all but the mappings. DEL takes from it what it can and GC
+//! takes nothing, so that no mistake in it can keep them from cleaning.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -21,7 +21,8 @@ const DEFAULT_BIT: u8 = 13;
 /// A sound configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
-    /// Asked for, or the only one in whose words the configuration is written; `None` leaves the choice to the host.
+    /// Asked for, or the only one in whose words the configuration is written; `None` leaves the
+    /// choice to the host.
     pub(crate) backend: Option<Backend>,
     pub(crate) snat: Snat,
     pub(crate) set_mark: SetMark,
@@ -173,7 +174,8 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
             None => {}
         }
     }
-    // Without a wish Go has its default here, and fails; the words decide, unless they contradict each other.
+    // Without a wish Go has its default here, and fails; the words decide, unless they contradict
+    // each other.
     let chosen = asked.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
         (true, true) => None,
         (true, false) => Some(Backend::Nftables),
@@ -195,7 +197,8 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
     )))
 }
 
-/// Words of nft's language that do something: a condition only matches, so none of them may stand in one.
+/// Words of nft's language that do something: a condition only matches, so none of them may stand
+/// in one.
 pub(crate) const ORDERS: [&str; 31] = [
     "accept",
     "drop",
@@ -232,10 +235,11 @@ pub(crate) const ORDERS: [&str; 31] = [
 
 /// Refuses words that end the match or the rule. Returns the offending one.
 ///
-/// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are `1.2.3.4accept` and `0x1jump` two
-/// tokens each. So words are what is left between all that cannot be part of a name, and digits; and as numbers end in
-/// letters too (`0xejump`, `fd00::ejump`, `5msjump`), an order is found behind those that they may end in. What stands in
-/// quotes is a name; a quote that is not closed would swallow what we write behind it.
+/// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are
+/// `1.2.3.4accept` and `0x1jump` two tokens each. So words are what is left between all that cannot
+/// be part of a name, and digits; and as numbers end in letters too (`0xejump`, `fd00::ejump`,
+/// `5msjump`), an order is found behind those that they may end in. What stands in quotes is a
+/// name; a quote that is not closed would swallow what we write behind it.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     let is_of_a_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     let is_of_a_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
@@ -263,7 +267,8 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
                 Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
             }
         })?;
-        // Looked up, not compared with each before it: whoever writes a pod says how many there are.
+        // Looked up, not compared with each before it: whoever writes a pod says how many there
+        // are.
         let before = claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
         if let Some(before) = before {
             let msg = format!("portMappings[{index}] claims what portMappings[{before}] does");
@@ -274,7 +279,8 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// What no other mapping may claim as well, once for each family: an unspecified address is every address of its family.
+/// What no other mapping may claim as well, once for each family: an unspecified address is every
+/// address of its family.
 fn claims(mapping: &Mapping) -> impl Iterator<Item = Claim> {
     let any_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };

@@ -1,12 +1,12 @@
-//! `portmap`: connections to ports of the host go to ports of a container. Always behind another plugin, whose result
-//! it passes on as it is.
+//! `portmap`: connections to ports of the host go to ports of a container. Always behind another
+//! plugin, whose result it passes on as it is.
 //!
-//! Rooms: `conf` reads the configuration; `forward` turns it and the earlier result into what is wanted of the kernel
-//! and does ADD; `check`, `clean` (DEL and GC) are the other verbs. The rules themselves are
-//! [`cni_firewall::portmap`]'s.
+//! Rooms: `conf` reads the configuration; `forward` turns it and the earlier result into what is
+//! wanted of the kernel and does ADD; `check`, `clean` (DEL and GC) are the other verbs. The rules
+//! themselves are [`cni_firewall::portmap`]'s.
 //!
-//! Easy to get wrong: DEL gets no `runtimeConfig` from many runtimes. What has to go is found by its key, in both
-//! backends, whatever the configuration says by then.
+//! Easy to get wrong: DEL gets no `runtimeConfig` from many runtimes. What has to go is found by
+//! its key, in both backends, whatever the configuration says by then.
 
 mod check;
 mod clean;
@@ -33,8 +33,8 @@ use conf::Conf;
 #[derive(Clone, Copy, Debug)]
 pub struct Portmap;
 
-/// The host ports that a configuration takes whoever asks for it, because they stand in it; none where it says that others
-/// may have them too.
+/// The host ports that a configuration takes whoever asks for it, because they stand in it; none
+/// where it says that others may have them too.
 pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
         Ok(Conf { policy: Policy::Judge, mappings, .. }) => mappings,

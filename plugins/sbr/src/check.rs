@@ -6,7 +6,8 @@ use cni_linux::{Family, Link, Netlink};
 
 use crate::conf::Conf;
 
-/// What is missing, in words. An address that the interface no longer has is a later plugin's concern.
+/// What is missing, in words. An address that the interface no longer has is a later plugin's
+/// concern.
 pub(crate) fn missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConfig]) -> Result<Vec<String>> {
     let there = netlink.list_addresses(link.index)?;
     let mut missing = Vec::new();

@@ -27,7 +27,8 @@ pub(crate) enum Conf {
 pub(crate) enum MainTable {
     /// Nothing.
     Emptied,
-    /// A route to the network of each address, which makes that address the source of packets to it.
+    /// A route to the network of each address, which makes that address the source of packets to
+    /// it.
     SourceHints,
 }
 
@@ -40,7 +41,8 @@ struct Raw {
 }
 
 impl Conf {
-    /// Reads the configuration. `gateways` and `addSourceHints` are not read where `table` is set, as in Go.
+    /// Reads the configuration. `gateways` and `addSourceHints` are not read where `table` is set,
+    /// as in Go.
     ///
     /// # Errors
     /// 6 and 7, with Go's texts where it has them.

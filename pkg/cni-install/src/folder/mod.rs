@@ -103,8 +103,9 @@ impl Folder {
     /// Puts the set's programs in place of what is there.
     ///
     /// # Errors
-    /// A program is not what its list says, cannot be copied here or does not run here. Nothing was changed then, or, if a
-    /// rename failed half-way, all was put back; the message says if even that failed.
+    /// A program is not what its list says, cannot be copied here or does not run here. Nothing was
+    /// changed then, or, if a rename failed half-way, all was put back; the message says if even
+    /// that failed.
     pub fn install(&self, set: &Set) -> Result<(Recovered, Installed), Error> {
         let contents = set.programs().iter().map(|program| set.content(program)).collect::<Result<Vec<_>, _>>()?;
         self.then_purge(|| self.install_these(set, &contents))
@@ -393,8 +394,8 @@ impl Folder {
         done
     }
 
-    /// Removes what `state` does not need, of what is called as we call it, and our own folder with the last of it. What
-    /// cannot be removed is met again, and named, when it is to be made anew.
+    /// Removes what `state` does not need, of what is called as we call it, and our own folder with
+    /// the last of it. What cannot be removed is met again, and named, when it is to be made anew.
     fn purge_garbage(&self) {
         let needed = match self.state() {
             Ok(Some(State::Installing(generation))) => vec![generation, generation - 1],

@@ -1,8 +1,10 @@
-//! Reading the folder of reservations: every name, and of the files only those that are new or changed.
+//! Reading the folder of reservations: every name, and of the files only those that are new or
+//! changed.
 //!
-//! It reads, and leaves everything as it is. What a newcomer gets wrong: a name is a reservation only if it is an
-//! address in the one spelling that Go and we write; whatever else lies in the folder is none of our business. And files
-//! are looked at through std, which has 64-bit inodes and times everywhere: the C library's on a 32-bit machine do not.
+//! It reads, and leaves everything as it is. What a newcomer gets wrong: a name is a reservation
+//! only if it is an address in the one spelling that Go and we write; whatever else lies in the
+//! folder is none of our business. And files are looked at through std, which has 64-bit inodes and
+//! times everywhere: the C library's on a 32-bit machine do not.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -43,7 +45,8 @@ pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
     exact.then_some(address)
 }
 
-/// The addresses that are names in a folder, without looking at a single file: for STATUS without an index.
+/// The addresses that are names in a folder, without looking at a single file: for STATUS without
+/// an index.
 pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for entry in std::fs::read_dir(folder)? {
@@ -52,7 +55,8 @@ pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
-/// Everything in the folder that is named as an address, in no order. `known` are records of an earlier time.
+/// Everything in the folder that is named as an address, in no order. `known` are records of an
+/// earlier time.
 ///
 /// # Errors
 /// The folder cannot be read. A single file that cannot be read is taken, and read again next time.
@@ -62,7 +66,8 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
-        // Of the name itself, and by the folder's descriptor: walking the path again for each would double the time.
+        // Of the name itself, and by the folder's descriptor: walking the path again for each would
+        // double the time.
         let metadata = match entry.metadata() {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -128,7 +133,8 @@ fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now
 pub(crate) enum Content {
     /// There is nothing of that name.
     Absent,
-    /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is free.
+    /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is
+    /// free.
     Blank,
     /// The reservation's text, trimmed as Go trims it; for a file that is too long, the owner that
     /// its beginning names.

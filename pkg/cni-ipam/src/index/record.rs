@@ -1,7 +1,7 @@
 //! What the index knows of one address.
 //!
-//! A record is a value; it proves nothing by itself. What a newcomer gets wrong: it is true only for the very file whose
-//! inode and times it names, and a hash stands in for what the file says.
+//! A record is a value; it proves nothing by itself. What a newcomer gets wrong: it is true only
+//! for the very file whose inode and times it names, and a hash stands in for what the file says.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -13,8 +13,9 @@ use crate::ranges::number;
 /// The tag of a record in the table.
 pub(super) const RECORD: u8 = 1;
 
-/// Nanoseconds that no time has, in the ctime of a record written before its file had a name: getting one changes a file's
-/// ctime, to what cannot be known beforehand. Until the true record has taken its place, inode and mtime tell the file.
+/// Nanoseconds that no time has, in the ctime of a record written before its file had a name:
+/// getting one changes a file's ctime, to what cannot be known beforehand. Until the true record
+/// has taken its place, inode and mtime tell the file.
 pub(crate) const LINKING: u32 = u32::MAX;
 /// No more seconds than these are between such a record and the name.
 const LINKED_WITHIN: i64 = 10;
@@ -42,7 +43,8 @@ pub(crate) struct Record {
     pub(crate) ctime: (i64, u32),
     pub(crate) mtime_nanos: u32,
     pub(crate) holder: Holder,
-    /// The boot in which we made the reservation; 0 if it is not known to be ours, or was made through a shared file system.
+    /// The boot in which we made the reservation; 0 if it is not known to be ours, or was made
+    /// through a shared file system.
     pub(crate) boot: u64,
 }
 

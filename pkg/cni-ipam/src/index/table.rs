@@ -1,9 +1,10 @@
 //! A hash table in a file: slots of 64 bytes, open addressing, linear probing, changed in place.
 //!
-//! It knows keys and payloads, not addresses. A slot carries a check of its own, so that a page that never reached
-//! the disk, or garbage, is noticed as [`Corrupt`] and not believed. What a newcomer gets wrong: a removal must move
-//! later slots back into the hole (there are no tombstones), so a change of one key may write several slots; only
-//! the caller's dirty header makes that safe against a kill.
+//! It knows keys and payloads, not addresses. A slot carries a check of its own, so that a page
+//! that never reached the disk, or garbage, is noticed as [`Corrupt`] and not believed. What a
+//! newcomer gets wrong: a removal must move later slots back into the hole (there are no
+//! tombstones), so a change of one key may write several slots; only the caller's dirty header
+//! makes that safe against a kill.
 
 use std::cell::Cell;
 use std::fs::File;

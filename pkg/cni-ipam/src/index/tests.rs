@@ -134,7 +134,8 @@ fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
     };
     let (none, sixty_thousand) = (cost(&[], 2), cost(&many, 60_002));
     assert!(none.0 <= 16 && none.1 <= 16, "{none:?} accesses with no reservation");
-    // A few more for the tree's upper words and for longer runs, and never a number that grows with the content.
+    // A few more for the tree's upper words and for longer runs, and never a number that grows with
+    // the content.
     assert!(
         sixty_thousand.0 <= 26 && sixty_thousand.1 <= 26,
         "{sixty_thousand:?} accesses with 60,000, {none:?} with none"
@@ -237,7 +238,8 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
             assert!(old_records(&path, &Host::default()).0.is_empty());
         }
     }
-    // A sparse file may be as long as one likes: room is made for what is read, not for what is promised.
+    // A sparse file may be as long as one likes: room is made for what is read, not for what is
+    // promised.
     forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, HEADER + (64 << 20));
     assert!(old_records(&path, &Host::default()).0.capacity() < 4 * ROOM);
 }

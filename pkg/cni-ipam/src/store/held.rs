@@ -1,9 +1,10 @@
 //! Who holds what: by the index, and each by its file before it counts.
 //!
-//! Nothing is changed here. What a newcomer gets wrong: a file that cannot be read (a broken disk, no memory, somebody
-//! else's rights) is no reason to do nothing about the others, and no proof of whose it is. One that the index knows to
-//! be the owner's is an error, beside what could be read; one that nobody could read so far is tried by every verb but
-//! STATUS, and told: an error would keep all containers of the network from ending.
+//! Nothing is changed here. What a newcomer gets wrong: a file that cannot be read (a broken disk,
+//! no memory, somebody else's rights) is no reason to do nothing about the others, and no proof of
+//! whose it is. One that the index knows to be the owner's is an error, beside what could be read;
+//! one that nobody could read so far is tried by every verb but STATUS, and told: an error would
+//! keep all containers of the network from ending.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -52,8 +53,9 @@ impl Locked {
         index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
     }
 
-    /// Whether files that this index could not read can be read by now. Those that still cannot are told. Not all of many
-    /// are tried: a broken disk takes its time for each, and everybody waits for the lock meanwhile. GC tries all.
+    /// Whether files that this index could not read can be read by now. Those that still cannot are
+    /// told. Not all of many are tried: a broken disk takes its time for each, and everybody waits
+    /// for the lock meanwhile. GC tries all.
     pub(super) fn could_read_more(&mut self, index: &Index) -> Result<bool, Trouble> {
         let mut unread = index.unread().map_err(TableError::Io)?;
         let all = unread.len();
@@ -101,7 +103,8 @@ impl Locked {
         Ok(held)
     }
 
-    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID alone.
+    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID
+    /// alone.
     pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Held, Trouble> {
         let [exact, old] = owner.hashes();
         let held = self.held(exact, owner.content().trim().as_bytes())?;
@@ -109,7 +112,8 @@ impl Locked {
         if none { self.held(old, owner.id.as_bytes()) } else { Ok(held) }
     }
 
-    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of its ID alone.
+    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of
+    /// its ID alone.
     ///
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.

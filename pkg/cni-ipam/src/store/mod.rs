@@ -1,12 +1,13 @@
 //! The store of reservations: one folder per network, byte for byte Go's, behind one lock per verb.
 //!
-//! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old ones the container
-//! ID alone). What is ours lies beside it, in `<dataDir>/.cni/<network>/`, and may be deleted at any time. The store
-//! knows no ranges of its own: whoever asks brings them, and DEL, GC and CHECK never need any.
+//! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old
+//! ones the container ID alone). What is ours lies beside it, in `<dataDir>/.cni/<network>/`, and
+//! may be deleted at any time. The store knows no ranges of its own: whoever asks brings them, and
+//! DEL, GC and CHECK never need any.
 //!
-//! What a newcomer gets wrong: the folder belongs to others too (Go's plugin, operators, their scripts), so
-//! whatever is about to be given out or taken away is read from its file first, and a name that is no address, or an
-//! address that is no regular file, is never removed.
+//! What a newcomer gets wrong: the folder belongs to others too (Go's plugin, operators, their
+//! scripts), so whatever is about to be given out or taken away is read from its file first, and a
+//! name that is no address, or an address that is no regular file, is never removed.
 
 mod folder;
 mod held;
@@ -208,7 +209,8 @@ impl From<Error> for Trouble {
     }
 }
 
-/// The networks that have a folder of reservations below `data_dir`, by name. A missing `data_dir` has none.
+/// The networks that have a folder of reservations below `data_dir`, by name. A missing `data_dir`
+/// has none.
 ///
 /// # Errors
 /// Code 5 if it cannot be read.
@@ -235,7 +237,8 @@ pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
 }
 
 impl Store {
-    /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes a folder's name.
+    /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes
+    /// a folder's name.
     pub fn open(data_dir: &Path, network: &str, options: Options) -> Store {
         Store {
             path: data_dir.join(network),
@@ -258,8 +261,8 @@ impl Store {
     /// Locks the store, and makes its folder if it is missing.
     ///
     /// # Errors
-    /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names the holder. Code 5
-    /// if the folder or its lock cannot be made or opened.
+    /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names
+    /// the holder. Code 5 if the folder or its lock cannot be made or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
         match self.acquire(Missing::Create, OnSigterm::Kill, limit, machine)? {
             Some(locked) => Ok(locked),
@@ -275,8 +278,8 @@ impl Store {
         self.acquire(Missing::Leave, OnSigterm::Kill, limit, machine)
     }
 
-    /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from waiting for: only files
-    /// that are still those, unchanged.
+    /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from
+    /// waiting for: only files that are still those, unchanged.
     ///
     /// # Errors
     /// As [`lock`](Store::lock), and code 5 after trying all of them.
@@ -339,7 +342,8 @@ impl Store {
 }
 
 impl Locked {
-    /// Runs an attempt until it succeeds or fails for good. Each failure makes the next attempt trust less.
+    /// Runs an attempt until it succeeds or fails for good. Each failure makes the next attempt
+    /// trust less.
     fn attempt<T>(&mut self, mut operation: impl FnMut(&mut Locked) -> Result<T, Trouble>) -> Result<T> {
         for _ in 0..5 {
             match operation(self) {
@@ -366,7 +370,8 @@ impl Locked {
                 Some(index) => index,
                 None => self.rebuild()?,
             };
-            // A file that could not be read when the folder was may be the very one that is looked for.
+            // A file that could not be read when the folder was may be the very one that is looked
+            // for.
             self.index = Some(if self.could_read_more(&index)? { self.rebuild()? } else { index });
         }
         // Just set.

@@ -1,12 +1,15 @@
-//! After a reboot: reservations made by us in an earlier boot are dead, for no container survives one.
+//! After a reboot: reservations made by us in an earlier boot are dead, for no container survives
+//! one.
 //!
-//! It decides by proof, never by likelihood: our record of a reservation must match inode and times of its file
-//! exactly, the record must be of this machine and of another boot, the file older than this boot, and the folder on
-//! a file system that no other machine can be using. Whatever lacks a part of that stays: files that Go made, files
-//! that somebody touched, copies of a disk, a machine without an ID.
+//! It decides by proof, never by likelihood: our record of a reservation must match inode and times
+//! of its file exactly, the record must be of this machine and of another boot, the file older than
+//! this boot, and the folder on a file system that no other machine can be using. Whatever lacks a
+//! part of that stays: files that Go made, files that somebody touched, copies of a disk, a machine
+//! without an ID.
 //!
-//! What a newcomer gets wrong: on a tmpfs nothing can be of an earlier boot, so there a strange boot ID proves that
-//! somebody has put another one in its place; and what lies below an overlay cannot be seen, so it counts as shared.
+//! What a newcomer gets wrong: on a tmpfs nothing can be of an earlier boot, so there a strange
+//! boot ID proves that somebody has put another one in its place; and what lies below an overlay
+//! cannot be seen, so it counts as shared.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -30,7 +33,8 @@ pub enum Earlier {
     Keep,
 }
 
-/// File systems that one kernel at a time uses, and that outlive a reboot. ext2 and ext3 have ext4's number.
+/// File systems that one kernel at a time uses, and that outlive a reboot. ext2 and ext3 have
+/// ext4's number.
 const LOCAL: [FsType; 6] = [
     EXT4_SUPER_MAGIC,
     // Has no name in nix where the C library is musl, which the release is built for.
@@ -50,15 +54,16 @@ fn oldest<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Moment> {
 }
 
 impl Locked {
-    /// From when on some of these records could be reclaimed: what a new index remembers, so that no verb has to look
-    /// for them again.
+    /// From when on some of these records could be reclaimed: what a new index remembers, so that
+    /// no verb has to look for them again.
     pub(super) fn earlier_in(&self, records: &[Record]) -> Option<Moment> {
         let host = &self.store.options.host;
         let oldest = oldest(records.iter().filter(|record| record.is_of_earlier_boot(host)));
         oldest.filter(|_| is_local(&self.folder.file))
     }
 
-    /// Takes away what is dead since a reboot. Costs nothing where no reservation is of an earlier boot.
+    /// Takes away what is dead since a reboot. Costs nothing where no reservation is of an earlier
+    /// boot.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read. What cannot be removed is told, and stays.
@@ -68,7 +73,8 @@ impl Locked {
         }
         let dead = self.attempt(|locked| {
             let Some(earlier) = locked.index()?.earlier() else { return Ok(Vec::new()) };
-            // Another boot ID, but nothing older than this boot: the clock is not set yet, or the ID is not the kernel's.
+            // Another boot ID, but nothing older than this boot: the clock is not set yet, or the
+            // ID is not the kernel's.
             let Some(booted) = locked.store.options.host.booted().filter(|booted| earlier < *booted) else {
                 return Ok(Vec::new());
             };
@@ -105,7 +111,8 @@ impl Locked {
 }
 
 impl Store {
-    /// What the next ADD would reclaim. Without the lock, for STATUS: what is half changed is not believed.
+    /// What the next ADD would reclaim. Without the lock, for STATUS: what is half changed is not
+    /// believed.
     pub(super) fn reclaimable(&self) -> Vec<IpAddr> {
         let find = || -> Option<Vec<IpAddr>> {
             let (host, path) = (&self.options.host, self.index_path());

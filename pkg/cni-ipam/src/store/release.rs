@@ -1,8 +1,9 @@
 //! DEL, GC and rollback: taking reservations away.
 //!
-//! Every file is read before it goes, and only regular files named as addresses go. It never looks at ranges: what
-//! the configuration says today need not be what it said at ADD. What a newcomer gets wrong: a reservation of the old
-//! form (the container's ID alone) is released only if there is none of the exact form, as Go has it.
+//! Every file is read before it goes, and only regular files named as addresses go. It never looks
+//! at ranges: what the configuration says today need not be what it said at ADD. What a newcomer
+//! gets wrong: a reservation of the old form (the container's ID alone) is released only if there
+//! is none of the exact form, as Go has it.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -85,8 +86,8 @@ impl Locked {
         })
     }
 
-    /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the lock that it still holds.
-    /// One that has changed since stays. Returns what was removed.
+    /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the
+    /// lock that it still holds. One that has changed since stays. Returns what was removed.
     ///
     /// # Errors
     /// Code 5, after trying everything.
@@ -106,12 +107,14 @@ impl Locked {
         Error::join(errors).map(|()| removed)
     }
 
-    /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going on errors.
+    /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going
+    /// on errors.
     pub(super) fn remove(&mut self, addresses: &[IpAddr]) -> (Vec<IpAddr>, Option<Error>) {
         if addresses.is_empty() {
             return (Vec::new(), None);
         }
-        // If the folder is no longer as the index has it, the next reader must start anew; the files go regardless.
+        // If the folder is no longer as the index has it, the next reader must start anew; the
+        // files go regardless.
         if !matches!(self.begin(), Ok(true)) {
             self.distrust(super::Trust::Records);
         }
@@ -145,8 +148,8 @@ impl Locked {
         }
     }
 
-    /// Steps 3 to 5: the folder has been changed; `change` tells the index. If that fails, the index is given up: its
-    /// header is dirty, so the next verb makes a new one.
+    /// Steps 3 to 5: the folder has been changed; `change` tells the index. If that fails, the
+    /// index is given up: its header is dirty, so the next verb makes a new one.
     pub(super) fn settle(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
         let settled = (|| {

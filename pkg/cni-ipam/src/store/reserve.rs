@@ -1,8 +1,8 @@
 //! ADD: one address of each range set, all of them or none.
 //!
-//! Everything is decided before the first file is made, so a refusal changes nothing. What a newcomer gets wrong:
-//! undoing an ADD frees the very files this ADD made, never "whatever this container holds": a repeated ADD that
-//! fails must leave the running container its addresses.
+//! Everything is decided before the first file is made, so a refusal changes nothing. What a
+//! newcomer gets wrong: undoing an ADD frees the very files this ADD made, never "whatever this
+//! container holds": a repeated ADD that fails must leave the running container its addresses.
 
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -42,7 +42,8 @@ pub struct Made {
 }
 
 impl Lease {
-    /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it found.
+    /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it
+    /// found.
     pub fn made(&self) -> Vec<Made> {
         self.made.clone()
     }
@@ -68,13 +69,15 @@ impl Occupied for Asking<'_> {
 }
 
 impl Locked {
-    /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What an earlier boot has
-    /// left is taken away first, as the options say; and with [`Again::Reuse`] what the owner has of a set is its address.
+    /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What
+    /// an earlier boot has left is taken away first, as the options say; and with [`Again::Reuse`]
+    /// what the owner has of a set is its address.
     ///
     /// # Errors
-    /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an address of a set,
-    /// or a requested address is held, and the message names the holder; 7: what is requested is a gateway or in no set;
-    /// 5: a file could not be made. The messages begin with Go's texts.
+    /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an
+    /// address of a set, or a requested address is held, and the message names the holder; 7: what
+    /// is requested is a gateway or in no set; 5: a file could not be made. The messages begin with
+    /// Go's texts.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
         self.asking = Some(sets.clone());
@@ -155,7 +158,8 @@ impl Locked {
         let last = self.folder.last_reserved(position);
         match allocator::next(set, last, &mut Asking(self.index()?))? {
             Some(address) => Ok(Pick { address, held: false }),
-            // Something may have been removed without the lock and unseen; reading the folder once will tell.
+            // Something may have been removed without the lock and unseen; reading the folder once
+            // will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }
@@ -239,15 +243,17 @@ impl Locked {
         Ok(made)
     }
 
-    /// Makes one reservation; a blank file of that name is replaced. What became of telling the index beforehand is
-    /// `announced`: no reason not to go on, for an index in doubt is given up at the end.
+    /// Makes one reservation; a blank file of that name is replaced. What became of telling the
+    /// index beforehand is `announced`: no reason not to go on, for an index in doubt is given up
+    /// at the end.
     pub(super) fn create(
         &mut self,
         owner: &Owner,
         address: IpAddr,
         announced: &mut Result<(), TableError>,
     ) -> std::io::Result<Linked> {
-        // What is reserved from afar outlives a boot of the machine that has the disk, even if that bears our ID.
+        // What is reserved from afar outlives a boot of the machine that has the disk, even if that
+        // bears our ID.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
         let (content, boot) = (owner.content(), if is_shared { 0 } else { self.store.options.host.boot() });
         let index = &mut self.index;
@@ -266,7 +272,8 @@ impl Locked {
         }
     }
 
-    /// Takes back what [`reserve`](Locked::reserve) made: only files that are still those, unchanged.
+    /// Takes back what [`reserve`](Locked::reserve) made: only files that are still those,
+    /// unchanged.
     ///
     /// # Errors
     /// Code 5, after trying all of them.

@@ -1,12 +1,15 @@
-//! Connections the kernel remembers, and forgetting those that a changed port mapping has made wrong.
+//! Connections the kernel remembers, and forgetting those that a changed port mapping has made
+//! wrong.
 //!
-//! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a container that is
-//! gone, or to nobody, until its entry is deleted here; then its next packet is a first one.
+//! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a
+//! container that is gone, or to nobody, until its entry is deleted here; then its next packet is a
+//! first one.
 //!
-//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is tracked. The
-//! kernel can be asked for one entry only by all there is of its addresses and ports, so there is no way around the pass.
-//! Never waits, never runs a program. A newcomer's mistake: matching the port alone. The connections of other hosts'
-//! clients to that port *elsewhere* pass through this table too, and must live.
+//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is
+//! tracked. The kernel can be asked for one entry only by all there is of its addresses and ports,
+//! so there is no way around the pass. Never waits, never runs a program. A newcomer's mistake:
+//! matching the port alone. The connections of other hosts' clients to that port *elsewhere* pass
+//! through this table too, and must live.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -24,7 +27,8 @@ mod text;
 
 pub use claim::{Claim, Protocol};
 
-/// How often a dump the kernel calls incomplete is begun anew. What is still missed then stays: nothing worse.
+/// How often a dump the kernel calls incomplete is begun anew. What is still missed then stays:
+/// nothing worse.
 const DUMPS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
@@ -91,8 +95,9 @@ impl Conntrack {
         Ok(Conntrack { socket })
     }
 
-    /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim without a host address is
-    /// for every address this host has. Returns how many. A kernel without connection tracking has none.
+    /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim
+    /// without a host address is for every address this host has. Returns how many. A kernel
+    /// without connection tracking has none.
     ///
     /// # Errors
     /// The first; of those that could be read all the others have been tried.
@@ -161,8 +166,9 @@ impl Conntrack {
         }
     }
 }
-/// How many connections are tracked in the calling thread's namespace, where the kernel tells. A pass over the table
-/// costs something even if it is none, because the kernel walks every bucket that all namespaces share.
+/// How many connections are tracked in the calling thread's namespace, where the kernel tells. A
+/// pass over the table costs something even if it is none, because the kernel walks every bucket
+/// that all namespaces share.
 fn count() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
@@ -232,8 +238,9 @@ impl Wanted {
         Wanted { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// The body of the request for a list. Where all have a family and a protocol in common, and perhaps the port, the
-    /// kernel is asked to choose (since 5.8; older ones send everything, and all is looked at again here anyway).
+    /// The body of the request for a list. Where all have a family and a protocol in common, and
+    /// perhaps the port, the kernel is asked to choose (since 5.8; older ones send everything, and
+    /// all is looked at again here anyway).
     fn filter(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;

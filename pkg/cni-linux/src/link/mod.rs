@@ -1,9 +1,10 @@
 //! Interfaces: what they are (here), how they are created (`create`) and changed (`change`);
 //! `stacked` is about those on top of another one.
 //!
-//! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can be given away and
-//! indexes, within a boot, practically cannot. The newcomer's mistake: reading [`Link::up`] as "works". It is the
-//! administrator's wish; [`Link::running`] and, for a bridge's port, [`PortState::Forwarding`] are the fact.
+//! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can
+//! be given away and indexes, within a boot, practically cannot. The newcomer's mistake: reading
+//! [`Link::up`] as "works". It is the administrator's wish; [`Link::running`] and, for a bridge's
+//! port, [`PortState::Forwarding`] are the fact.
 
 mod change;
 mod create;
@@ -43,7 +44,8 @@ pub struct Link {
     pub up: bool,
     /// Whether it works, by the kernel's judgement.
     pub oper_state: OperState,
-    /// Whether it works or, where the kernel does not know (`lo`), is up. A link just made is not known either.
+    /// Whether it works or, where the kernel does not know (`lo`), is up. A link just made is not
+    /// known either.
     pub running: bool,
     /// How many want all frames. A packet capture and a bridge's port count too.
     pub promiscuity: u32,
@@ -120,7 +122,8 @@ pub struct Port {
     pub state: PortState,
     /// Whether a frame may leave by the port it came in by.
     pub hairpin: bool,
-    /// Whether it exchanges no frames with other isolated ports. Always false on a kernel without the feature.
+    /// Whether it exchanges no frames with other isolated ports. Always false on a kernel without
+    /// the feature.
     pub isolated: bool,
 }
 
@@ -265,8 +268,8 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
 
 /// A link out of an answer. `None` for other messages.
 ///
-/// By hand: the packet crate reads everything that any kind of link can say of itself, and fails altogether where one
-/// attribute is not as it expects. See ARCHITECTURE.md, "Dependencies".
+/// By hand: the packet crate reads everything that any kind of link can say of itself, and fails
+/// altogether where one attribute is not as it expects. See ARCHITECTURE.md, "Dependencies".
 pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     let (header, all) = parts(reply)?;
     let mut link = Link {

@@ -34,11 +34,12 @@ pub struct Layer3 {
 }
 
 impl Layer3 {
-    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's index. `before`: the
-    /// addresses that the container has from earlier plugins.
+    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's
+    /// index. `before`: the addresses that the container has from earlier plugins.
     ///
     /// # Errors
-    /// 7 for an answer without addresses and for routes that could not work, before anything is configured.
+    /// 7 for an answer without addresses and for routes that could not work, before anything is
+    /// configured.
     pub(super) fn new(
         ipam: &AddResult,
         policy: &Layer3Policy<'_>,
@@ -176,7 +177,8 @@ impl Layer3 {
         }))
     }
 
-    /// The routes to the gateways and, through them, to the subnets, where the kernel adds none with the addresses.
+    /// The routes to the gateways and, through them, to the subnets, where the kernel adds none
+    /// with the addresses.
     fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes: Vec<Route> = Vec::new();
         if self.subnet == SubnetRoute::OnLink {
@@ -189,7 +191,8 @@ impl Layer3 {
                 Route { scope: Some(SCOPE_LINK), source, ..Route::new(Cidr::host(gateway), None, interface_index) };
             let to_subnet = Route { source, ..Route::new(ip.address.network(), Some(gateway), interface_index) };
             for route in [to_gateway, to_subnet] {
-                // Several addresses may share a gateway or a subnet, and a subnet may have no other address.
+                // Several addresses may share a gateway or a subnet, and a subnet may have no other
+                // address.
                 if route.dst != Cidr::host(ip.address.address()) && !routes.iter().any(|other| other.dst == route.dst) {
                     routes.push(route);
                 }
@@ -199,7 +202,8 @@ impl Layer3 {
     }
 }
 
-/// Settings of the container's namespace that must stand before the interface is up and has an address.
+/// Settings of the container's namespace that must stand before the interface is up and has an
+/// address.
 ///
 /// # Errors
 /// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
@@ -247,7 +251,8 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         if done.contains(&position) {
             continue;
         }
-        // Routes of this result to one destination with several gateways are one route over several paths.
+        // Routes of this result to one destination with several gateways are one route over several
+        // paths.
         let mut paths = vec![*route];
         let mut places = vec![position];
         for (other, rival) in wanted.iter().enumerate().skip(position + 1) {
@@ -310,8 +315,9 @@ pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
     }
 }
 
-/// Waits until each of these addresses takes packets in. `listen` is called if one does not yet. One that keeps not to is
-/// noted, no more: its route may be in another table than the one that is asked, as in a VRF.
+/// Waits until each of these addresses takes packets in. `listen` is called if one does not yet.
+/// One that keeps not to is noted, no more: its route may be in another table than the one that is
+/// asked, as in a VRF.
 ///
 /// # Errors
 /// The kernel's.

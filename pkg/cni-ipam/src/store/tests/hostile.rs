@@ -1,4 +1,5 @@
-//! What others put into the folder or the sidecar: it does no harm and comes to none, and nobody is waited for.
+//! What others put into the folder or the sidecar: it does no harm and comes to none, and nobody is
+//! waited for.
 
 use std::os::unix::fs::symlink;
 

@@ -131,7 +131,8 @@ fn a_reservation_whose_maker_was_killed_before_the_index_had_it_dies_with_its_bo
         for address in ["10.0.0.3", "10.0.0.4"] {
             locked.create(&owner("killed"), address.parse().unwrap(), &mut Ok(())).unwrap();
         }
-        // Dropped without a word to the index, as by SIGKILL. One of the two is then changed by somebody.
+        // Dropped without a word to the index, as by SIGKILL. One of the two is then changed by
+        // somebody.
         drop(locked);
         net.write("10.0.0.4", "somebody\r\neth0");
         between.map(|id| add(&first, id, &pool).unwrap());

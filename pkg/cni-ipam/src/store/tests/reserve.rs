@@ -61,7 +61,8 @@ fn exhaustion_is_code_11_with_figures_and_is_found_again_without_reading_the_fol
     for id in ["a", "b", "c", "d", "e"] {
         net.add(id, &pool).unwrap();
     }
-    // Its age is the whole seconds since the whole second of its ctime: 1 s as soon as a new second has begun.
+    // Its age is the whole seconds since the whole second of its ctime: 1 s as soon as a new second
+    // has begun.
     let made = UNIX_EPOCH + Duration::from_secs(fs::metadata(net.path("10.0.0.2")).unwrap().ctime() as u64);
     let age = || SystemTime::now().duration_since(made).unwrap().as_secs();
     let youngest = age();
