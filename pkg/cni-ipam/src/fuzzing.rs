@@ -1,5 +1,4 @@
-//! For pkg/cni-fuzz alone: reservations as texts, and index files that nobody but a forger would
-//! write.
+//! For pkg/cni-fuzz alone: reservations as texts, and forged index files.
 
 use std::fs::File;
 use std::io;
@@ -80,8 +79,8 @@ fn forged_table(slots: u64, entries: &[Forged]) -> (Vec<u8>, u64) {
     (bytes, used)
 }
 
-/// Asks everything of a table that every check of its own takes for sound. It must answer or say
-/// that it is damaged, and never go on for ever.
+/// Makes every query to a table that passes all its own checks. Each query must return an answer or
+/// report damage, and must end.
 pub fn ask_forged(entries: &[Forged], addresses: &[IpAddr], hashes: &[u64]) {
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
@@ -159,7 +158,7 @@ impl Honest {
         }
     }
 
-    /// An address is held by whom this hash stands for; `None`: by nobody any more.
+    /// Records the hash of an address's holder; `None` if the address is free again.
     ///
     /// # Panics
     /// If the index fails.
@@ -184,7 +183,7 @@ impl Honest {
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
-            Holder::Nobody | Holder::Unknown | Holder::Unread => None,
+            Holder::Free | Holder::Unknown | Holder::Unread => None,
         }
     }
 

@@ -1,10 +1,9 @@
-//! Ranges and range sets: what a configuration offers, checked by Go's rules and refused in Go's
-//! words.
+//! Ranges and range sets of a configuration, checked by Go's rules and refused with Go's texts.
 //!
-//! Each range *set* yields one address; the ranges inside a set are one pool. It never looks at a
-//! store. What a newcomer gets wrong: a gateway need not lie in its subnet, a range begins at the
-//! network's first host (the default gateway, which the allocator steps over), and an explicit `.0`
-//! or `.255` is a legal address to hand out.
+//! Each range *set* yields one address; the ranges inside a set are one pool. It never reads a
+//! store. A gateway need not be in its subnet, a range begins at the network's first host (the
+//! default gateway, which the allocator steps over), and an explicit `.0` or `.255` may be
+//! allocated.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

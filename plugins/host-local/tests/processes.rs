@@ -102,7 +102,7 @@ fn at_once(net: &Net, calls: &[(&str, &str, String)], conf: &Value) -> Vec<Value
 }
 
 #[test]
-fn processes_at_one_barrier_get_distinct_addresses_and_leave_none() {
+fn simultaneous_processes_get_distinct_addresses() {
     let net = Net::new();
     let conf = net.conf(json!({"subnet": "10.0.0.0/24"}));
     // They come one after the other through the lock, which each of them gives up after 30 s.
@@ -162,7 +162,7 @@ fn the_round_robin_goes_on_where_gos_left_it_and_the_reverse() {
 }
 
 #[test]
-fn a_lock_that_is_never_given_back_ends_the_wait_with_its_holders_pid() {
+fn waiting_for_a_held_lock_ends_with_its_holders_pid() {
     let net = Net::new();
     net.ok(OURS, "ADD", "a", &net.conf(json!({"subnet": "10.0.0.0/24"})));
     let lock = File::open(net.path("lock")).unwrap();

@@ -1,7 +1,7 @@
-//! What an index answers.
+//! Queries of an index.
 //!
-//! Nothing is changed, and nothing is looked at but the table. What a newcomer gets wrong: an
-//! answer says what the folder was like; before anything is done about an address its file is read.
+//! A query changes nothing and reads only the table. An answer describes an earlier state of the
+//! folder, so the caller reads an address's file before acting on it.
 
 use std::io;
 use std::net::IpAddr;

@@ -5,13 +5,13 @@
 //! addresses ([`bits`]), and the oldest of a set. It never decides who may have an address, and may
 //! be deleted at any time.
 //!
-//! # Why it is never believed wrongly
+//! # Why a stale index is never used
 //!
-//! Everybody who changes the folder, of whatever make, holds its lock, and so do all functions here
-//! but [`peek`]. Creating or removing a name makes the kernel set the folder's mtime to the time of
-//! day. A clean header names an mtime that the kernel never writes by itself: a past second and
-//! random nanoseconds, set by us. So while folder and header agree, no name has come or gone since.
-//! The order of a change:
+//! Every program that changes the folder holds its lock, Go's plugin included, and so do all
+//! functions here but [`peek`]. Creating or removing a name makes the kernel set the folder's mtime
+//! to the time of day. A clean header names an mtime that the kernel never writes by itself: a past
+//! second and random nanoseconds, set by us. So while folder and header agree, no name has come or
+//! gone since. The order of a change:
 //!
 //! 1. [`Index::begin`] compares folder and header, and makes the header dirty.
 //! 2. The caller links and unlinks. What it is about to link it [`put`](Index::put)s before, as far
@@ -23,14 +23,14 @@
 //!
 //! Killed between 1 and 5, the header is dirty; and even if the page with the dirty mark were lost,
 //! from 2 on the folder's mtime differs from the header's. Either way the next holder of the lock
-//! rebuilds. A change by somebody who ignores the lock is seen too, except between 1 and 3, a few
-//! microseconds; it is then found by the next rebuild, which an exhausted range asks for
-//! ([`Index::is_exact`]). A rebuild marks first and reads afterwards, so that it has no such gap. A
-//! file that somebody edits in place changes nothing in the folder; nobody does that to a
-//! reservation, and what it says is read before anything is done about it, but its new owner is
+//! rebuilds. A change by a program that ignores the lock is noticed too, except between 1 and 3, a
+//! few microseconds; the next rebuild finds it, which an exhausted range starts
+//! ([`Index::is_exact`]). A rebuild marks first and reads afterwards, so that it has no such gap.
+//! Editing a file in place does not change the folder's mtime. Reservations are not edited in
+//! normal operation, and an operation reads the file before acting on it; but the new owner is
 //! found only after the next rebuild.
 //!
-//! What a newcomer gets wrong: without step 3 this would be unsound. The kernel's clock for mtime
+//! Without step 3 this would be unsound. The kernel's clock for mtime
 //! ticks every few milliseconds, so two changes may leave the same mtime.
 
 mod answers;
@@ -72,7 +72,7 @@ pub(crate) struct Index {
     header: Header,
     /// Where it lies; `None` in memory.
     path: Option<PathBuf>,
-    /// Whether a header may be written: the folder bears our mark.
+    /// Whether a header may be written: the folder has the mtime that this index set.
     marked: bool,
 }
 
@@ -87,11 +87,11 @@ pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
     Some(Index { table, header, path: Some(path.to_owned()), marked: false })
 }
 
-/// Opens a file of the sidecar: a regular one, whatever else somebody has put there. It is never
-/// waited for, and a symbolic link never followed.
+/// Opens a file of the sidecar: only a regular file is accepted. Opening never blocks and follows
+/// no symbolic link.
 fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let file = options.custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no regular file")) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
 /// The header, if the file is as long as it says: nothing is sized by what it says otherwise.
@@ -425,8 +425,8 @@ impl Header {
 /// Also where the file system keeps coarser times: the stamp would prove nothing.
 pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
     let nanoseconds = random_nanos()?;
-    // Yesterday: the kernel writes the present only, and a clock set back by a day to the
-    // nanosecond is no event.
+    // Yesterday: the kernel writes the present only, and a clock set back by exactly a day to the
+    // nanosecond does not occur.
     let day = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
     folder.set_times(FileTimes::new().set_modified(UNIX_EPOCH + Duration::new(day, nanoseconds)))?;
     let stamp = Stamp::of(&folder.metadata()?);

@@ -20,7 +20,7 @@ const OLDEST: usize = 3;
 const TAG: u8 = 4;
 
 pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
-    // A set's text does not name the gateways, which are nobody's.
+    // A set's text does not include the gateways, which no attachment gets.
     let text: String = set.ranges().iter().map(|range| format!("{range} {},", range.gateway())).collect();
     Key { tag: TAG, family: 0, rank, number: u128::from(hash(text.as_bytes())) }
 }

@@ -1,9 +1,9 @@
 //! The files of the folder, as Go writes and reads them.
 //!
-//! One function per effect, each under the lock that the caller holds; no decisions. What a
-//! newcomer gets wrong: a reservation must never be seen half made (a file that is still empty is
-//! lost to Go for ever), so it is written without a name and then linked; and nothing here waits
-//! for the disk, because no container outlives a power loss.
+//! One function per effect, each under the lock that the caller holds; no decisions. A reservation
+//! must never be visible before it is complete (Go never frees an empty file's address), so the
+//! file is written without a name and then linked. Nothing here waits for the disk, because no
+//! container survives a power loss.
 
 use std::fs::{File, FileTimes, OpenOptions};
 use std::io::{self, Write};
@@ -174,7 +174,8 @@ impl Folder {
         removed
     }
 
-    /// Where the round robin of a set stands. Garbage is no place.
+    /// Returns the address that a set's round robin allocated last; `None` if the file has no valid
+    /// address.
     pub(crate) fn last_reserved(&self, set: usize) -> Option<IpAddr> {
         match crate::index::read_name(&self.file, &last_reserved_name(set)) {
             Ok(crate::index::Content::Text(text)) => crate::ranges::parse_ip(std::str::from_utf8(&text).ok()?),
@@ -188,7 +189,7 @@ impl Folder {
         let mode = Mode::from_bits_truncate(0o600);
         let mut file = File::from(openat(self.file.as_fd(), last_reserved_name(set).as_str(), flags, mode)?);
         if !file.metadata()?.is_file() {
-            return Err(io::Error::other("it is no regular file"));
+            return Err(io::Error::other("it is not a regular file"));
         }
         let text = address.to_string();
         // Not truncated first: ext4 would start writing to the disk when such a file is closed.
@@ -224,8 +225,7 @@ fn last_reserved_name(set: usize) -> String {
 }
 
 /// Writes the content and gives the file an mtime of this second but with random nanoseconds: if
-/// inode and times are found again, it is this very file and nobody has written to it, however fast
-/// inodes are used again.
+/// inode and times are found again, it is this file, unchanged, however fast inodes are reused.
 fn fill(mut file: File, content: &str) -> io::Result<File> {
     file.write_all(content.as_bytes())?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -239,7 +239,7 @@ fn is_final(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO | EFBIG))
 }
 
-/// Removes what killed processes left in the sidecar. Under the lock nobody else is at work in it.
+/// Removes what killed processes left in the sidecar. The lock excludes other processes.
 pub(crate) fn sweep(sidecar: &Path) {
     let Ok(entries) = std::fs::read_dir(sidecar) else { return };
     for entry in entries.flatten() {

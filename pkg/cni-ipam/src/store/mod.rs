@@ -1,13 +1,13 @@
 //! The store of reservations: one folder per network, byte for byte Go's, behind one lock per verb.
 //!
 //! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old
-//! ones the container ID alone). What is ours lies beside it, in `<dataDir>/.cni/<network>/`, and
-//! may be deleted at any time. The store knows no ranges of its own: whoever asks brings them, and
-//! DEL, GC and CHECK never need any.
+//! ones the container ID alone). The index and other files of these plugins are in
+//! `<dataDir>/.cni/<network>/` and may be deleted at any time. The store has no ranges of its own:
+//! the caller passes them, and DEL, GC and CHECK need none.
 //!
-//! What a newcomer gets wrong: the folder belongs to others too (Go's plugin, operators, their
-//! scripts), so whatever is about to be given out or taken away is read from its file first, and a
-//! name that is no address, or an address that is no regular file, is never removed.
+//! Other programs use the folder too (Go's plugin, operators, scripts). So an operation reads a
+//! reservation's file before it allocates or releases the address. A name that is not an address,
+//! or an address that is not a regular file, is never removed.
 
 mod folder;
 mod held;
@@ -41,9 +41,9 @@ use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
 pub use held::Listed;
-pub use reboot::Earlier;
+pub use reboot::RebootPolicy;
 pub use release::Collected;
-pub use reserve::{Again, Lease, Made};
+pub use reserve::{Lease, Made, RepeatPolicy};
 pub use status::Usage;
 
 /// Where the folders of all networks lie unless the configuration says otherwise.
@@ -122,7 +122,7 @@ impl fmt::Display for Reservation {
     }
 }
 
-/// What a store is told about its surroundings.
+/// The settings of a store.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where remarks go: an index that cannot be written.
@@ -130,15 +130,15 @@ pub struct Options {
     /// What is recorded with a new reservation.
     pub host: Host,
     /// What becomes of reservations that we made before the machine was booted.
-    pub earlier: Earlier,
+    pub earlier: RebootPolicy,
     /// What an ADD does for an attachment that has addresses already.
-    pub again: Again,
+    pub again: RepeatPolicy,
 }
 
 impl Options {
     /// Nothing is reclaimed and nothing is given twice.
     pub fn new(notes: Notes, host: Host) -> Options {
-        Options { notes, host, earlier: Earlier::Keep, again: Again::Refuse }
+        Options { notes, host, earlier: RebootPolicy::Keep, again: RepeatPolicy::Refuse }
     }
 }
 
@@ -151,7 +151,7 @@ pub struct Store {
     told: Rc<Cell<Told>>,
 }
 
-/// Whether the operator has been told something that is said once.
+/// Whether a note that is written at most once has been written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Told {
     #[default]
@@ -170,7 +170,7 @@ pub struct Locked {
     /// The range sets of an ADD: a new index counts them from the start, and finds their oldest
     /// holders.
     asking: Option<RangeSets>,
-    /// Whether files that cannot be read have been told.
+    /// Whether the files that cannot be read have been noted.
     told: Told,
 }
 
