@@ -79,8 +79,8 @@ fn bring_up<'a, I: Interface>(
     if let Some(inner) = &inner {
         layer3::wait_for_dad(&site.container, inner, made.index, site.call.machine)?;
     } else {
-        // With duplicate address detection the gateway's takes seconds more, and is nobody's first
-        // packet's business.
+        // Duplicate address detection of the gateway's address takes seconds. ADD does not wait for
+        // it, because no first packet of the container depends on it.
         layer3::wait_for_own(&site.host, served.added, site.call, Watch::open)?;
     }
     let own = layer3.ips.iter().map(|ip| ip.address.address());

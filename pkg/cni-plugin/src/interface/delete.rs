@@ -92,8 +92,8 @@ impl<I: Interface> Links<'_, '_, I> {
             Error::join([inner.err(), unnamed.err()].into_iter().flatten()).map(|()| true)
         };
         let inside = inside();
-        // And the host's end of an earlier ADD whose DEL was lost. Where there is no CNI_IFNAME
-        // either, somebody may have renamed both ends.
+        // Also removes the host's end of an earlier ADD whose DEL was lost. If CNI_IFNAME does not
+        // exist either, both ends may have been renamed.
         let outside = match inside {
             Ok(true) => self.by_name(&host).map(drop),
             Ok(false) => self.by_mark(&host, Port::GivenBack),
@@ -164,8 +164,8 @@ impl<I: Interface> Links<'_, '_, I> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(place) = outer.and_then(|outer| self.place_in_prev(outer))
         {
-            // What stands further ahead was made by an earlier plugin, and a chained use of ours
-            // has given it back already.
+            // An entry further ahead was created by an earlier plugin; a chained use of this plugin
+            // has already given that interface back.
             return Ok(place >= listed_after);
         }
         match self.expected_mac() {
@@ -203,9 +203,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(found)
     }
 
-    /// Without a namespace: the host's end by its names. If there is none, somebody may have
-    /// renamed it, or a port that another plugin made may still be on the bridge; either can have
-    /// any name, so all links are looked at.
+    /// Removes the host's end by its names, without a namespace. If no link has such a name, the
+    /// end may have been renamed, or a port that another plugin created may still be on the bridge.
+    /// Either can have any name, so all links are searched.
     fn by_mark(&self, host: &Netlink, port: Port) -> Result<()> {
         if I::HOST_END == HostEnd::None {
             return Ok(());
@@ -240,9 +240,9 @@ impl<I: Interface> Links<'_, '_, I> {
 /// What becomes of a port that another plugin made.
 #[derive(Clone, Copy)]
 enum Port {
-    /// It is off the bridge and has its own alias: nothing of ours is left on it.
+    /// It is off the bridge and has its former alias again.
     GivenBack,
-    /// It is off the bridge, so that our addresses, which may still be in the container, answer
-    /// nobody. By the mark that it keeps the next DEL finds them.
+    /// It is off the bridge, so that addresses that may still be in the container are unreachable.
+    /// It keeps its mark, by which the next DEL finds the addresses.
     TakenOff,
 }

@@ -280,7 +280,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
                 if !(route.dst.is_default_route() && other_network) {
                     return Err(error.into());
                 }
-                notes.note(format_args!("{route} was not added: another network's default route is there already"));
+                notes.note(format_args!("{route} was not added: the default route of another network exists already"));
                 skipped.extend(places);
             }
             Err(error) => return Err(error.into()),
@@ -298,7 +298,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
 /// Waits until duplicate address detection has let every address pass.
 ///
 /// # Errors
-/// 102 for an address that somebody else has, 11 if it takes too long.
+/// 102 for an address that another host on the link has, 11 if it takes too long.
 pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: MachineRef<'_>) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
     let failed = watch.wait("duplicate address detection", deadline, machine.0, || {
@@ -310,7 +310,7 @@ pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
     })?;
     match failed {
         None => Ok(()),
-        Some(cidr) => Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host of the link"))
+        Some(cidr) => Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host on the link"))
             .with_details("duplicate address detection failed (DADFAILED state)")),
     }
 }
@@ -330,7 +330,7 @@ pub(super) fn wait_for_own(
     // An IPv4 address takes them in from the start.
     for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
         if !netlink.is_own(address)? {
-            let what = format!("{address} to take packets in");
+            let what = format!("{address} to become usable");
             let check = || Ok(netlink.is_own(address)?.then_some(()));
             match listen()?.wait(&what, call.machine.now() + OWN_DEADLINE, call.machine.0, check) {
                 Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subnet_through_its_gateway_has_two_routes_for_all_addresses() {
+    fn a_subnet_behind_its_gateway_has_two_routes() {
         let ipam = r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"},{"address":"10.1.0.6/24","gateway":"10.1.0.1"},
             {"address":"fd00::5/128","gateway":"fe80::1"}],"routes":[{"dst":"0.0.0.0/0"}]}"#;
         let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();

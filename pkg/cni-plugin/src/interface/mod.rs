@@ -146,12 +146,11 @@ pub trait Interface {
         check.settle(check.settle_deadline())
     }
 
-    /// DEL: whether CNI_IFNAME, of this plugin's kind, is this attachment's where neither a mark
-    /// nor `prevResult` tells. `outer` is its end on the host.
+    /// Whether DEL removes CNI_IFNAME, a link of this plugin's kind that neither a mark nor
+    /// `prevResult` identifies. `outer` is its end on the host.
     ///
-    /// In a namespace that is the container's alone it is, unless the plugin knows better: the Go
-    /// plugins leave nothing on an interface but its name, and a runtime gives no result to a DEL
-    /// before specification 0.4.0.
+    /// The default is yes in a namespace of the container's own: the Go plugins leave nothing but
+    /// the name on an interface, and before specification 0.4.0 DEL gets no result.
     ///
     /// # Errors
     /// The kernel's.
@@ -237,8 +236,8 @@ pub enum Release {
 pub struct Layer3Policy<'c> {
     /// The IPAM plugin; `None` is layer 2 alone.
     pub ipam: Option<&'c str>,
-    /// The result of an earlier plugin, whose addresses and routes the interface gets where there
-    /// is no IPAM plugin.
+    /// The result of an earlier plugin. Without an IPAM plugin, the interface gets the addresses
+    /// and routes of this result.
     pub earlier: Option<&'c AddResult>,
     /// Replaces IPAM's name resolution.
     pub dns: Option<&'c Dns>,

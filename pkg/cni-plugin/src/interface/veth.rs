@@ -113,5 +113,5 @@ pub fn no_router_advertisements(link: &str) {
 /// # Errors
 /// Code 5 if the kernel has no random bytes.
 pub fn made_up_mac() -> Result<Mac> {
-    Mac::random().map_err(|error| Error::caused(Code::IO, "failed to make up a MAC", error))
+    Mac::random().map_err(|error| Error::caused(Code::IO, "failed to generate a MAC address", error))
 }
