@@ -3,11 +3,11 @@
 //! A reused address would otherwise be sent to its last holder until entries expire. The kernel
 //! itself sends the announcements (one gratuitous ARP request for each IPv4 address, one
 //! unsolicited, overriding neighbour advertisement for each IPv6 address that is not tentative)
-//! when it is told the hardware address anew and two sysctls allow it.
+//! when the hardware address is set again and two sysctls allow it.
 //!
 //! Why not send frames: closing a packet socket waits for an RCU grace period, 4 to 20 ms (6.18),
-//! most of an ADD. The newcomer's mistake: announcing before the bridge's port forwards; the frames
-//! are lost and nobody complains.
+//! most of an ADD. Announce only after the bridge's port forwards: before that, the frames are lost
+//! without an error.
 
 use netlink_packet_route::link::{LinkAttribute, LinkMessage};
 
@@ -18,12 +18,13 @@ use crate::sysctl;
 
 /// Allows announcements on the interface `ifname` of the calling thread's namespace. Belongs into
 /// the visit to the container's namespace that sets its other sysctls. A kernel without one of the
-/// families is no failure.
+/// families is not an error.
 pub fn allow(ifname: &str) -> Result<()> {
     for name in ["ipv4", "ipv6"] {
         let value = if name == "ipv4" { "arp_notify" } else { "ndisc_notify" };
         let key = format!("net/{name}/conf/{ifname}/{value}");
-        // It is off in an interface just made; only who may not write needs to look first.
+        // It is off in an interface just made; only a process that is not allowed to write needs
+        // the current value.
         match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
@@ -107,8 +108,8 @@ mod tests {
             sender.set_broadcast(true).unwrap();
             container.announce(veth.peer_index, mac).unwrap();
             // What is sent is received later, maybe by another thread of the kernel's. After a
-            // packet sent behind it nothing is under way any more. A broadcast, for which nobody
-            // has to ask for a hardware address.
+            // packet sent behind it nothing is under way any more. A broadcast, which needs no
+            // address resolution.
             sender.send_to(b"x", "10.1.0.255:7").unwrap();
             receiver.recv(&mut [0]).expect("an ordinary packet arrives");
             assert_eq!(known(), [Some(stale); 2], "not allowed, yet announced");

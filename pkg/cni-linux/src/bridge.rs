@@ -1,9 +1,8 @@
 //! Bridges and their ports.
 //!
-//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). The newcomer's mistakes: a
-//! bridge made without an address takes the lowest of its ports' and changes it with them; and a
-//! kernel may have bridges but no VLAN filtering, which it tells (EOPNOTSUPP) only when asked to
-//! switch it on.
+//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). A bridge created without an
+//! address takes the lowest address of its ports and changes it with them. A kernel may have
+//! bridges but no VLAN filtering, which it reports (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -30,7 +29,7 @@ pub struct BridgeSpec<'a> {
     /// Its address from the first moment on, which then never changes by itself; or one that
     /// follows the ports.
     pub mac: Option<Mac>,
-    /// Whether it tells VLANs apart.
+    /// Whether it filters by VLAN.
     pub vlan_filtering: bool,
     /// Whether it is up at once.
     pub up: bool,

@@ -4,7 +4,7 @@
 //! A free lock is taken at once. For a held one a second thread calls the blocking `flock` and so
 //! keeps its turn in the kernel's queue, while the caller's thread waits for that thread, the
 //! deadline, or a signal. The thread that lost its wait cannot be stopped: it gives the lock back
-//! as soon as it gets it, since nobody takes the file from it.
+//! as soon as it gets it, since no caller takes the file from it.
 //!
 //! Owning the lock of a file proves nothing if the file has been removed or replaced meanwhile:
 //! callers compare what is at the path with what they have locked.
@@ -70,8 +70,7 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
 
 impl Netns {
     /// Locks the namespace itself, as long as this handle or the returned file is open. No file is
-    /// created, and whoever locks the file that a path to the namespace leads to waits for it,
-    /// whichever path that is.
+    /// created, and a process that locks any path to the namespace waits for this lock.
     ///
     /// # Errors
     /// Those of [`lock`], with the process that holds the lock.
@@ -98,8 +97,8 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
                 result => break result.map(|()| file),
             }
         };
-        // If nobody waits any more, the file comes back in the error and is closed, which unlocks
-        // it.
+        // If the caller waits no longer, the file comes back in the error and is closed, which
+        // unlocks it.
         drop(sender.send(result));
         drop(waker);
     };

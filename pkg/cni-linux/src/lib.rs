@@ -21,9 +21,9 @@
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
 //! Everything is synchronous. No type of a netlink crate leaves this crate.
-//! The fact a newcomer gets wrong: a netlink socket belongs to the namespace it was born in,
-//! /proc/sys to the thread that opens the file. So one connection per namespace, and the door for
-//! the files.
+//! A netlink socket belongs to the namespace in which it was created, a file of /proc/sys to the
+//! namespace of the thread that opens it. So there is one connection per namespace, and
+//! [`Netns::run`] for the files.
 
 pub mod addr;
 pub mod announce;

@@ -12,7 +12,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
 
-/// The text was no hardware address. Displays Go's text.
+/// The text is not a hardware address. Displays Go's text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("address {0}: invalid MAC address")]
 pub struct ParseMacError(String);
@@ -59,8 +59,8 @@ impl FromStr for Mac {
 }
 
 fn parse(text: &[u8]) -> Option<Mac> {
-    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte tells which; no
-    // mixtures.
+    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte selects the form;
+    // mixed forms are refused.
     let (separator, group) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),

@@ -1,8 +1,7 @@
 //! The host's memory of which hardware address an IP address has.
 //!
-//! Entries we write are reachable, never permanent: the kernel forgets them by itself. The
-//! newcomer's mistake: making an entry for every container. Only one that exists, left by the
-//! address's last holder, needs correcting.
+//! Entries written here are reachable, never permanent, so the kernel drops them by itself. Only an
+//! existing entry, left by the address's last holder, is corrected; no entry is created.
 
 use std::net::IpAddr;
 

@@ -1,10 +1,10 @@
-//! Network namespaces by path, and the one door through which code runs inside one.
+//! Opens network namespaces by path, and runs code inside one.
 //!
-//! The door closes behind whoever leaves, by an error or a panic too; should the way back ever
-//! fail, the process ends there and then, because all that it would undo or say it would do in the
-//! wrong place. This room never creates or deletes a namespace; that is the runtime's.
+//! The thread always returns to its own namespace, also after an error or a panic. If returning
+//! fails, the process ends, because every undo would act in the wrong namespace. Only the runtime
+//! creates and deletes namespaces, never this module.
 //!
-//! The newcomer's mistakes: `/proc/self/ns/net` is the namespace of the *main thread*
+//! `/proc/self/ns/net` is the namespace of the *main thread*
 //! (`/proc/thread-self` is the caller's); and a thread or program started inside a namespace
 //! inherits it and keeps it.
 
@@ -93,7 +93,7 @@ impl Netns {
         let enter = || -> io::Result<WayBack> {
             let home = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            Ok(WayBack(home)) // not before: who was not let in may not be let "back" either
+            Ok(WayBack(home)) // Only after setns succeeded: without the privilege to enter, the thread could not leave.
         };
         let _back =
             enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
@@ -113,7 +113,7 @@ impl Drop for WayBack {
             // In here a rollback would delete other people's links.
             let _ = writeln!(
                 io::stderr(),
-                "failed to leave a network namespace: {errno}; nothing more can be done from here"
+                "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
             );
             std::process::abort();
         }
@@ -148,10 +148,10 @@ fn open(path: &Path) -> Result<Netns, Cause> {
     let file = File::open(path)?;
     match sys::namespace_type(&file) {
         Ok(libc::CLONE_NEWNET) => {}
-        Ok(_) => return Err(none("it is a namespace, but no network namespace".into())),
-        // A file of procfs that is no namespace at all.
+        Ok(_) => return Err(none("it is a namespace, but not a network namespace".into())),
+        // A file of procfs that is not a namespace.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && magic != NSFS_MAGIC => {
-            return Err(none("it is no namespace".into()));
+            return Err(none("it is not a namespace".into()));
         }
         // A kernel too old to tell; setns will.
         Err(_) => {}
@@ -213,11 +213,11 @@ mod tests {
     }
 
     #[test]
-    fn other_kinds_of_namespace_and_other_files_of_proc_are_refused_at_once() {
+    fn other_namespaces_and_other_proc_files_are_refused() {
         let (text, kind) = text_and_kind("/proc/self/ns/mnt");
-        assert!(kind && text.ends_with("it is a namespace, but no network namespace"), "{text}");
+        assert!(kind && text.ends_with("it is a namespace, but not a network namespace"), "{text}");
         let (text, kind) = text_and_kind("/proc/self/status");
-        assert!(kind && text.ends_with("it is no namespace"), "{text}");
+        assert!(kind && text.ends_with("it is not a namespace"), "{text}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! UDP over IPv4 for an interface that may not have an address yet: a packet socket, and frames as
+//! UDP over IPv4 for an interface that possibly has no address yet: a packet socket, and frames as
 //! bytes.
 //!
 //! A packet socket's close waits for an RCU grace period, 4 to 20 ms (6.18). The checksum of a

@@ -156,7 +156,7 @@ impl Netlink {
         message.info = PRIORITY << 16 | u32::from(protocol);
         message.attributes.extend(new_nest(TCA_OPTIONS, &redirect(to)));
         self.control(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
-            format!("failed to redirect what {link} receives to {}", self.label(to))
+            format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
         })
     }
 

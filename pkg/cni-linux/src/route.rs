@@ -3,7 +3,7 @@
 //! What a route in the way means is the caller's to judge; this room adds exclusively and shows
 //! what is there.
 //!
-//! The newcomer's mistakes: IPv4 tells routes apart by destination, TOS and metric *within a
+//! IPv4 identifies routes by destination, TOS and metric *within a
 //! table*, so a route with another gateway is "the same"; IPv6 turns metric 0 into 1024 and knows
 //! no scopes; the table's number in the header has eight bits, larger ones are an attribute.
 
@@ -361,8 +361,7 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
         AddressFamily::Inet6 => IpAddr::from([0; 16]),
         _ => return Vec::new(),
     };
-    // A cloned route is a remembered exception (a path's MTU, a redirect), not one that anybody
-    // made.
+    // A cloned route is a cached exception (a path's MTU, a redirect), not a configured route.
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }

@@ -1,8 +1,7 @@
 //! Values under /proc/sys.
 //!
-//! The newcomer's mistake: which network namespace `net/…` belongs to is decided by the *thread*
-//! that opens the file. For a container's values use these functions inside
-//! [`Netns::run`](crate::Netns::run).
+//! The *thread* that opens the file decides which network namespace `net/…` belongs to. For a
+//! container's values use these functions inside [`Netns::run`](crate::Netns::run).
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -21,7 +20,7 @@ const ROOT: &str = "/proc/sys";
 /// # Errors
 /// The name would lead elsewhere: an empty component, `.` or `..`.
 pub fn path(name: &str) -> Result<PathBuf> {
-    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is no valid name"));
+    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is not a valid name"));
     let dotted = name.find(['.', '/']).is_some_and(|at| name.as_bytes()[at] == b'.');
     let swapped: String = match dotted {
         true => name

@@ -1,9 +1,9 @@
 //! TAP interfaces: Ethernet links whose other end is a program.
 //!
-//! A tap lives as long as its device file is open, unless it is told to stay: until [`Tap::keep`]
-//! the kernel removes the tap of a process that is killed. The program that opens the tap later
-//! chooses packet information and the virtio header again; owner, group and the number of queues
-//! are fixed here.
+//! A tap lives as long as its device file is open, unless it is made persistent: until
+//! [`Tap::keep`] the kernel removes the tap of a process that is killed. The program that opens the
+//! tap later chooses packet information and the virtio header again; owner, group and the number of
+//! queues are fixed here.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -4,7 +4,7 @@
 //! one namespace and moving an end costs the kernel 15 to 30 ms. Addresses are given at birth, so
 //! that no policy of udev rewrites them.
 //!
-//! The newcomer's mistake: believing that one request does it all. Names, addresses, MTUs, bridge
+//! One request is not enough. Names, addresses, MTUs, bridge
 //! and "up" of the host's end are taken from the request that creates the pair; an alias there is
 //! silently ignored (6.18), so it follows in a second one, and "up" for the other end is refused.
 //! Between the two the host's end has its network's [group](Mark::group).
@@ -102,8 +102,7 @@ impl Netlink {
         match marked.and(peer_index) {
             Ok(peer_index) => Ok(Veth { index: made.index, peer_index }),
             Err(error) => {
-                // Without its mark nobody would ever know whose it is. The first error is the one
-                // to tell.
+                // Without its mark the link has no known owner. The first error is returned.
                 let _ = self.purge_link(made.index);
                 Err(error)
             }
@@ -166,7 +165,7 @@ impl Netlink {
     }
 
     /// The kernel says EEXIST for either name, so look which it was. The container's counts first:
-    /// it is final, a host name can be tried anew.
+    /// it is fixed, while another host name can be tried.
     fn which_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;
@@ -304,7 +303,7 @@ mod tests {
             assert_eq!(host.find_host_end(&mark).unwrap(), None);
             let (alias, names) = (mark.alias(), [mark.host_name(0), mark.host_name(1)]);
             let foreign = VethSpec::new(&names[0], HOST, "other", PEER);
-            let foreign = host.create_veth(&VethSpec { alias: Some("somebody's"), ..foreign }).unwrap();
+            let foreign = host.create_veth(&VethSpec { alias: Some("another's"), ..foreign }).unwrap();
             assert_eq!(host.find_host_end(&mark).unwrap(), None);
             let ours = VethSpec { alias: Some(&alias), ..VethSpec::new(&names[1], HOST, "eth0", PEER) };
             let ours = host.create_veth(&ours).unwrap();

@@ -1,6 +1,6 @@
 //! Which VLANs a bridge's port, or the bridge itself, takes part in.
 //!
-//! The newcomer's mistakes: a bridge has two sets of VLANs for "itself": as the master of a port
+//! A bridge has two sets of VLANs for "itself": as the master of a port
 //! ([`Target::Master`] on the port's index) and as a station ([`Target::Itself`] on the bridge's
 //! index); and the kernel writes runs of equal VLANs as two entries, first and last, which must be
 //! unfolded. And its table of them is read by position and not marked when it changed meanwhile:

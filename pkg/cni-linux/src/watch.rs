@@ -4,8 +4,7 @@
 //! read: after each it asks `check` again, which looks at the state itself. So nothing is missed
 //! when events come too fast or were lost.
 //!
-//! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event
-//! that is over.
+//! Open the watch before the change begins; otherwise the event may be over before the wait.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
@@ -20,8 +19,8 @@ use crate::machine::{ending, wait_ready};
 use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
-/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is told
-/// of before its route is there, so the route is what must be heard of.
+/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is
+/// reported before its route exists, so the route must be watched.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
 /// An ear for changes to links, addresses and IPv6 routes of one namespace.

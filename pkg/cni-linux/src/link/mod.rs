@@ -2,9 +2,9 @@
 //! `stacked` is about those on top of another one.
 //!
 //! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can
-//! be given away and indexes, within a boot, practically cannot. The newcomer's mistake: reading
-//! [`Link::up`] as "works". It is the administrator's wish; [`Link::running`] and, for a bridge's
-//! port, [`PortState::Forwarding`] are the fact.
+//! be given away and indexes, within a boot, practically cannot. [`Link::up`] is the
+//! administrator's setting; whether the link works is [`Link::running`] and, for a bridge's port,
+//! [`PortState::Forwarding`].
 
 mod change;
 mod create;
@@ -40,7 +40,7 @@ pub struct Link {
     pub mac: Option<Mac>,
     /// The largest packet in bytes.
     pub mtu: u32,
-    /// Whether it was told to be up.
+    /// Whether it is administratively up.
     pub up: bool,
     /// Whether it works, by the kernel's judgement.
     pub oper_state: OperState,
@@ -141,7 +141,7 @@ pub enum PortState {
 /// A bridge's own settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BridgeInfo {
-    /// Whether it tells VLANs apart. `false` too if the kernel cannot.
+    /// Whether it filters by VLAN. `false` too if the kernel cannot.
     pub vlan_filtering: bool,
     /// The VLAN every new port is put into, untagged; 0 for none. A port just added is in no other.
     pub default_pvid: u16,

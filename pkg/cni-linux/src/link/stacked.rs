@@ -223,7 +223,7 @@ mod tests {
         let link = container.link(spec.name).unwrap();
         assert_eq!((link.stacked, link.up), (Some(spec.stacked), false));
         assert_eq!(link.kind.to_string(), spec.stacked.kind());
-        // 6.1 looks first whether the master may have another interface, and a passthru's may not.
+        // 6.1 checks first whether the master allows another interface; with passthru it does not.
         let again = host.create_stacked(spec).unwrap_err();
         assert!(again.is_exists() || spec.stacked == Stacked::Macvlan(MacvlanMode::Passthru), "{again}");
         container.set_first_name(link.index, "eth0", "cni:net/c1/eth0").unwrap();

@@ -140,7 +140,7 @@ struct Request<'a> {
 impl Request<'_> {
     /// As the log names it.
     fn name(self, flags: u16) -> String {
-        // Of a list the words say how it is cut down, which is nobody's concern.
+        // The name of a list omits the list's filter.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
@@ -203,7 +203,7 @@ mod tests {
             ask.attributes.push(LinkAttribute::IfName("lo".to_owned()));
             let payload = &wire::emitted(&ask);
             let mut bytes = Vec::new();
-            // Sequence number 0: nobody waits for it.
+            // Sequence number 0: no caller waits for the answer.
             wire::Message { kind: Kind::GetLink as u16, flags: 1, sequence: 0, payload }.write(&mut bytes);
             netlink.connection.lock().unwrap().send(&bytes).unwrap();
             assert_eq!(netlink.find_link("not-there").unwrap(), None);

@@ -111,7 +111,7 @@ impl Netlink {
     }
 }
 
-/// Takes away what the kernel only reports and refuses to be told.
+/// Removes the attributes that the kernel reports but refuses in a request.
 fn settable(mut message: RouteMessage) -> RouteMessage {
     if message.header.kind == RouteType::Unicast {
         message.header.flags &= RouteFlags::Onlink;

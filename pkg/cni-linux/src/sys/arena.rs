@@ -112,7 +112,7 @@ unsafe impl GlobalAlloc for Arena {
         // SAFETY: the caller keeps the contract.
         let ptr = unsafe { self.alloc(layout) };
         if !ptr.is_null() {
-            // SAFETY: so many bytes have just been handed out, to nobody but us.
+            // SAFETY: so many bytes have just been allocated, and only for this caller.
             unsafe { ptr.write_bytes(0, layout.size()) };
         }
         ptr

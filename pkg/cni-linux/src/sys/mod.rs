@@ -88,7 +88,7 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two integers and accesses no memory of this process.
     let fd = check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, flags) })?;
     let fd = libc::c_int::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows of
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code has
     // it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -96,8 +96,8 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
 /// Whether this process ignores the signal, because its parent did (nohup).
 pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: without a new action nothing changes; the old one is written to memory of ours that
-    // has its type.
+    // SAFETY: without a new action nothing changes; the old one is written to our own memory of its
+    // type.
     check(unsafe { libc::sigaction(signal as libc::c_int, ptr::null(), action.as_mut_ptr()) }.into())?;
     // SAFETY: all zeroes is a sigaction, and the call has filled it in.
     Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
@@ -109,7 +109,7 @@ pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
     // open is EBADF.
     let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, 10) }.into())?;
     let copy = libc::c_int::try_from(copy).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows of
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code has
     // it.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
