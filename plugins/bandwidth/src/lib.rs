@@ -75,7 +75,7 @@ impl Plugin for Bandwidth {
         }
         check_limit(&host, &ifb, egress)?;
         if !host.list_filters(outer.index)?.contains(&Filter::Redirect(ifb.index)) {
-            return Err(failed(format!("what {} receives is not redirected to {}", outer.name, ifb.name)));
+            return Err(failed(format!("the traffic that {} receives is not redirected to {}", outer.name, ifb.name)));
         }
         Ok(())
     }

@@ -76,7 +76,7 @@ pub(crate) fn wait_for_frames(site: &Site<'_, Conf>, made: &Made<Plugged>, watch
             }
         } else {
             let notes = &site.call.notes;
-            notes.note(format_args!("{}: the bridge's spanning tree holds the port back for now", port.name));
+            notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", port.name));
         }
         // By now it nearly always has its own.
         site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)

@@ -25,9 +25,9 @@ const ALIAS_MAX: usize = 255;
 /// Room for the numbers that [`note_addresses`] fills in later.
 const NUMBERS: usize = 8;
 
-/// `prevResult`, if an earlier plugin made CNI_IFNAME in the container. One that made something
-/// else, as the loopback that Nomad's list begins with, leaves it to us to make it, and its result
-/// is none of ours.
+/// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container. The loopback
+/// plugin, with which Nomad's list begins, does not: then this plugin creates the interface and
+/// ignores that result.
 ///
 /// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that
 /// cannot be read matters only where it names that interface.
@@ -158,27 +158,27 @@ fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Res
 /// Returns the mark for the link, if this attachment may use the link.
 fn check_free(bridge: &Link, link: &Link, mark: &Mark) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
-        let msg = format!("{} is a port of another interface already", link.name);
+        let msg = format!("{} is already a port of another interface", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
     }
     let before = link.alias.clone().unwrap_or_default();
     let port_mark = match PortMark::parse(&before) {
         // A port already: the attachment lives. Only marked: an ADD was cut off right here.
         Some(port_mark) if port_mark.is(mark) && link.master.is_some() => {
-            let msg = format!("{} is a port of {} for this attachment already", link.name, bridge.name);
-            return Err(Error::new(Code::CONFLICT, msg).with_details("DEL it before it is added again"));
+            let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
+            return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
         }
         Some(port_mark) if port_mark.is(mark) => port_mark,
         Some(_) => {
             return Err(Error::new(
                 Code::CONFLICT,
-                format!("{} was given to a bridge by another attachment", link.name),
+                format!("{} was attached to a bridge by another attachment", link.name),
             ));
         }
         None => PortMark { mark: mark.alias(), addresses: (0, 0), before },
     };
     if port_mark.alias().len() + NUMBERS > ALIAS_MAX {
-        let msg = format!("the alias of {} is too long to be kept beside our mark: {:?}", link.name, port_mark.before);
+        let msg = format!("the alias of {} is too long to be kept with the mark: {:?}", link.name, port_mark.before);
         return Err(Error::config(msg));
     }
     Ok(port_mark)
@@ -186,7 +186,8 @@ fn check_free(bridge: &Link, link: &Link, mark: &Mark) -> Result<PortMark> {
 
 /// Marks the link and makes it a port.
 fn take(host: &Netlink, bridge: &Link, link: &Link, port_mark: &PortMark) -> Result<()> {
-    // The mark first: a port that nobody knows of is worse than a mark on what is no port.
+    // The mark comes first: an unmarked port could never be cleaned up, a mark on a link that is
+    // not a port does no harm.
     host.set_alias(link.index, &port_mark.alias())?;
     if link.master.is_none() {
         host.set_master(link.index, bridge.index)?;

@@ -49,7 +49,7 @@ fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     if !link.up {
         return Err(failed(format!("bridge {name} is down")));
     }
-    // Higher than asked is fine: somebody may be capturing.
+    // A higher value than requested is fine: a packet capture raises it too.
     if conf.promiscuous && link.promiscuity == 0 {
         let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
         return Err(failed(msg));
@@ -61,15 +61,15 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let (call, host, conf) = (check.site.call, &*check.site.host, &check.site.conf);
     let (name, inner) = (&outer.name, &check.inner);
     if outer.master != Some(bridge.index) {
-        return Err(failed(format!("{name} is no port of bridge {}", bridge.name)));
+        return Err(failed(format!("{name} is not attached to bridge {}", bridge.name)));
     }
     if !outer.up {
         return Err(failed(format!("{name} is down")));
     }
     if PortMark::of(outer).is_some_and(|port_mark| !port_mark.is(&check.site.mark)) {
-        return Err(failed(format!("{name} was given to {} by another attachment", bridge.name)));
+        return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
-    let port = outer.port.ok_or_else(|| failed(format!("{name} is no port of bridge {}", bridge.name)))?;
+    let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;
     for (what, found, expected) in
         [("hairpin mode", port.hairpin, conf.hairpin), ("port isolation", port.isolated, conf.isolated)]
     {

@@ -17,9 +17,9 @@ use cni_plugin::interface::{PortMark, host_interface};
 use crate::conf::Conf;
 use crate::record;
 
-/// The alias of a bridge whose MAC we have pinned. It tells the next ADD that there is nothing to
-/// do, without a look at the ports; the kernel does not say whether an address was set or came with
-/// a port.
+/// The alias of a bridge whose MAC we have pinned. The next ADD sees by this alias that there is
+/// nothing to do, without listing the ports; the kernel does not report whether an address was set
+/// or came with a port.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
 /// How long another ADD may take from making its port to marking it, which are two requests.
@@ -155,9 +155,9 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
 /// Whether all ports of the bridge are CNI's, so that no other program needs its MAC to change.
 fn belongs_to_cni(host: &Netlink, link: &Link) -> bool {
     let record = record::HostVeths::default();
-    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet;
-    // and while hundreds of ports come the list is never whole. The next ADD will look again: this
-    // one need not fail for it.
+    // Another ADD may have created the bridge a moment ago, with its MAC, and not have set the
+    // alias yet; while hundreds of ports are added, the list is never complete. The next ADD looks
+    // again, so this one does not fail.
     let Ok(ports) = host.list_ports(link.index) else { return false };
     // Without ports it may be waiting for its uplink, to take that one's MAC.
     ports.iter().all(|port| is_cni_port(port, &record)) && (!ports.is_empty() || link.mac.is_none_or(Mac::is_zero))

@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_other_ipv4_address_is_in_the_way_but_ipv6_only_if_it_overlaps() {
+    fn any_other_ipv4_but_only_an_overlapping_ipv6_conflicts() {
         let cidr = |text: &str| text.parse::<Cidr>().unwrap();
         assert!(is_in_the_way(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
         assert!(!is_in_the_way(cidr("fd00::1/64"), cidr("fd01::1/64")));

@@ -1,8 +1,8 @@
-//! Which links a runtime has on record as made by a CNI plugin: the results that libcni caches.
+//! Reads from libcni's cached results which links of the host a CNI plugin created.
 //!
-//! Read only for bridges that we did not make, to tell a container's port that a Go plugin made (it
-//! bears no mark of ours) from somebody else's. The default folder of Go's libcni is the only one
-//! all runtimes share.
+//! Read only for bridges that these plugins did not create. There a container's port created by a
+//! Go plugin, which has no mark, must be distinguished from a port of another program. The default
+//! folder of Go's libcni is the only one that all runtimes share.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;

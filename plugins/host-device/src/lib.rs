@@ -183,7 +183,7 @@ impl Keys {
         if has(mac) || has(hwaddr) || ids.iter().any(|id| names_of(id).contains(&link.name)) {
             return true;
         }
-        // Nothing else tells.
+        // The configured name decides only if nothing else identifies the device.
         let by_name = mac.is_none() && hwaddr.is_none() && ids.iter().all(|id| id.is_empty());
         by_name && !self.device.is_empty() && link.alias.as_ref() == Some(&self.device)
     }

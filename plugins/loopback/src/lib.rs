@@ -1,7 +1,7 @@
 //! `loopback`: sets `lo` of the container's namespace up, and down again.
 //!
-//! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. Easy to get wrong: an earlier
-//! plugin's result is passed through as it is, without an entry for `lo`.
+//! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. An earlier plugin's result is
+//! passed through as it is, without an entry for `lo`.
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};

@@ -95,7 +95,8 @@ impl Interface for Macvlan {
     }
 }
 
-/// Go's texts: its parser refuses what is no address, the kernel what is none of an interface.
+/// Returns Go's texts: Go's parser refuses malformed addresses, the kernel refuses addresses that
+/// no interface can have.
 fn mac_error(sources: [&str; 3], why: &str) -> Error {
     let text = sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default();
     Error::config(match why.starts_with("address") {

@@ -31,7 +31,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     };
     let claims = wanted.all_claims();
     if claims.is_empty() && !conf.mappings.is_empty() {
-        call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
+        call.notes.note("portmap: no port is mapped: prevResult has no address that a mapping can use");
     }
     if conf.mappings.is_empty() || wanted.containers.is_empty() {
         displace_stale(call, &wanted);
@@ -162,7 +162,7 @@ fn done<Former>(ensured: Ensured<Former>) -> Result<(Option<Former>, Vec<String>
 
 fn conflict(holder: &Holder) -> Error {
     Error::new(Code::CONFLICT, holder.to_string())
-        .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same")
+        .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway")
 }
 
 /// Who has the ports where this backend does not look.
@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_container_s_addresses_are_those_of_its_interface_or_of_none_that_is_known() {
+    fn addresses_without_a_known_interface_count_as_the_containers() {
         let prev = |ips: &str| {
             let text = format!(
                 r#"{{"cniVersion":"1.0.0","name":"n","prevResult":{{"interfaces":[{{"name":"br0"}},

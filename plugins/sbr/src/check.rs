@@ -32,8 +32,10 @@ pub(crate) fn missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConf
         let routes = netlink.list_routes(family, Some(rule.table))?;
         let has_default = routes.iter().any(|route| route.dst.is_default_route() && route.oif == link.index);
         if !has_default && conf.gateway(family).or(ip.gateway).is_some() {
-            missing
-                .push(format!("table {}, for packets from {host}, has no default route by {}", rule.table, link.name));
+            missing.push(format!(
+                "table {}, for packets from {host}, has no default route through {}",
+                rule.table, link.name
+            ));
         }
     }
     Ok(missing)

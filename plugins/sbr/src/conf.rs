@@ -11,7 +11,7 @@ use serde::Deserialize;
 /// A sound configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Conf {
-    /// Rules to a table that somebody else fills. No route is touched.
+    /// Adds rules to a table that another program fills. No route is changed.
     Table(u32),
     /// Rules to free tables, into which the interface's routes are moved.
     FreeTables {
@@ -87,7 +87,7 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads.
+/// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     json.unknown_keys::<Raw>()
 }

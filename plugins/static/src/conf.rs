@@ -72,8 +72,8 @@ pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
     Ok(AddResult { ips, routes: ipam.routes, dns: ipam.dns, ..AddResult::default() })
 }
 
-/// The keys of `ipam` and `runtimeConfig` that nobody here reads: the plugin that delegates has
-/// keys of its own.
+/// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. Other keys may
+/// belong to the plugin that delegates.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| match key.path.split_once('.') {

@@ -38,7 +38,7 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads.
+/// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     json.unknown_keys::<Raw>()
 }

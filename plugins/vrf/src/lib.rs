@@ -82,8 +82,8 @@ impl Plugin for Vrf {
         }
     }
 
-    /// An interface of another master stays there. A VRF is removed with its last interface,
-    /// whoever created it.
+    /// Removes the interface from the VRF. An interface with another master is left alone. A VRF
+    /// without interfaces is removed even if another program created it.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let conf = match Conf::new(&call.conf) {
             Ok(conf) => conf,
