@@ -1,7 +1,7 @@
-//! What is measured: configurations, and what is there before.
+//! The measured cases: configurations, and the state before each.
 //!
 //! Every side of every case has a node, a data folder and containers of its own; so the same names
-//! and addresses can be used by all, and nobody meets what another left.
+//! and addresses can be used by all, and no case meets what another left.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -248,7 +248,7 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     match case.before {
         Before::Nothing => {}
         Before::Reservations(count) => reserve(&data, "10.1", 2, count, None)?,
-        // Host 1 is nobody's: it is the gateway. Free are 2 to 5, the search begins at 2050.
+        // Host 1 is the gateway and never allocated. 2 to 5 are free; the search begins at 2050.
         Before::AlmostFull => reserve(&data, "10.1", 6, 4089, Some(2050))?,
         Before::OthersRules(count) => others_rules(&ready, count)?,
         Before::ForeignRules(count) => foreign_rules(side, count)?,

@@ -89,7 +89,8 @@ impl Floor {
         mark.header.index = outer;
         mark.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
         host.ask(RouteNetlinkMessage::SetLink(mark), 0)?;
-        // The thread that enters is thrown away, as anybody's would be who may not get lost.
+        // The thread that enters the namespace ends afterwards, so that no later work runs in the
+        // wrong namespace.
         let container = thread::scope(|scope| {
             let visit = || -> Result<Connection> {
                 setns(&netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;

@@ -156,7 +156,9 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
     }
     say(&format!("{} operations counted", now.len()));
     if !good {
-        progress("If this is meant: scripts/bench --counts writes the table anew. What makes the calls: strace -f -c.");
+        progress(
+            "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
+        );
     }
     Ok(good)
 }
