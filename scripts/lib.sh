@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # What the scripts share: finding the repository, saying what is wrong, getting what is missing.
-# Sourced, never run. `need`, `need_rust`, `need_component` and `lack` only note what is missing; install_missing, once, at
-# the end, either finds that something cannot be had and changes nothing, or installs all of it. What cannot be known
-# beforehand, a download that breaks off, is told when it happens.
+# Sourced, never run. `need`, `need_rust`, `need_component` and `lack` only note what is missing;
+# install_missing, once, at the end, either finds that something cannot be had and changes nothing,
+# or installs all of it. What cannot be known beforehand, a download that breaks off, is reported
+# when it happens.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH=$PATH:/usr/sbin:/sbin:${CARGO_HOME:-$HOME/.cargo}/bin
@@ -56,8 +57,9 @@ cross_arch() {
 # Where Debian's package installs the Go plugins: release 1.1.1 in Debian 12 and 13.
 installed_go_plugins=/usr/lib/cni
 
-# What is noted as missing until install_missing: in words, as Debian packages, as parts of the Rust toolchain, how Rust
-# is to be had (rustup, apt, rustup.rs), and, for what no script can get, how to get it.
+# What is noted as missing until install_missing: in words, as Debian packages, as parts of the Rust
+# toolchain, how Rust is to be had (rustup, apt, rustup.rs), and, for what no script can get, how to
+# get it.
 missing=() packages=() components=() rust_from='' hints=()
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$root/Cargo.toml")
 
@@ -90,15 +92,17 @@ rust_is_new_enough() {
 
 cargo_is_of_rustup() { has rustup && [ "$(dirname "$(command -v cargo)")" = "$(dirname "$(command -v rustup)")" ]; }
 
-# From here on this script, and what it starts, uses rustup's stable toolchain; the user's default stays what it is.
+# From here on this script, and what it starts, uses rustup's stable toolchain; the user's default
+# stays what it is.
 use_stable() {
     PATH=$(dirname "$(command -v rustup)"):$PATH
     export RUSTUP_TOOLCHAIN=stable
     hash -r
 }
 
-# A C compiler, and a stable Rust that is new enough: the one in use, else rustup's stable, which is then used, else one
-# to be installed: by rustup, from Debian, or from rustup.rs into the user's home.
+# A C compiler, and a stable Rust that is new enough: the one in use, else rustup's stable, which is
+# then used, else one to be installed: by rustup, from Debian, or from rustup.rs into the user's
+# home.
 need_rust() {
     need cc
     if rust_is_new_enough; then return; fi
@@ -123,7 +127,8 @@ need_rust() {
     fi
 }
 
-# need_component NAME: a part of the toolchain, fmt or clippy, that minimal installations lack. After need_rust.
+# need_component NAME: a part of the toolchain, fmt or clippy, that minimal installations lack.
+# After need_rust.
 need_component() {
     [ -n "$rust_from" ] || ! cargo "$1" --version >/dev/null 2>&1 || return 0
     missing+=("cargo $1")
@@ -145,25 +150,27 @@ tries() {
     local seconds
     for seconds in 5 15; do
         "$@" && return
-        say "once more in $seconds s: $*" >&2
+        say "again in $seconds s: $*" >&2
         sleep "$seconds"
     done
     "$@"
 }
 
-# apt-get, which waits for another one that is installing. For one that fetches an index it does not.
+# apt-get, which waits for another one that is installing. For one that fetches an index it does
+# not.
 apt_get() { apt-get -qq -o DPkg::Lock::Timeout=100 "$@"; }
 
-# What is to be installed can be. An index that could not be fetched is no error of `update`, so both are tried again.
+# What is to be installed can be. `update` does not fail for an index that could not be fetched, so
+# both are tried again.
 can_install() { apt_get update && apt_get --simulate install --no-install-recommends "${packages[@]}"; }
 
-# Installs all that was noted; or, if some of it cannot be had, says what is missing and how to get it, and installs
-# nothing of it.
+# Installs all that was noted; or, if some of it cannot be had, says what is missing and how to get
+# it, and installs nothing of it.
 install_missing() {
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ ${#packages[@]} -gt 0 ]; then
         if ! has apt-get; then
-            hints+=("This is no Debian or Ubuntu: install them by your system's means (Debian calls the packages ${packages[*]}).")
+            hints+=("This is not Debian or Ubuntu: install them with your system's package manager (Debian calls the packages ${packages[*]}).")
         elif [ "$(id -u)" != 0 ]; then
             hints+=("As root: apt-get install ${packages[*]}")
         fi
@@ -196,8 +203,8 @@ install_missing() {
         die "missing: ${components[*]}. Get it by: rustup component add ${components[*]}"
 }
 
-# unpack DIR PACKAGE...: Debian packages, and all they need beyond what is installed here, fetched and unpacked as DIR/root,
-# not installed. A second call finds them there.
+# unpack DIR PACKAGE...: Debian packages, and all they need beyond what is installed here, fetched
+# and unpacked as DIR/root, not installed. A second call finds them there.
 unpack() {
     local debs=$1/debs tree=$1/root dir=$1 wanted deb folder
     shift
@@ -223,18 +230,20 @@ unpack() {
 
 apt_for_unpack() { apt_get -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
 
-# The Go plugins to compare with: Debian's package of another release than the installed one, fetched and unpacked, never
-# installed. Only this place has the pin. To move it when the mirrors have a newer one: its version, path
-# and SHA256 are in unstable's index (https://packages.debian.org/sid/containernetworking-plugins); then run scripts/test and
-# change the column of releases in tests/divergences.txt.
+# The Go plugins to compare with: Debian's package of another release than the installed one,
+# fetched and unpacked, never installed. Only this place has the pin. To move it when the mirrors
+# have a newer one: its version, path and SHA256 are in unstable's index
+# (https://packages.debian.org/sid/containernetworking-plugins); then run scripts/test and change
+# the column of releases in tests/divergences.txt.
 go_pinned=1.9.1
 go_package=containernetworking-plugins_$go_pinned+ds1-1_amd64.deb
 go_package_sha256=12857dd3136d61e00bffcc2c8823d14df586e94406098326e02846cfa46a058e
 go_package_folder=pool/main/g/golang-github-containernetworking-plugins
 
-# get_go_plugins: sets and exports CNI_GO_BIN_DIR, unless the caller has set it: to the pinned release, which is fetched if it is
-# not in target/go-plugins (cni_testkit::go_bin_dir looks there too); to the installed one where the pinned one cannot be had.
-# The reason is then in `no_go_package`. Prints nothing.
+# get_go_plugins: sets and exports CNI_GO_BIN_DIR, unless the caller has set it: to the pinned
+# release, which is fetched if it is not in target/go-plugins (cni_testkit::go_bin_dir looks there
+# too); to the installed one where the pinned one cannot be had. The reason is then in
+# `no_go_package`. Prints nothing.
 # shellcheck disable=SC2034  # no_go_package: for the script that calls it
 get_go_plugins() {
     local dir
@@ -245,7 +254,8 @@ get_go_plugins() {
     [ "$(cat "$dir/package" 2>/dev/null)" = "$go_package $go_package_sha256" ] || fetch_go_plugins "$dir" || CNI_GO_BIN_DIR=$installed_go_plugins
 }
 
-# The mirrors are those of this machine's own package sources. The pinned checksum proves the content, so no index of unstable is needed.
+# The mirrors are those of this machine's own package sources. The pinned checksum proves the
+# content, so no index of unstable is needed.
 fetch_go_plugins() {
     local dir=$1 helper=/usr/lib/apt/apt-helper arch site sites
     arch=$(dpkg --print-architecture 2>/dev/null)
@@ -277,8 +287,9 @@ fetch_go_plugins() {
     return 1
 }
 
-# go_release DIR: the release of the Go plugins in DIR, as tests/divergences.txt names it. Debian's builds do not know their
-# version; the newest version of the specification that they speak tells them apart.
+# go_release DIR: the release of the Go plugins in DIR, as tests/divergences.txt names it. Debian's
+# builds do not know their version; the newest version of the specification that they support
+# identifies them.
 go_release() {
     case $(CNI_COMMAND=VERSION "$1/bridge" </dev/null 2>/dev/null) in
         *'"1.1.0"'*) echo "$go_pinned" ;;
@@ -286,8 +297,9 @@ go_release() {
     esac
 }
 
-# in_a_copy FOLDER SCRIPT [ARGUMENT...]: bash on a copy of this machine that is thrown away: an overlay of its files, a network
-# and mount namespace of its own. FOLDER, $work in the script, is the same inside and outside.
+# in_a_copy FOLDER SCRIPT [ARGUMENT...]: bash on a copy of this machine that is thrown away: an
+# overlay of its files, a network and mount namespace of its own. FOLDER, $work in the script, is
+# the same inside and outside.
 in_a_copy() {
     # shellcheck disable=SC2016  # of the inner shell
     unshare -nm -- bash -euc '

@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# A part of scripts/test: the plugins under real runtimes, containerd and Podman of Debian, in nodes of namespaces
-# (tests/e2e). The runtimes are packages of this machine's release, fetched and unpacked under target/e2e, never installed:
-# no service starts, nothing is written to /etc. A second run finds them there.
+# A part of scripts/test: the plugins under real runtimes, containerd and Podman of Debian, in nodes
+# of namespaces (tests/e2e). The runtimes are packages of this machine's release, fetched and
+# unpacked under target/e2e, never installed: no service starts, nothing is written to /etc. A
+# second run finds them there.
 
 e2e_packages=(containerd runc crun conmon podman busybox-static conntrack python3-grpcio)
 
@@ -20,7 +21,7 @@ e2e_part() {
         return
     fi
     if ! has apt-get; then
-        say "SKIP e2e: the runtimes are Debian's packages, and here is no apt-get" | tee -a "$work/skips"
+        say "SKIP e2e: the runtimes are Debian's packages, and apt-get is missing here" | tee -a "$work/skips"
         skipped=$((skipped + 1))
         return
     fi

@@ -1,12 +1,14 @@
 # shellcheck shell=bash
-# What is published, tried as users get it: scripts/release for amd64 and arm64; the archive installed and rolled back; the
-# Debian package put in and out of a copy of this machine; arm64 under qemu's user emulation; the Kubernetes manifest against
-# the API's schemas, and its command with the manifest's own arguments and no capabilities. And whether the programs compile
-# where words have 32 bits or begin with their high byte.
-# With CNI_TEST_RELEASE=all, before a release: amd64 is built a second time, the other processors too are built and tried under
-# emulation, and unit tests run on the big-endian one.
+# What is published, tried as users get it: scripts/release for amd64 and arm64; the archive
+# installed and rolled back; the Debian package put in and out of a copy of this machine; arm64
+# under qemu's user emulation; the Kubernetes manifest against the API's schemas, and its command
+# with the manifest's own arguments and no capabilities. And whether the programs compile where
+# words have 32 bits or begin with their high byte. With CNI_TEST_RELEASE=all, before a release:
+# amd64 is built a second time, the other processors too are built and tried under emulation, and
+# unit tests run on the big-endian one.
 # shellcheck disable=SC2154  # root, work and skipped are scripts/test's
-# Sourced by scripts/test --release. Nothing is installed on the machine but packages, and targets of rustup's, that are needed.
+# Sourced by scripts/test --release. Nothing is installed on the machine but packages, and targets
+# of rustup's, that are needed.
 
 release_needs() {
     need git jq dpkg-deb setpriv qemu-aarch64
@@ -59,7 +61,8 @@ release_build() {
     CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target} "$tree/scripts/release" "$@" --out "$release_out"
 }
 
-# The unit tests of what knows nothing of the kernel's network, big-endian. Emulation has no time for as many random cases.
+# The unit tests of what knows nothing of the kernel's network, big-endian. Emulation has no time
+# for as many random cases.
 release_tests() {
     tests "release: unit tests on s390x" "$work/release-tests" env PROPTEST_CASES=16 \
         CARGO_TARGET_S390X_UNKNOWN_LINUX_GNU_LINKER=s390x-linux-gnu-gcc \
@@ -174,7 +177,8 @@ print("\n".join(container["args"]), file=open(sys.argv[2] + "/arguments", "w"))
 print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.argv[2] + "/probe", "w"))
 ' "$root/docs/kubernetes/daemonset.yaml" "$work"
     release_unpack amd64 >/dev/null
-    # As the image and the manifest have it: programs in /plugins, the folder of the node, no capability.
+    # As the image and the manifest have it: programs in /plugins, the folder of the node, no
+    # capability.
     # shellcheck disable=SC2016
     in_a_copy "$work" '
         mkdir -p /plugins /host/opt/cni/bin
@@ -183,7 +187,7 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         bare=(setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs)
         mapfile -t arguments <"$work/arguments"
         mapfile -t probe <"$work/probe"
-        # Whoever looks, at any moment, finds a whole program.
+        # At any moment, a reader finds a complete program.
         (for _ in {1..300}; do [ -s /host/opt/cni/bin/bridge ] && CNI_COMMAND=VERSION /host/opt/cni/bin/bridge </dev/null >/dev/null || exit 1; done) &
         kubelet=$!
         "${bare[@]}" /plugins/cni-install "${arguments[@]}" >/tmp/said &

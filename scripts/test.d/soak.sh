@@ -1,21 +1,24 @@
 # shellcheck shell=bash disable=SC2154 # root, work and installed_go_plugins are scripts/test's
-# The long form of what scripts/test does a share of: every system call of every program of a list is once its last, or
-# fails once with each error and gets SIGTERM, with DEL and with GC afterwards; storms of 500 attachments. cni-install's
-# commands are killed at every call, in every pair of two. And the suite runs against the Go plugins that Debian installs,
-# release 1.1.1.
+# The long form of what scripts/test does a share of: every system call of every program of a list
+# is once its last, or fails once with each error and gets SIGTERM, with DEL and with GC afterwards;
+# storms of 500 attachments. cni-install's commands are killed at every call, in every pair of two.
+# And the suite runs against the Go plugins that Debian installs, release 1.1.1.
 #
-# Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those between; the figures say
-# how many of how many, and a test that has not come through the first fails. CNI_SOAK=N makes N times as many storms and
-# rounds under held locks (1). CNI_SEED=N repeats what a run has chosen.
+# Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those
+# between; the figures say how many of how many, and a test that has not come through the first
+# fails. CNI_SOAK=N makes N times as many storms and rounds under held locks (1). CNI_SEED=N repeats
+# what a run has chosen.
 #
-# The tests of the plugins' allocator run under Miri and ThreadSanitizer too, by rustup's nightly toolchain.
+# The tests of the plugins' allocator run under Miri and ThreadSanitizer too, by rustup's nightly
+# toolchain.
 #
-# And N times 5,000 random lists are attached by Go and by us (CNI_LISTS: another number), at some 0.3 s of a processor each.
+# And N times 5,000 random lists are attached by Go and by us (CNI_LISTS: another number), at some
+# 0.3 s of a processor each.
 
 soak_needs() { need iptables nft ping go-plugins; }
 
-# The allocator's file needs no crate but std, so it is a package of its own here, which builds in seconds. ThreadSanitizer must see
-# std's own synchronisation too: std is built with it.
+# The allocator's file needs no crate but std, so it is a package of its own here, which builds in
+# seconds. ThreadSanitizer must see std's own synchronisation too: std is built with it.
 allocator() {
     local package=$work/arena dir target why
     dir=$(realpath -m "${CARGO_TARGET_DIR:-target}")/arena
@@ -37,7 +40,8 @@ allocator() {
 soak_part() {
     local log=$work/soak
     allocator
-    # More tests than processors: most of the time they wait until the kernel has taken a link or a rule away.
+    # More tests than processors: most of the time they wait until the kernel has taken a link or a
+    # rule away.
     tests "crashes, errors and storms, all of them" "$log" \
         env CNI_SOAK="${CNI_SOAK:-1}" RUST_TEST_THREADS=$((3 * $(nproc))) CNI_BIN_DIR="$work/bin" cargo test --locked --offline --workspace --test crash --test killed
     figures "$log.err"

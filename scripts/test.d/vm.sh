@@ -1,15 +1,16 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154  # root and work are scripts/test's
-# A part of scripts/test: every test but the installer's and the random lists once more under an older kernel with every feature (scripts/vm:
-# Debian's cloud kernel, emulated), the crash tests with one point of each program. There nothing may be skipped for want of
-# a feature. It takes some twelve minutes on two processors; with CNI_TEST_VM=skipped only what this machine's own kernel
+# A part of scripts/test: every test but the installer's and the random lists again under an
+# older kernel with every feature (scripts/vm: Debian's cloud kernel, emulated), the crash tests
+# with one point of each program. There nothing may be skipped for want of a feature. It takes some
+# twelve minutes on two processors; with CNI_TEST_VM=skipped only what this machine's own kernel
 # could not serve runs there, and what is about VLANs, in one.
 
 vm_needs() {
     vm_lacks=''
     [ "$(id -u)" = 0 ] || vm_lacks="the virtual machine wants to be root"
     [ "$(uname -m)" = x86_64 ] || vm_lacks="the virtual machine is for x86_64"
-    has apt-get || vm_lacks="the kernel is Debian's package, and here is no apt-get"
+    has apt-get || vm_lacks="the kernel is Debian's package, and apt-get is missing here"
     if [ -n "$vm_lacks" ]; then
         has vagrant || need ruby
         return
@@ -33,9 +34,10 @@ vm_part() {
         skipped=$((skipped + 1))
         return
     fi
-    # What the builds above have made, each with its package's folder. Where the installer puts programs no kernel of a network
-    # has a say, and starting them all takes a minute and a half there. The random lists start dozens of programs each, and are
-    # explained for this machine's own kernel.
+    # What the builds above have made, each with its package's folder. Where the installer puts
+    # programs no kernel of a network has a say, and starting them all takes a minute and a half
+    # there. The random lists start dozens of programs each, and are explained for this machine's
+    # own kernel.
     cargo test --locked --offline --workspace --no-run --message-format=json 2>/dev/null |
         sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"profile":{[^}]*"test":true}.*"executable":"\([^"]*\)".*/\1 \2/p' | grep -v '^[^ ]*/cni-install \|/differential-[0-9a-f]*$' >"$work/vm-tests"
     # shellcheck disable=SC2016  # for the shell in the virtual machine
@@ -51,14 +53,15 @@ vm_part() {
     [ "$(sum passed "$work/vm")" -gt 0 ] || { count 0 1 0 "$SECONDS"; say "  not one test ran"; }
 }
 
-# vm_halves [NAME...]: every second test in one virtual machine, the others in another, at once: a machine has one processor.
-# What they print comes one after the other.
+# vm_halves [NAME...]: every second test in one virtual machine, the others in another, at once: a
+# machine has one processor. What they print comes one after the other.
 vm_halves() (
     running=() status=0
     trap 'kill "${running[@]}"; exit 130' INT TERM HUP
     for half in 1 2; do
-        # Programs start 20 times slower there. More tests than processors: tests wait, for answers that do not come.
-        # Of tests that compute with inputs made up, nothing is the kernel's: a few inputs will do.
+        # Programs start 20 times slower there. More tests than processors: tests wait, for answers
+        # that do not come. Of tests that compute with inputs made up, nothing is the kernel's: a
+        # few inputs will do.
         env CNI_BIN_DIR="$work/bin" CNI_TEST_REQUIRE=all CNI_TEST_SLOW=20 PROPTEST_CASES=8 RUST_TEST_THREADS=2 \
             scripts/vm -m 4096 -t 3000 -- scripts/vm.d/tests "$work/vm-tests" "$half/2" "$@" >"$work/vm.$half" 2>"$work/vm.$half.log" &
         running+=($!)
@@ -69,8 +72,8 @@ vm_halves() (
     exit "$status"
 )
 
-# Debian's Vagrant (10 MB), in a copy of this machine, asks of each setting whether it exists; of the providers' own ones it
-# cannot, for they are no part of it.
+# Debian's Vagrant (10 MB), in a copy of this machine, asks of each setting whether it exists; of
+# the providers' own ones it cannot, because Vagrant does not contain them.
 vm_vagrantfile() {
     unpack "$1" vagrant || return
     # shellcheck disable=SC2016  # of the inner shell

@@ -1,8 +1,8 @@
 //! One run of a plugin, timed.
 //!
-//! The clock runs from just before the process is made to just after it has been reaped; making files for its streams,
-//! reading its output and JSON are outside. CPU is what the kernel charges to children that have ended, those of the
-//! plugin included.
+//! The clock runs from just before the process is made to just after it has been reaped; making
+//! files for its streams, reading its output and JSON are outside. CPU is what the kernel charges
+//! to children that have ended, those of the plugin included.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};

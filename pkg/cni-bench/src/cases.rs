@@ -1,7 +1,7 @@
-//! What is measured: configurations, and what is there before.
+//! The measured cases: configurations, and the state before each.
 //!
-//! Every side of every case has a node, a data folder and containers of its own; so the same names and addresses can be
-//! used by all, and nobody meets what another left.
+//! Every side of every case has a node, a data folder and containers of its own; so the same names
+//! and addresses can be used by all, and no case meets what another left.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -248,7 +248,7 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     match case.before {
         Before::Nothing => {}
         Before::Reservations(count) => reserve(&data, "10.1", 2, count, None)?,
-        // Host 1 is nobody's: it is the gateway. Free are 2 to 5, the search begins at 2050.
+        // Host 1 is the gateway and never allocated. 2 to 5 are free; the search begins at 2050.
         Before::AlmostFull => reserve(&data, "10.1", 6, 4089, Some(2050))?,
         Before::OthersRules(count) => others_rules(&ready, count)?,
         Before::ForeignRules(count) => foreign_rules(side, count)?,
@@ -330,7 +330,8 @@ fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<V
     list
 }
 
-/// Reservations as every release of host-local writes them, for `count` hosts of the network from `first` on.
+/// Reservations as every release of host-local writes them, for `count` hosts of the network from
+/// `first` on.
 fn reserve(data: &Path, network: &str, first: usize, count: usize, last: Option<usize>) -> Result<()> {
     let folder = data.join("benchnet");
     fs::create_dir(&folder).doing(format_args!("failed to make {}", folder.display()))?;
@@ -345,8 +346,8 @@ fn reserve(data: &Path, network: &str, first: usize, count: usize, last: Option<
     fs::write(&path, name(last)).doing(format_args!("failed to write {}", path.display()))
 }
 
-/// What one attachment leaves in the firewall, many times over: it is made once, read as text, and written again with
-/// other names, addresses and ports.
+/// What one attachment leaves in the firewall, many times over: it is made once, read as text, and
+/// written again with other names, addresses and ports.
 fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     if count == 0 {
         return Ok(());
@@ -379,7 +380,8 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
         feed(&["nft", "-f", "-"], &format!("flush ruleset\n{text}"))?;
     } else {
         let rules = run(&["iptables-save", "-t", "nat"])?;
-        // The attachment's own chain is renamed too; it is the target of a jump that names the container.
+        // The attachment's own chain is renamed too; it is the target of a jump that names the
+        // container.
         let jump = rules
             .lines()
             .find(|line| line.starts_with("-A") && line.contains(&at.container) && line.contains(" -j CNI-"));
@@ -403,7 +405,8 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Rules as a node's other programs have them: chains of a few rules with matches by address and port.
+/// Rules as a node's other programs have them: chains of a few rules with matches by address and
+/// port.
 fn foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {

@@ -1,4 +1,5 @@
-//! The verbs of a list of plugins, as a runtime runs them: forwards with the result handed on, DEL backwards.
+//! The verbs of a list of plugins, as a runtime runs them: forwards with the result handed on, DEL
+//! backwards.
 
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,8 @@ pub(crate) struct Attachment {
 }
 
 impl Chain {
-    /// A call of the plugin at `place`; `prev` becomes its prevResult unless the configuration brings its own.
+    /// A call of the plugin at `place`; `prev` becomes its prevResult unless the configuration
+    /// brings its own.
     pub(crate) fn call(&self, verb: &'static str, place: usize, at: &Attachment, prev: Option<&Value>) -> Call {
         let mut conf = self.plugins.get(place).cloned().unwrap_or_default();
         if let Some(prev) = prev {

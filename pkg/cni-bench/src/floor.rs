@@ -1,8 +1,9 @@
 //! The floor: what the kernel alone takes for the attachment of bridge + host-local.
 //!
-//! In this process, by one blocking socket per namespace and the fewest requests that leave the same state behind:
-//! the pair with its mark, the announcement's and duplicate detection's sysctls, address, "up", default route, the wait
-//! until the bridge forwards, the announcement, and a reservation under a lock. Nothing is checked, nothing is undone.
+//! In this process, by one blocking socket per namespace and the fewest requests that leave the
+//! same state behind: the pair with its mark, the announcement's and duplicate detection's sysctls,
+//! address, "up", default route, the wait until the bridge forwards, the announcement, and a
+//! reservation under a lock. Nothing is checked, nothing is undone.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;
@@ -88,7 +89,8 @@ impl Floor {
         mark.header.index = outer;
         mark.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
         host.ask(RouteNetlinkMessage::SetLink(mark), 0)?;
-        // The thread that enters is thrown away, as anybody's would be who may not get lost.
+        // The thread that enters the namespace ends afterwards, so that no later work runs in the
+        // wrong namespace.
         let container = thread::scope(|scope| {
             let visit = || -> Result<Connection> {
                 setns(&netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;

@@ -1,7 +1,8 @@
 //! The guard: what an operation may cost, counted, against a table in the repository.
 //!
-//! System calls of the plugins' own processes, programs and threads they start. These depend little on the load of the
-//! machine, in that waits take more looks, and not on the release of iptables, whose own calls are left out.
+//! System calls of the plugins' own processes, programs and threads they start. These depend little
+//! on the load of the machine, in that waits take more looks, and not on the release of iptables,
+//! whose own calls are left out.
 
 use std::fs;
 
@@ -12,10 +13,12 @@ use crate::options::{Guard, GuardMode};
 use crate::report::{progress, say};
 use crate::world::World;
 
-/// Each operation is counted so often, and the least counts: a wait that took one more look is not the code's doing.
+/// Each operation is counted so often, and the least counts: a wait that took one more look is not
+/// the code's doing.
 const ROUNDS: usize = 4;
 
-/// How many times more an operation is counted that costs too much: on a busy machine every look may come too early.
+/// How many times more an operation is counted that costs too much: on a busy machine every look
+/// may come too early.
 const AGAIN: usize = 5;
 
 const HEAD: &str = "\
@@ -49,11 +52,12 @@ impl Line {
         parsed().ok_or_else(|| Error::new(format!("no line of the table: {line:?}")))
     }
 
-    /// The most that is let pass. A kernel older than the one of the table answers a creation without telling what it
-    /// made, which costs one more request (two calls) for each link; four calls are two links.
+    /// The most that is let pass. A kernel older than the one of the table answers a creation
+    /// without telling what it made, which costs one more request (two calls) for each link; four
+    /// calls are two links.
     ///
-    /// portmap's look at the connections takes more or fewer reads from one run to the next; 15 calls between two runs
-    /// were seen.
+    /// portmap's look at the connections takes more or fewer reads from one run to the next; 15
+    /// calls between two runs were seen.
     fn bound(&self) -> usize {
         let reads = if self.what.contains("portmap") { 16 } else { 0 };
         self.syscalls + self.syscalls / 33 + 4 + reads
@@ -152,7 +156,9 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
     }
     say(&format!("{} operations counted", now.len()));
     if !good {
-        progress("If this is meant: scripts/bench --counts writes the table anew. What makes the calls: strace -f -c.");
+        progress(
+            "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
+        );
     }
     Ok(good)
 }

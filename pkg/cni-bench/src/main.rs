@@ -1,10 +1,11 @@
-//! Measuring: what one directory of CNI plugins costs beside another, and beside the kernel alone.
+//! Measures what one directory of CNI plugins costs compared with another, and with the kernel
+//! alone.
 //!
-//! `scripts/bench` and the guard in `scripts/test` run it. It knows nothing of our crates: plugins are programs in a
-//! folder. Everything plays in namespaces that it makes for itself and that end with it.
+//! `scripts/bench` and the guard in `scripts/test` run it. It uses none of our crates: plugins are
+//! programs in a folder. Everything runs in namespaces that it creates and that end with it.
 //!
-//! The newcomer's mistake: measuring one side after the other. The machine changes its mind within minutes, so each
-//! round runs every side once, and what is compared was measured within the same second.
+//! The speed of a machine changes within minutes, so each round runs every side once: compared
+//! values were measured within the same second.
 
 mod burst;
 mod call;

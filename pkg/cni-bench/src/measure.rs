@@ -187,7 +187,7 @@ fn one(
         if measured >= most || (measured >= least && begin.elapsed() >= time) {
             break;
         }
-        // Nobody is always the first.
+        // No side is always the first.
         for place in 0..sides.len() {
             let Some(ready) = sides.get((place + round) % sides.len()) else { continue };
             ready.node.enter()?;
@@ -238,8 +238,8 @@ fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<
         });
         let said = match said {
             Ok(said) => said,
-            // Some releases refuse what they made themselves (portmap of 1.1.1, where there is only IPv4). That is no
-            // reason not to measure the rest.
+            // Some releases refuse what they made themselves (portmap of 1.1.1, where there is only
+            // IPv4). The rest is still measured.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         };

@@ -1,6 +1,7 @@
 //! Plots as SVG, written by hand: bars side by side, and lines over a number that grows.
 //!
-//! Plain shapes and text without styles, which every viewer draws alike; a side has the same colour everywhere.
+//! Plain shapes and text without styles, which every viewer draws alike; a side has the same colour
+//! everywhere.
 
 use crate::cases::{AT_ONCE, CHAINS, MAPPINGS, MASQUERADE, RESERVATIONS, SIMPLE, START, Side, WHOLE, grouped};
 use crate::measure::Results;

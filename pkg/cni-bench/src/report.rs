@@ -1,7 +1,7 @@
-//! What is written: tables as text and Markdown, everything as JSON, plots.
+//! Writes the results: tables as text and Markdown, everything as JSON, plots.
 //!
-//! `DIR.md` beside the folder `DIR`, if it has the two marks, gets the part between them anew: so a page of words stays
-//! a page of words, and its figures are those of the newest run.
+//! `DIR.md` beside the folder `DIR`, if it has the two marks, gets a new part between them: the
+//! text of the page stays, and its figures are those of the newest run.
 
 use std::fs;
 use std::io::Write as _;
@@ -23,7 +23,7 @@ const END: &str = "<!-- end: written by scripts/bench -->";
 const GROUPS: [&str; 6] = [START, ALONE, CHAINS, RESERVATIONS, MAPPINGS, MASQUERADE];
 const SIDES: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
 
-/// A line for whoever waits, on standard error.
+/// Writes a progress line to standard error.
 pub(crate) fn progress(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }

@@ -26,7 +26,8 @@ impl Samples {
         }
     }
 
-    /// The value that 99 of 100 do not exceed (nearest rank): with less than 100 values, the greatest.
+    /// The value that 99 of 100 do not exceed (nearest rank): with less than 100 values, the
+    /// greatest.
     pub(crate) fn p99(&self) -> f64 {
         let sorted = self.sorted();
         let rank = (sorted.len() * 99).div_ceil(100);

@@ -1,7 +1,9 @@
-//! One run of a plugin under ptrace: its system calls, processes, threads, and the memory of the largest.
+//! One run of a plugin under ptrace: its system calls, processes, threads, and the memory of the
+//! largest.
 //!
-//! The counts do not depend on the load of the machine, which is why a guard can rest on them. Memory is each process's
-//! own high-water mark as it ends (`VmHWM`); what wait4 tells is at least its starter's size before the exec.
+//! The counts do not depend on the load of the machine, which is why a guard can rest on them.
+//! Memory is each process's own high-water mark as it ends (`VmHWM`); what wait4 reports is at
+//! least its starter's size before the exec.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -50,7 +52,8 @@ impl Counts {
     }
 }
 
-/// If this process was started to be traced, becomes the program in question; returns only if that failed.
+/// If this process was started to be traced, becomes the program in question; returns only if that
+/// failed.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -96,7 +99,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_EXITKILL;
     ptrace::setoptions(root, options).doing("failed to set its options")?;
     let go_on = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
-        // Killed meanwhile; its end will be told.
+        // Killed meanwhile; its end is reported later.
         Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
         Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
     };
@@ -140,7 +143,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                 go_on(pid, None)?;
             }
             WaitStatus::Stopped(pid, signal) => {
-                // A new thread or child begins with a stop that nobody sent.
+                // A new thread or child begins with a stop that no signal caused.
                 let first = !inside.contains_key(&pid);
                 inside.entry(pid).or_default();
                 go_on(pid, Some(signal).filter(|signal| !(first && *signal == Signal::SIGSTOP)))?;

@@ -1,7 +1,8 @@
-//! Where everything plays: namespaces of this process's own.
+//! Creates the namespaces in which the benchmark runs.
 //!
-//! [`World::new`] leaves the machine's network and mounts for ever; what is made afterwards ends with the process. Each
-//! side has a node of its own, so that no plugin meets another's rules, and containers that it shares with nobody.
+//! [`World::new`] leaves the machine's network and mounts for the rest of the process; what is made
+//! afterwards ends with the process. Each side has a node of its own, so that no plugin meets
+//! another's rules, and containers of its own.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -17,7 +18,7 @@ use crate::error::{Doing as _, Error, Result};
 /// The scratch folder, a tmpfs seen by this process and its children alone.
 const SCRATCH: &str = "/run";
 
-/// Folders that must be nobody's: plugins write to them.
+/// Folders that no other process may use: plugins write to them.
 const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
 
 #[derive(Debug)]

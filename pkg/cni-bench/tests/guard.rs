@@ -1,4 +1,5 @@
-//! The release build against `tests/costs.txt`: no operation may cost more system calls, programs or threads than it did.
+//! The release build against `tests/costs.txt`: no operation may cost more system calls, programs
+//! or threads than it did.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -107,8 +107,8 @@ impl Kept {
     /// Adds this kept set to the one in `folder`, or begins one. The first file kept of a name
     /// stays.
     ///
-    /// The list of programs is written last. A run that was cut off before has changed nothing that
-    /// counts.
+    /// The list of programs is written last. A run that was interrupted before has changed nothing
+    /// that counts.
     pub(crate) fn add_to(&self, folder: &Path) -> Result<(), Error> {
         let known = Kept::read(folder)?;
         let since = known.as_ref().map_or(self.since, |known| known.since);

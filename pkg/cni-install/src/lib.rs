@@ -1,16 +1,17 @@
-//! The installer: a set of plugins goes into a folder that runtimes execute programs from all the while.
+//! Installs a set of plugins into a folder from which runtimes execute programs at the same time.
 //!
 //! - [`set`]: a folder with programs and their `SHA256SUMS`, read and verified.
 //! - [`folder`]: the folder runtimes use: install, roll back, forget, compare. Its documentation
 //!   describes the states.
 //! - [`report`]: what was done.
 //!
-//! It is a program of its own, static and without needs, because a container image made from nothing but it and the
-//! plugins installs them onto a node; `scripts/install` runs the same one.
+//! It is a program of its own, static and without needs, because a container image made from
+//! nothing but it and the plugins installs them onto a node; `scripts/install` runs the same one.
 //!
-//! The fact a newcomer would get wrong: a rename replaces *one* program at a time. A pod that starts meanwhile may run
-//! the new `bridge` and the old `host-local`. That is fine because every release, and Go's, can work with every other;
-//! what must never happen is a torn, missing or unrunnable program, and none is.
+//! A rename replaces *one* program at a time. A pod that
+//! starts meanwhile may run the new `bridge` and the old `host-local`. That is fine because every
+//! release, and Go's, can work with every other; what must never happen is a torn, missing or
+//! unrunnable program, and none is.
 
 mod disk;
 pub mod folder;
@@ -31,7 +32,7 @@ pub use folder::Folder;
 pub use report::{Comparison, Forgotten, Installed, KeptSets, Recovered, RolledBack};
 pub use set::Set;
 
-/// Where runtimes look for plugins unless told otherwise.
+/// Where runtimes look for plugins by default.
 const DEST: &str = "/opt/cni/bin";
 
 /// What went wrong: what was done, to what, and why.
@@ -55,7 +56,7 @@ impl Error {
     name = "cni-install",
     version = cni::release::release(),
     about = "Puts a set of CNI plugins into a folder that runtimes are using, and takes it back",
-    after_help = "Each command that changes the folder first undoes an installation, or finishes a rollback, that was cut off.\n\
+    after_help = "Each command that changes the folder first undoes an installation, or finishes a rollback, that was interrupted.\n\
                   An older cni-install, without `rollback --original`, refuses a folder that this one has installed into.",
     disable_help_subcommand = true
 )]
@@ -215,7 +216,7 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
                 Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
                 Comparison::CutOff(what) => (
                     format!(
-                        "{what} in {dest} was cut off; the next install, rollback or forget puts that in order first"
+                        "{what} in {dest} was interrupted; the next install, rollback or forget completes or undoes it first"
                     ),
                     1,
                 ),
@@ -251,8 +252,8 @@ fn rolled_back(verb: &Verb, done: &RolledBack) -> (String, u8) {
     }
 }
 
-/// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container from signals it has no
-/// handler for, unless they are blocked.
+/// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container
+/// from signals it has no handler for, unless they are blocked.
 fn block_signals() -> nix::Result<SigSet> {
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);

@@ -1,5 +1,5 @@
-//! Puts a set of plugins into a folder that runtimes are using, and takes it back. All of it is in the library; here
-//! the process becomes values.
+//! Puts a set of plugins into a folder that runtimes are using, and takes it back. All of it is in
+//! the library; here the process becomes values.
 
 use std::io::{stderr, stdout};
 use std::process::ExitCode;

@@ -23,9 +23,9 @@ impl fmt::Display for Recovered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Recovered::Nothing => "",
-            Recovered::InstallUndone => "An installation that was cut off was undone first.\n",
-            Recovered::RollbackFinished => "A rollback that was cut off was finished first.\n",
-            Recovered::ForgetFinished => "A forget that was cut off was finished first.\n",
+            Recovered::InstallUndone => "An installation that was interrupted was undone first.\n",
+            Recovered::RollbackFinished => "A rollback that was interrupted was finished first.\n",
+            Recovered::ForgetFinished => "A forget that was interrupted was finished first.\n",
         })
     }
 }

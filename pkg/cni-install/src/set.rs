@@ -1,6 +1,7 @@
 //! A set of programs: a folder with `SHA256SUMS`, as `sha256sum` writes it, one line per program.
 //!
-//! Only what the list names belongs to the set. A name is a plain file name; nothing in a list can reach another folder.
+//! Only what the list names belongs to the set. A name is a plain file name; nothing in a list can
+//! reach another folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,8 @@ pub struct Program {
     pub sum: String,
 }
 
-/// A folder of programs with their sums. The content is verified when it is read ([`Set::content`]).
+/// A folder of programs with their sums. The content is verified when it is read
+/// ([`Set::content`]).
 #[derive(Debug)]
 pub struct Set {
     folder: PathBuf,
@@ -41,7 +43,7 @@ impl Set {
         let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
         let programs = parse(&text).map_err(|why| Error::new(format!("{}: {why}", path.display())))?;
         if programs.is_empty() {
-            return Err(Error::new(format!("{} names no program", path.display())));
+            return Err(Error::new(format!("{} lists no program", path.display())));
         }
         Ok(Set { folder: folder.to_owned(), programs })
     }
@@ -69,7 +71,11 @@ impl Set {
         let content = fs::read(&path).map_err(Error::io("read", &path))?;
         let sum = sum(&content);
         if sum != program.sum {
-            return Err(Error::new(format!("{} is not what {SUMS} says: {sum}, not {}", path.display(), program.sum)));
+            return Err(Error::new(format!(
+                "{} does not match {SUMS}: its SHA-256 is {sum}, expected {}",
+                path.display(),
+                program.sum
+            )));
         }
         Ok(content)
     }
@@ -106,7 +112,7 @@ pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
         let number = number + 1;
         let (sum, name) = line.split_once("  ").ok_or(format!("line {number} is not `<sha256>  <name>`"))?;
         if sum.len() != 64 || !sum.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
-            return Err(format!("line {number}: {sum:?} is no SHA-256"));
+            return Err(format!("line {number}: {sum:?} is not a SHA-256 checksum"));
         }
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
         let list = name == SUMS || name == ABSENT;
@@ -139,8 +145,8 @@ mod tests {
             (format!("{sum}  ABSENT\n"), "is not a program's name"),
             (format!("{sum}  a b\n"), "is not a program's name"),
             (format!("{sum}  a\n{sum}  a\n"), "line 2: \"a\" is named twice"),
-            (format!("{}  bridge\n", &sum[1..]), "is no SHA-256"),
-            (format!("{}  bridge\n", sum.to_uppercase()), "is no SHA-256"),
+            (format!("{}  bridge\n", &sum[1..]), "is not a SHA-256 checksum"),
+            (format!("{}  bridge\n", sum.to_uppercase()), "is not a SHA-256 checksum"),
         ] {
             let said = parse(&bad).unwrap_err();
             assert!(said.contains(why), "{bad:?}: {said}");

@@ -18,7 +18,7 @@ use common::{Place, Ran, answering, run};
 #[test]
 fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
     let place = Place::new();
-    program::script(place.dest().join("bridge"), &answering("somebody's bridge"));
+    program::script(place.dest().join("bridge"), &answering("another bridge"));
     program::script(place.dest().join("flannel"), &answering("foreign"));
     symlink("/nowhere", place.dest().join("dangling")).unwrap();
     let set = place.set("v1", &["bridge", "tuning"]);
@@ -33,14 +33,14 @@ fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
     place.call("status").fine();
     let text = place.call("rollback").fine();
     assert!(text.contains("before the last install: bridge") && text.contains("not exist before: tuning"), "{text}");
-    assert_eq!(place.says("bridge").unwrap(), "somebody's bridge");
+    assert_eq!(place.says("bridge").unwrap(), "another bridge");
     assert_eq!(place.files(), ["bridge", "dangling", "flannel"]);
     assert!(place.call("rollback").fine().contains("nothing to roll back"));
     assert_eq!(place.call("status").status, 1);
 }
 
 #[test]
-fn what_is_kept_is_the_set_before_also_after_the_same_set_is_installed_again() {
+fn reinstalling_the_same_set_keeps_the_earlier_backup() {
     let place = Place::new();
     let (v1, v2) = (place.set("v1", &["bridge"]), place.set("v2", &["bridge", "portmap"]));
     place.install(&v1).fine();
@@ -72,7 +72,7 @@ fn a_set_that_is_not_what_its_list_says_changes_nothing() {
     program::script(place.dest().join("bridge"), &answering("old"));
     let set = place.set("v1", &["bridge", "tuning"]);
     program::script(set.join("tuning"), &answering("torn"));
-    place.install(&set).failed("tuning is not what SHA256SUMS says");
+    place.install(&set).failed("tuning does not match SHA256SUMS");
     fs::remove_file(set.join("tuning")).unwrap();
     place.install(&set).failed("failed to look at");
     symlink("/bin/sh", set.join("tuning")).unwrap();
@@ -101,7 +101,7 @@ fn a_program_that_does_not_run_here_changes_nothing() {
 }
 
 #[test]
-fn a_folder_in_a_programs_place_and_a_file_in_the_folders_place_are_told() {
+fn a_path_of_the_wrong_file_type_is_reported() {
     let place = Place::new();
     fs::create_dir(place.dest().join("tuning")).unwrap();
     let set = place.set("v1", &["bridge", "tuning"]);
@@ -113,7 +113,8 @@ fn a_folder_in_a_programs_place_and_a_file_in_the_folders_place_are_told() {
         .failed("failed to create the folder");
 }
 
-/// In a mount namespace of its own, `prepare` being shell that mounts something over the folder `$1`.
+/// In a mount namespace of its own, `prepare` being shell that mounts something over the folder
+/// `$1`.
 fn in_mounts(place: &Place, prepare: &str, args: &[&str]) -> Ran {
     let script = format!("set -e\n{prepare}\nshift\nexec \"$@\"");
     let mut unshare = Command::new("unshare");
@@ -126,7 +127,7 @@ fn in_mounts(place: &Place, prepare: &str, args: &[&str]) -> Ran {
 }
 
 #[test]
-fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
+fn an_unusable_target_is_reported_and_left_unchanged() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old"));
     let set = place.set("v1", &["bridge", "tuning"]);
@@ -137,7 +138,8 @@ fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
         .unwrap();
     let dest = place.dest();
     let args = ["install", "--from", set.to_str().unwrap(), "--dest", dest.to_str().unwrap()];
-    // The listing and the old program's last line go to standard output, if the installer fails as it should.
+    // The listing and the old program's last line go to standard output, if the installer fails as
+    // it should.
     let then = "inspect() { ls -A \"$dest\"; tail -n 1 \"$dest/bridge\"; }; dest=$1; shift; if \"$@\"; then exit 9; fi; inspect; exit 1; set --";
     for (mount, why) in [
         ("mount --bind \"$1\" \"$1\"; mount -o remount,bind,ro \"$1\"", "Read-only file system"),
@@ -155,7 +157,7 @@ fn a_read_only_a_full_and_a_noexec_target_are_told_and_nothing_is_changed() {
 }
 
 #[test]
-fn the_same_programs_that_others_put_there_become_ours_and_one_that_cannot_run_is_replaced() {
+fn install_adopts_equal_programs_and_replaces_broken_ones() {
     let place = Place::new();
     let set = place.set("v1", &["bridge", "tuning"]);
     for name in ["bridge", "tuning"] {
@@ -177,7 +179,8 @@ fn one_installer_at_a_time() {
     let held = fs::File::open(place.dest()).unwrap();
     held.lock().unwrap();
     place.install(&set).failed("another cni-install is at work");
-    // Not by closing it: a child that another test has just forked may have the locked file until it runs its program.
+    // Not by closing it: a child that another test has just forked may have the locked file until
+    // it runs its program.
     held.unlock().unwrap();
     place.install(&set).fine();
 }
@@ -198,7 +201,7 @@ fn a_program_that_cannot_be_replaced_puts_all_back() {
         let ran: Ran = strace.arg(&set).arg("--dest").arg(&dest).stdin(Stdio::null()).output().unwrap().into();
         if ran.status == 1 && ran.err.contains("failed to replace") {
             refused += 1;
-            assert!(ran.err.contains("Operation not permitted (os error 1). All was put back"), "{ran:?}");
+            assert!(ran.err.contains("Operation not permitted (os error 1). All changes were undone"), "{ran:?}");
             assert_eq!(
                 (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
                 ("old bridge".into(), "old tuning".into())
@@ -250,7 +253,7 @@ fn a_wrong_call_is_told_with_status_two() {
 }
 
 #[test]
-fn nothing_is_written_or_removed_through_a_link_that_lies_in_the_installers_own_folder() {
+fn links_inside_the_installers_folder_are_not_followed() {
     let place = Place::new();
     let outside = place.temporary.path().join("outside");
     fs::create_dir(&outside).unwrap();
@@ -274,7 +277,7 @@ fn nothing_is_written_or_removed_through_a_link_that_lies_in_the_installers_own_
 }
 
 #[test]
-fn a_link_in_the_place_of_the_installers_own_folder_is_refused_and_what_is_behind_it_stays() {
+fn a_link_instead_of_the_installers_folder_is_refused() {
     let place = Place::new();
     let outside = place.temporary.path().join("outside");
     fs::create_dir_all(outside.join("precious")).unwrap();

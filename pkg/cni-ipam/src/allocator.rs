@@ -1,8 +1,10 @@
-//! Which address of each range set an attachment gets. Pure: what is taken it is told.
+//! Chooses the address of each range set that an attachment gets. Pure: the caller passes the
+//! occupied addresses.
 //!
-//! It reserves nothing. What a newcomer gets wrong: the round robin goes on behind the address that was given out
-//! last, whether or not that one is free again, so that an address rests as long as possible before its next holder;
-//! and of the addresses requested, one source may name one per set, while of several sources the strongest wins.
+//! It reserves nothing. The round robin continues after the address that was allocated last, even
+//! if that address is free again, so that an address stays unused as long as possible before its
+//! next holder. One source may request one address per set; of several sources the one with the
+//! highest precedence wins.
 
 use std::net::IpAddr;
 
@@ -52,7 +54,7 @@ pub(crate) fn next<O: Occupied>(
     search(set, ranges[start].first(), last, occupied)
 }
 
-/// The lowest free address between two of one range that is no gateway.
+/// Returns the lowest free address between two of one range that is not a gateway.
 fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
     let mut from = from;
     loop {
@@ -77,10 +79,11 @@ impl Requested {
         Requested::default()
     }
 
-    /// Adds a source weaker than all before it: `address` or `address/length` each; the length says nothing.
+    /// Adds a source weaker than all before it: `address` or `address/length` each; the length says
+    /// nothing.
     ///
     /// # Errors
-    /// Code 7 and Go's text for what is no address.
+    /// Code 7 and Go's text for a malformed address.
     pub fn add<'a>(&mut self, source: &'static str, texts: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let mut addresses: Vec<IpAddr> = Vec::new();
         for text in texts {
@@ -96,7 +99,8 @@ impl Requested {
         Ok(())
     }
 
-    /// The requested address of each set. Requests that a stronger source overrides are told to `notes`.
+    /// Returns the requested address of each set. Notes requests that a source of higher precedence
+    /// overrides.
     ///
     /// # Errors
     /// Code 7 and Go's text if an address lies in no set, or one source names several of one set.

@@ -1,4 +1,4 @@
-//! For pkg/cni-fuzz alone: reservations as texts, and index files that nobody but a forger would write.
+//! For pkg/cni-fuzz alone: reservations as texts, and forged index files.
 
 use std::fs::File;
 use std::io;
@@ -25,7 +25,8 @@ pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Reads the first page of an index; one that is believed must say the same when it is written again.
+/// Reads the first page of an index; one that is believed must say the same when it is written
+/// again.
 pub fn read_header(page: &[u8]) -> bool {
     let Some(header) = Header::decode(page) else { return false };
     assert!(header.slots.is_power_of_two() && header.used < header.slots);
@@ -78,8 +79,8 @@ fn forged_table(slots: u64, entries: &[Forged]) -> (Vec<u8>, u64) {
     (bytes, used)
 }
 
-/// Asks everything of a table that every check of its own takes for sound. It must answer or say that it is damaged,
-/// and never go on for ever.
+/// Makes every query to a table that passes all its own checks. Each query must return an answer or
+/// report damage, and must end.
 pub fn ask_forged(entries: &[Forged], addresses: &[IpAddr], hashes: &[u64]) {
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
@@ -101,8 +102,9 @@ pub fn ask_forged(entries: &[Forged], addresses: &[IpAddr], hashes: &[u64]) {
     let _ = (index.records(), index.finish());
 }
 
-/// Puts a forged index beside the folder of reservations that is believed at the next lock: with its stamp, of this
-/// host. `counted` are ranges with the number of addresses that are said to be taken.
+/// Puts a forged index beside the folder of reservations that is believed at the next lock: with
+/// its stamp, of this host. `counted` are ranges with the number of addresses that are said to be
+/// taken.
 ///
 /// # Errors
 /// The file system's.
@@ -156,7 +158,7 @@ impl Honest {
         }
     }
 
-    /// An address is held by whom this hash stands for; `None`: by nobody any more.
+    /// Records the hash of an address's holder; `None` if the address is free again.
     ///
     /// # Panics
     /// If the index fails.
@@ -181,7 +183,7 @@ impl Honest {
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
-            Holder::Nobody | Holder::Unknown | Holder::Unread => None,
+            Holder::Free | Holder::Unknown | Holder::Unread => None,
         }
     }
 

@@ -1,4 +1,5 @@
-//! The gateways that host-local's configuration names, for the plugin that puts them on an interface.
+//! The gateways that host-local's configuration names, for the plugin that puts them on an
+//! interface.
 
 use cni::Cidr;
 use cni::config::NetConf;

@@ -1,8 +1,8 @@
-//! Which boot of which machine this is: what a reservation's record remembers.
+//! Identifies the machine and its current boot, for the records of reservations.
 //!
-//! Only hashes are kept. An unknown machine or boot is `None` and never equals anything, itself included: whoever
-//! wants to call a reservation dead must know both. When the boot began is read only by who asks, which is nobody as
-//! long as every reservation is of this boot.
+//! Only hashes are kept. An unknown machine or boot is `None` and never equals anything, itself
+//! included: a reservation counts as dead only if both are known. The time of the boot is read on
+//! demand: not while every reservation is of this boot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,8 +22,8 @@ pub struct Host {
 }
 
 impl Host {
-    /// Reads `/etc/machine-id` and the kernel's boot id below `root`, which is `/` outside tests. What is missing,
-    /// empty or uninitialised stays unknown.
+    /// Reads `/etc/machine-id` and the kernel's boot id below `root`, which is `/` outside tests.
+    /// What is missing, empty or uninitialised stays unknown.
     pub fn read(root: &Path) -> Host {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
         let host = Host::new(&text("etc/machine-id"), &text("proc/sys/kernel/random/boot_id"));
@@ -49,7 +49,7 @@ impl Host {
         self.boot.unwrap_or(0)
     }
 
-    /// When this boot began, by the clock as it stands now; `None` if that cannot be told.
+    /// Returns when this boot began, by the current clock; `None` if that is unknown.
     pub(crate) fn booted(&self) -> Option<Moment> {
         // Not `btime` of /proc/stat: whole seconds, and the kernel counts all interrupts for it.
         let text = fs::read_to_string(&self.uptime).ok()?;

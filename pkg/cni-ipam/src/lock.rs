@@ -1,7 +1,7 @@
-//! The store's lock: Go's `flock` on the file `lock`, with a deadline, and open to SIGTERM.
+//! The store's lock: Go's `flock` on the file `lock`, with a deadline, interruptible by SIGTERM.
 //!
-//! It knows nothing of what it protects; the waiting itself is [`flock`]'s. Owning the lock of a file proves nothing if
-//! the folder has been removed meanwhile, so the path is compared with the descriptor afterwards.
+//! [`flock`] does the waiting. The folder may have been removed during the wait, and then the lock
+//! protects nothing. So the path is compared with the descriptor afterwards.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -36,11 +36,11 @@ pub(crate) struct Guard {
     pub(crate) folder: File,
 }
 
-/// Locks the folder `path`. `None` if it does not exist and may not be made.
+/// Locks the folder `path`. `None` if it does not exist and must not be created.
 ///
 /// # Errors
-/// Code 11 if the lock is not to be had in time or SIGTERM arrives, naming who holds it; code 5 if the folder or the
-/// file cannot be opened.
+/// Code 11 if the lock is not to be had in time or SIGTERM arrives, naming who holds it; code 5 if
+/// the folder or the file cannot be opened.
 pub(crate) fn acquire(
     path: &Path,
     missing: Missing,
@@ -58,7 +58,7 @@ pub(crate) fn acquire(
         let file = match open(&lock_path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound && lock_path.is_symlink() => {
-                let doing = format_args!("failed to open {}: it is a link that leads nowhere", lock_path.display());
+                let doing = format_args!("failed to open {}: it is a dangling symbolic link", lock_path.display());
                 return Err(Error::caused(Code::IO, doing, error));
             }
             Err(error) if missing == Missing::Leave && cannot_exist(&error) => return Ok(None),
@@ -81,7 +81,7 @@ pub(crate) fn acquire(
             return Ok(Some(Guard { lock: file, folder }));
         }
         if machine.now() >= deadline {
-            return Err(refusal(&lock_path, limit, "it is removed again and again"));
+            return Err(refusal(&lock_path, limit, "another process keeps removing it"));
         }
     }
 }
@@ -96,7 +96,7 @@ fn cannot_exist(error: &io::Error) -> bool {
     }
 }
 
-/// As Go opens it. Not blocking, in case somebody put a FIFO there.
+/// Opens the file as Go does. Not blocking, in case the file is a FIFO.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).mode(0o750).custom_flags(O_CREAT | O_NONBLOCK).open(path)
 }
@@ -110,7 +110,7 @@ fn wait(file: File, path: &Path, machine: &dyn Machine, on_sigterm: OnSigterm, l
     flock::lock(file, machine, on_sigterm, limit).map_err(|Refused { cause, holder }| {
         let holder = match holder {
             Some(holder) => format!("it is held by {holder}"),
-            None => "who holds it is not visible from here".to_owned(),
+            None => "its holder cannot be determined".to_owned(),
         };
         match cause {
             cause if cause.is_deadline() => refusal(path, limit.length, &holder),
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_given_back_in_time_is_taken_and_a_lost_waiter_does_not_keep_it() {
+    fn a_lock_released_in_time_is_taken_and_a_late_waiter_drops_it() {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
         let held = acquire(folder.path(), Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
@@ -176,7 +176,7 @@ mod tests {
         assert!(error.msg().contains("interrupted by a signal"), "{error}");
         let limit = Duration::from_millis(20);
         let error = acquire(folder.path(), Missing::Create, OnSigterm::Finish, limit, &machine).unwrap_err();
-        assert!(error.msg().contains("within 0.02 s"), "a rollback waits all the same: {error}");
+        assert!(error.msg().contains("within 0.02 s"), "a rollback waits too: {error}");
     }
 
     #[test]
@@ -234,7 +234,7 @@ mod tests {
                     .unwrap()
             })
         };
-        // No event tells that it has come to the kernel's queue.
+        // No event reports that it is in the kernel's queue.
         let inode = format!(":{} ", held.as_ref().unwrap().lock.metadata().unwrap().ino());
         let deadline = Instant::now() + Duration::from_secs(20);
         while !flock::all().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {

@@ -1,8 +1,9 @@
-//! Ranges and range sets: what a configuration offers, checked by Go's rules and refused in Go's words.
+//! Ranges and range sets of a configuration, checked by Go's rules and refused with Go's texts.
 //!
-//! Each range *set* yields one address; the ranges inside a set are one pool. It never looks at a store.
-//! What a newcomer gets wrong: a gateway need not lie in its subnet, a range begins at the network's first host (the
-//! default gateway, which the allocator steps over), and an explicit `.0` or `.255` is a legal address to hand out.
+//! Each range *set* yields one address; the ranges inside a set are one pool. It never reads a
+//! store. A gateway need not be in its subnet, a range begins at the network's first host (the
+//! default gateway, which the allocator steps over), and an explicit `.0` or `.255` may be
+//! allocated.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -10,7 +11,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use cni::{Cidr, Error, Result};
 use serde::Deserialize;
 
-/// A range as it stands in a configuration: texts, so that what is wrong with them is said in Go's words.
+/// A range as it stands in a configuration: texts, so that what is wrong with them is said in Go's
+/// words.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct RangeConf {
@@ -18,7 +20,8 @@ pub struct RangeConf {
     pub subnet: Option<String>,
     /// The first address; by default the network's first host.
     pub range_start: Option<String>,
-    /// The last address; by default the one below an IPv4 broadcast address, for IPv6 the network's last.
+    /// The last address; by default the one below an IPv4 broadcast address, for IPv6 the network's
+    /// last.
     pub range_end: Option<String>,
     /// The gateway; by default the network's first host.
     pub gateway: Option<String>,
@@ -57,13 +60,14 @@ pub(crate) fn address(like: IpAddr, number: u128) -> IpAddr {
     }
 }
 
-/// An address as Go's `net.ParseIP` reads it: no zone, no leading zeros, an IPv4-mapped one is IPv4.
+/// An address as Go's `net.ParseIP` reads it: no zone, no leading zeros, an IPv4-mapped one is
+/// IPv4.
 pub fn parse_ip(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }
 
-/// Fails if there are two addresses of one family; each item says whether one is of IPv4. Versions below 0.3.0 know
-/// one address per family.
+/// Fails if there are two addresses of one family; each item says whether one is of IPv4. Versions
+/// below 0.3.0 know one address per family.
 ///
 /// # Errors
 /// Code 7 and Go's text.
@@ -162,8 +166,8 @@ impl Range {
 
 /// The first in the order given that shares an address with any other.
 ///
-/// In the order of addresses, in which all of IPv4 comes before all of IPv6, it is enough to look at what came before
-/// and at the next one: a configuration may have tens of thousands.
+/// In the order of addresses, in which all of IPv4 comes before all of IPv6, it is enough to look
+/// at what came before and at the next one: a configuration may have tens of thousands.
 fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usize> {
     let mut sorted: Vec<(usize, &Range)> = ranges.enumerate().collect();
     sorted.sort_unstable_by_key(|(_, range)| range.first);
@@ -179,7 +183,8 @@ fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usiz
     first
 }
 
-/// Whether an address from `first` to `last` lies in one of the ranges, which are sorted and do not overlap.
+/// Whether an address from `first` to `last` lies in one of the ranges, which are sorted and do not
+/// overlap.
 fn overlaps_any(sorted: &[&Range], first: IpAddr, last: IpAddr) -> bool {
     let begun = sorted.partition_point(|range| range.first <= last);
     sorted[..begun].last().is_some_and(|range| range.last >= first)
@@ -239,7 +244,8 @@ impl RangeSet {
         sorted
     }
 
-    /// Whether a range of the set has this gateway. A gateway is never handed out, by whichever range of the set.
+    /// Whether a range of the set has this gateway. A gateway is never handed out, by whichever
+    /// range of the set.
     pub fn is_gateway(&self, address: IpAddr) -> bool {
         self.0.iter().any(|range| range.gateway == address)
     }
@@ -274,8 +280,9 @@ impl fmt::Display for RangeSet {
 }
 
 impl RangeSets {
-    /// Merges and checks the ranges of a configuration, in Go's order: those of the runtime (`ipRanges`), the one
-    /// written directly into `ipam` (ignored without a subnet), `ipam.ranges`.
+    /// Merges and checks the ranges of a configuration, in Go's order: those of the runtime
+    /// (`ipRanges`), the one written directly into `ipam` (ignored without a subnet),
+    /// `ipam.ranges`.
     ///
     /// # Errors
     /// Code 7 and Go's text.
@@ -283,7 +290,8 @@ impl RangeSets {
         let single = single.subnet.is_some().then(|| std::slice::from_ref(single));
         let all = runtime.iter().map(Vec::as_slice).chain(single).chain(sets.iter().map(Vec::as_slice));
         let mut checked = Vec::new();
-        // Go meets what does not parse while it decodes, before it counts sets: these texts have no prefix.
+        // Go meets what does not parse while it decodes, before it counts sets: these texts have no
+        // prefix.
         for (position, conf) in all.clone().enumerate().flat_map(|(i, set)| set.iter().map(move |conf| (i, conf))) {
             conf.parse().map_err(|error| error.with_details(format!("in range set {position}")))?;
         }
@@ -296,7 +304,8 @@ impl RangeSets {
         Ok(RangeSets(checked))
     }
 
-    /// Fails if a configuration of a version that knows one address per family (below 0.3.0) asks for more.
+    /// Fails if a configuration of a version that knows one address per family (below 0.3.0) asks
+    /// for more.
     ///
     /// # Errors
     /// Code 7 and Go's text.
@@ -304,7 +313,8 @@ impl RangeSets {
         require_one_per_family(version, self.0.iter().map(RangeSet::is_ipv4))
     }
 
-    /// Fails if two sets share an address. Apart from [`check`](RangeSets::check), because Go looks for it last.
+    /// Fails if two sets share an address. Apart from [`check`](RangeSets::check), because Go looks
+    /// for it last.
     ///
     /// # Errors
     /// Code 7 and Go's text.

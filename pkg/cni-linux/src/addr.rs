@@ -1,7 +1,8 @@
 //! Addresses on interfaces.
 //!
-//! The newcomer's mistakes: an IPv6 address just added is *tentative*, and of no use, until the kernel has looked for
-//! duplicates (on an interface without carrier: for ever); and taking an interface down loses its IPv6 addresses.
+//! A new IPv6 address is *tentative* and unusable until the kernel has looked for duplicates; on an
+//! interface without carrier it stays tentative. Taking an interface down removes its IPv6
+//! addresses.
 
 use std::net::IpAddr;
 
@@ -24,7 +25,7 @@ pub struct Addr {
     pub scope: u8,
     /// Whether duplicates are still looked for.
     pub tentative: bool,
-    /// Whether somebody else on the link has it.
+    /// Whether another host on the link has it.
     pub dad_failed: bool,
     /// Whether it stays until it is deleted.
     pub permanent: bool,
@@ -34,7 +35,8 @@ pub struct Addr {
 #[derive(Clone, Debug)]
 pub struct SavedAddr(AddressMessage);
 
-/// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for IPv4.
+/// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for
+/// IPv4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dad {
     /// As the interface's sysctls say.
@@ -152,7 +154,7 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message.attributes.push(AddressAttribute::Local(cidr.address()));
     message.attributes.push(AddressAttribute::Address(cidr.address()));
     match cidr.last() {
-        // RFC 3021: two stations need no broadcast address, one has nobody to send to.
+        // RFC 3021: two stations need no broadcast address, a single one has no peer.
         IpAddr::V4(last) if cidr.prefix() < 31 => message.attributes.push(AddressAttribute::Broadcast(last)),
         IpAddr::V6(_) if dad == Dad::Skip => {
             message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));

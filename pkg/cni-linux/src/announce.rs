@@ -1,11 +1,13 @@
 //! Telling the neighbours on a link which hardware address an IP address has now.
 //!
-//! A reused address would otherwise be sent to its last holder until entries expire. The kernel itself sends the
-//! announcements (one gratuitous ARP request for each IPv4 address, one unsolicited, overriding neighbour advertisement
-//! for each IPv6 address that is not tentative) when it is told the hardware address anew and two sysctls allow it.
+//! A reused address would otherwise be sent to its last holder until entries expire. The kernel
+//! itself sends the announcements (one gratuitous ARP request for each IPv4 address, one
+//! unsolicited, overriding neighbour advertisement for each IPv6 address that is not tentative)
+//! when the hardware address is set again and two sysctls allow it.
 //!
-//! Why not send frames: closing a packet socket waits for an RCU grace period, 4 to 20 ms (6.18), most of an ADD.
-//! The newcomer's mistake: announcing before the bridge's port forwards; the frames are lost and nobody complains.
+//! Why not send frames: closing a packet socket waits for an RCU grace period, 4 to 20 ms (6.18),
+//! most of an ADD. Announce only after the bridge's port forwards: before that, the frames are lost
+//! without an error.
 
 use netlink_packet_route::link::{LinkAttribute, LinkMessage};
 
@@ -14,13 +16,15 @@ use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::sysctl;
 
-/// Allows announcements on the interface `ifname` of the calling thread's namespace. Belongs into the visit to the
-/// container's namespace that sets its other sysctls. A kernel without one of the families is no failure.
+/// Allows announcements on the interface `ifname` of the calling thread's namespace. Belongs into
+/// the visit to the container's namespace that sets its other sysctls. A kernel without one of the
+/// families is not an error.
 pub fn allow(ifname: &str) -> Result<()> {
     for name in ["ipv4", "ipv6"] {
         let value = if name == "ipv4" { "arp_notify" } else { "ndisc_notify" };
         let key = format!("net/{name}/conf/{ifname}/{value}");
-        // It is off in an interface just made; only who may not write needs to look first.
+        // It is off in an interface just made; only a process that is not allowed to write needs
+        // the current value.
         match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
@@ -30,11 +34,11 @@ pub fn allow(ifname: &str) -> Result<()> {
 }
 
 impl Netlink {
-    /// Announces every address of an interface that is up and for which [`allow`] was called; `mac` is the hardware
-    /// address it has. One request.
+    /// Announces every address of an interface that is up and for which [`allow`] was called; `mac`
+    /// is the hardware address it has. One request.
     ///
-    /// Does nothing for an interface that has the address of another one, an ipvlan: the kernel has announced its addresses
-    /// when it was set up.
+    /// Does nothing for an interface that has the address of another one, an ipvlan: the kernel has
+    /// announced its addresses when it was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
@@ -58,8 +62,8 @@ mod tests {
     use std::thread::sleep;
     use std::time::{Duration, Instant};
 
-    /// The calling thread stays on one of its processors. What it sends over a veth pair then arrives in that order, as
-    /// each processor has one queue of what it has sent.
+    /// The calling thread stays on one of its processors. What it sends over a veth pair then
+    /// arrives in that order, as each processor has one queue of what it has sent.
     fn stay_on_one_processor() {
         let mine = Pid::from_raw(0);
         let allowed = sched_getaffinity(mine).unwrap();
@@ -103,8 +107,9 @@ mod tests {
             let sender = netns.run(|| UdpSocket::bind("10.1.0.7:0")).unwrap().unwrap();
             sender.set_broadcast(true).unwrap();
             container.announce(veth.peer_index, mac).unwrap();
-            // What is sent is received later, maybe by another thread of the kernel's. After a packet sent behind it
-            // nothing is under way any more. A broadcast, for which nobody has to ask for a hardware address.
+            // What is sent is received later, maybe by another thread of the kernel's. After a
+            // packet sent behind it nothing is under way any more. A broadcast, which needs no
+            // address resolution.
             sender.send_to(b"x", "10.1.0.255:7").unwrap();
             receiver.recv(&mut [0]).expect("an ordinary packet arrives");
             assert_eq!(known(), [Some(stale); 2], "not allowed, yet announced");

@@ -1,8 +1,8 @@
 //! Bridges and their ports.
 //!
-//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). The newcomer's mistakes: a bridge made without an
-//! address takes the lowest of its ports' and changes it with them; and a kernel may have bridges but no VLAN
-//! filtering, which it tells (EOPNOTSUPP) only when asked to switch it on.
+//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). A bridge created without an
+//! address takes the lowest address of its ports and changes it with them. A kernel may have
+//! bridges but no VLAN filtering, which it reports (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -26,9 +26,10 @@ pub struct BridgeSpec<'a> {
     pub name: &'a str,
     /// The largest packet, or the kernel's default (which follows the ports).
     pub mtu: Option<u32>,
-    /// Its address from the first moment on, which then never changes by itself; or one that follows the ports.
+    /// Its address from the first moment on, which then never changes by itself; or one that
+    /// follows the ports.
     pub mac: Option<Mac>,
-    /// Whether it tells VLANs apart.
+    /// Whether it filters by VLAN.
     pub vlan_filtering: bool,
     /// Whether it is up at once.
     pub up: bool,
@@ -69,11 +70,12 @@ pub fn probe_vlan_filtering() -> Result<()> {
 }
 
 impl Netlink {
-    /// Makes a bridge, in one request. What is returned is as at its birth: whether it works is not judged yet.
+    /// Makes a bridge, in one request. What is returned is as at its birth: whether it works is not
+    /// judged yet.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if VLAN filtering was asked for
-    /// and the kernel has none. Nothing is made in either case.
+    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if VLAN
+    /// filtering was asked for and the kernel has none. Nothing is made in either case.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
         let mut message = LinkMessage::default();
@@ -91,8 +93,8 @@ impl Netlink {
         self.create_link(message, spec.name).map_err(failed)
     }
 
-    /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once: the caller has
-    /// made sure that there is none.
+    /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once:
+    /// the caller has made sure that there is none.
     ///
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel cannot.
@@ -120,9 +122,10 @@ impl Netlink {
         })
     }
 
-    /// Waits until a bridge's port lets frames pass: both ends up, and the bridge has agreed. A spanning tree may take half
-    /// a minute to agree, so on a bridge that runs one this waits for the carrier alone. `watch` must have been opened in
-    /// this connection's namespace, before the port was touched.
+    /// Waits until a bridge's port lets frames pass: both ends up, and the bridge has agreed. A
+    /// spanning tree may take half a minute to agree, so on a bridge that runs one this waits for
+    /// the carrier alone. `watch` must have been opened in this connection's namespace, before the
+    /// port was touched.
     ///
     /// # Errors
     /// [`Error::is_deadline`], [`Error::is_terminated`], or the port is gone, or no port.
@@ -138,7 +141,8 @@ impl Netlink {
             let missing = || Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound);
             let link = found.ok_or_else(missing)?;
             match link.port {
-                // A port just made is taken to work until the kernel has judged it, and forwards for that moment.
+                // A port just made is taken to work until the kernel has judged it, and forwards
+                // for that moment.
                 Some(port) if port.state == PortState::Forwarding && link.oper_state == OperState::Up => Ok(Some(link)),
                 Some(port) if port.state == PortState::HeldBack && link.oper_state == OperState::Up => {
                     let bridge = link.master.map(|master| self.find_link_by_index(master)).transpose()?.flatten();

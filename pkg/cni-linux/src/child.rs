@@ -1,10 +1,11 @@
 //! Running another program to its end, whatever it does: IPAM delegates, iptables.
 //!
-//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`] returns it has been
-//! reaped, so nothing of it can act after a rollback. No shell is ever involved.
+//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`]
+//! returns it has been reaped, so nothing of it can act after a rollback. No shell is ever
+//! involved.
 //!
-//! The newcomer's mistakes: waiting for the end of a pipe instead of the end of the child (a grandchild may hold the
-//! pipe open for ever), or for the end of the child without emptying its pipes (it blocks once one is full).
+//! The wait is for the end of the child, not of a pipe, because a grandchild may hold the pipe open
+//! forever. The pipes are read meanwhile, because the child blocks once one is full.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,7 +20,7 @@ use nix::poll::{PollFd, PollFlags};
 use crate::machine::{LinuxMachine, wait_ready};
 use crate::sys;
 
-/// More than this on standard output is no answer to anything.
+/// The largest standard output that is accepted.
 const STDOUT_MAX: usize = 16 << 20;
 
 /// More than this on standard error is read and forgotten.
@@ -42,7 +43,8 @@ pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, R
     }
 }
 
-/// Asked each time around, also where the answer does not matter: the asking empties the descriptor that is polled.
+/// Asked each time around, also where the answer does not matter: the asking empties the descriptor
+/// that is polled.
 fn ended_by_sigterm(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
@@ -51,7 +53,7 @@ fn ended_by_sigterm(machine: &LinuxMachine, child: &Child<'_>) -> bool {
 struct Running {
     process: process::Child,
     exit: Option<ExitStatus>,
-    /// Readable when it has ended. Without it (before Linux 5.3) SIGCHLD tells.
+    /// Readable when it has ended. Without it (before Linux 5.3), SIGCHLD reports the end.
     ended: Option<OwnedFd>,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
@@ -65,7 +67,8 @@ impl Running {
         if let Some(env) = &child.env {
             command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
         }
-        // Ctrl-C goes to a whole process group: a child outside ours is ended by us alone, and after a rollback of ours.
+        // Ctrl-C goes to a whole process group: a child outside this process's group is ended only
+        // by this process, after its rollback.
         command.process_group(0);
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
@@ -97,17 +100,19 @@ impl Running {
             if ended_by_sigterm(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // A debugger may still hold what has ended: then only a wait that sleeps does not ask for ever.
+            // A debugger may still hold what has ended: then a blocking wait avoids an endless
+            // loop.
             let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
             self.exit = match exit {
                 // std does not ask again; the wait below ends at once if the child has.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
             };
-            // After the end too: what the child wrote is in the pipe. What a grandchild may still write is not awaited.
+            // After the end too: what the child wrote is in the pipe. What a grandchild may still
+            // write is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
-            // Standard error is only ever shown; a fault of it is no reason to fail.
+            // Standard error is only shown, so an error reading it is ignored.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
                 self.stderr = None;
             }
@@ -139,15 +144,16 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if self.exit.is_none() {
-            // It cannot be gone: nobody but us reaps it.
+            // The process ID is still valid: only this process reaps the child.
             let _ = self.process.kill();
             let _ = self.process.wait();
         }
     }
 }
 
-/// Writes what fits; closes the pipe after the last byte, or when nobody reads. Any other failure is one: a program that
-/// is content with half of its input, or none, would end well without having done what it was told.
+/// Writes what fits; closes the pipe after the last byte, or when the pipe has no reader. Any other
+/// failure is an error: a program that accepts half of its input, or none, would succeed without
+/// having done its work.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
@@ -350,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_child_starts_with_clean_signals_and_no_foreign_descriptors() {
+    fn the_child_starts_with_default_signals_and_no_descriptors() {
         // What this process itself was given, by cargo or a shell, is not ours to close.
         let inherited = Command::new("/bin/sh").args(["-c", "ls /proc/self/fd | wc -l"]).output().unwrap().stdout;
         let output = shell("cat /proc/self/status; ls /proc/self/fd | wc -l", b"", LONG).unwrap();
@@ -363,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_terminal_sends_to_our_process_group_does_not_reach_the_child() {
+    fn signals_of_a_terminal_do_not_reach_the_child() {
         let output = shell("read pid name state parent group rest < /proc/$$/stat; echo $(($$ - group))", b"", LONG);
         assert_eq!(String::from_utf8(output.unwrap().stdout).unwrap(), "0\n", "it leads a group of its own");
     }

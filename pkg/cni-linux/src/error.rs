@@ -1,7 +1,8 @@
-//! What went wrong in the kernel: what was being done, to what, and why, with the errno kept as a number.
+//! What went wrong in the kernel: what was being done, to what, and why, with the errno kept as a
+//! number.
 //!
-//! This room never chooses words for the operator's configuration; the plugin adds those with
-//! [`Error::context`]. A newcomer's mistake: matching on the text. The kernel's own explanation (the "extended
+//! These errors do not mention the operator's configuration; the plugin adds that with
+//! [`Error::context`]. Do not match on the text: the kernel's own explanation (the "extended
 //! acknowledgement") differs between releases; ask [`Error::errno`] or the `is_…` methods.
 
 use std::fmt;
@@ -13,7 +14,8 @@ use nix::errno::Errno;
 /// A result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A failure. Displays as `failed to add 10.1.2.3/24 to eth0: File exists (os error 17): <the kernel's explanation>`.
+/// A failure. Displays as `failed to add 10.1.2.3/24 to eth0: File exists (os error 17): <the
+/// kernel's explanation>`.
 #[derive(Debug, thiserror::Error)]
 #[error("{doing}: {cause}{}", Others(.others))]
 pub struct Error {
@@ -29,7 +31,7 @@ pub struct Error {
 pub enum Taken {
     /// The name of the host's end: another one can be tried.
     HostName,
-    /// The name of the container's end: the interface that bears it stays untouched.
+    /// The name of the container's end: the interface that has it stays untouched.
     ContainerName,
 }
 
@@ -62,7 +64,7 @@ pub(crate) enum Reason {
         /// The kernel's own explanation.
         ack: Option<Box<str>>,
     },
-    /// The path is no network namespace, or does not exist. Go's text.
+    /// The path is not a network namespace, or does not exist. Go's text.
     #[error("{text}")]
     NoNetns {
         /// The whole message.
@@ -76,7 +78,7 @@ pub(crate) enum Reason {
     /// SIGTERM, SIGINT or SIGHUP came first.
     #[error("interrupted by a signal")]
     Terminated,
-    /// Somebody else, named here, has it and lives.
+    /// Another owner, named here, has it and still exists.
     #[error("{0}")]
     Held(String),
     /// Anything that has no errno.
@@ -191,7 +193,8 @@ impl Error {
         self
     }
 
-    /// The outcome of work that continues after errors: the first one, with the messages of the others after its own.
+    /// The outcome of work that continues after errors: the first one, with the messages of the
+    /// others after its own.
     ///
     /// # Errors
     /// The joined one.
@@ -211,7 +214,8 @@ impl Error {
         self.errno().is_some_and(|got| errnos.iter().any(|errno| *errno as i32 == got))
     }
 
-    /// Whether the thing acted upon does not exist: no such interface, address, route, neighbour, file.
+    /// Whether the thing acted upon does not exist: no such interface, address, route, neighbour,
+    /// file.
     pub fn is_not_found(&self) -> bool {
         matches!(self.cause.0, Reason::LinkNotFound)
             || self.is(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
@@ -227,7 +231,8 @@ impl Error {
         self.is(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
     }
 
-    /// Whether a path was no network namespace, or nothing at all. DEL takes this for "already gone".
+    /// Whether a path is not a network namespace, or does not exist. DEL takes this for "already
+    /// gone".
     pub fn is_no_netns(&self) -> bool {
         matches!(self.cause.0, Reason::NoNetns { .. })
     }
@@ -260,9 +265,9 @@ impl Error {
 }
 
 impl From<Error> for cni::Error {
-    /// Code 4 where CNI_NETNS is no namespace, 11 where time ran out or SIGTERM came, 102 where somebody else has it, else
-    /// 100. What means more (an unsupported VLAN setting, say) is known to the caller alone, who uses
-    /// [`cni::Error::with_code`].
+    /// Code 4 if CNI_NETNS is not a namespace, 11 after a timeout or SIGTERM, 102 if another owner
+    /// has it, else 100. Where only the caller knows a better code (for an unsupported VLAN
+    /// setting, say), the caller uses [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause, others } = error;
         let others = others.into_iter().map(cni::Error::from);

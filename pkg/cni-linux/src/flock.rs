@@ -1,11 +1,13 @@
-//! Waiting for an `flock` that another process holds: with a deadline, open to SIGTERM, and naming the holder.
+//! Waiting for an `flock` that another process holds: with a deadline, open to SIGTERM, and naming
+//! the holder.
 //!
-//! A free lock is taken at once. For a held one a second thread calls the blocking `flock` and so keeps its turn in the
-//! kernel's queue, while the caller's thread waits for that thread, the deadline, or a signal. The thread that lost its
-//! wait cannot be stopped: it gives the lock back as soon as it gets it, since nobody takes the file from it.
+//! A free lock is taken at once. For a held one a second thread calls the blocking `flock` and so
+//! keeps its turn in the kernel's queue, while the caller's thread waits for that thread, the
+//! deadline, or a signal. The thread that lost its wait cannot be stopped: it gives the lock back
+//! as soon as it gets it, since no caller takes the file from it.
 //!
-//! Owning the lock of a file proves nothing if the file has been removed or replaced meanwhile: callers compare what is
-//! at the path with what they have locked.
+//! Owning the lock of a file proves nothing if the file has been removed or replaced meanwhile:
+//! callers compare what is at the path with what they have locked.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read as _};
@@ -38,16 +40,17 @@ pub struct Limit {
 pub struct Refused {
     /// The deadline, a signal, or what the kernel refused.
     pub cause: Cause,
-    /// After a wait, the process that holds the lock, as `process 12 (bridge)`; `None` if it is not visible from here.
+    /// After a wait, the process that holds the lock, as `process 12 (bridge)`; `None` if it is not
+    /// visible from here.
     pub holder: Option<String>,
 }
 
-/// Locks the file, for as long as it is open. [`OnSigterm::Finish`] is for a rollback, which must not be cut short by
-/// what caused it.
+/// Locks the file, for as long as it is open. [`OnSigterm::Finish`] is for a rollback, which must
+/// not be cut short by what caused it.
 ///
 /// # Errors
-/// The deadline came first, or, with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending (which the machine must
-/// have blocked; it stays pending), or the kernel refused.
+/// The deadline came first, or, with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending
+/// (which the machine must have blocked; it stays pending), or the kernel refused.
 pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Refused> {
     let broken = |error: io::Error| Refused { cause: error.into(), holder: None };
     loop {
@@ -66,8 +69,8 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
 }
 
 impl Netns {
-    /// Locks the namespace itself, as long as this handle or the returned file is open. No file is created, and whoever
-    /// locks the file that a path to the namespace leads to waits for it, whichever path that is.
+    /// Locks the namespace itself, as long as this handle or the returned file is open. No file is
+    /// created, and a process that locks any path to the namespace waits for this lock.
     ///
     /// # Errors
     /// Those of [`lock`], with the process that holds the lock.
@@ -94,7 +97,8 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
                 result => break result.map(|()| file),
             }
         };
-        // If nobody waits any more, the file comes back in the error and is closed, which unlocks it.
+        // If the caller waits no longer, the file comes back in the error and is closed, which
+        // unlocks it.
         drop(sender.send(result));
         drop(waker);
     };
@@ -150,8 +154,9 @@ pub fn all() -> io::Result<String> {
     }
 }
 
-/// Finds the holder in the text of `/proc/locks`. Lines with an arrow are waiters. Some file systems show another device
-/// there than in `stat`, so an equal inode alone counts if nothing matches better.
+/// Finds the holder in the text of `/proc/locks`. Lines with an arrow are waiters. Some file
+/// systems show another device there than in `stat`, so an equal inode alone counts if nothing
+/// matches better.
 pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
     let mut by_inode = None;
     for line in locks.lines() {

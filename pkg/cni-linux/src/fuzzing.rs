@@ -7,7 +7,8 @@ pub fn conntrack_key(entry: &Entry) -> &[u8] {
     entry.key()
 }
 
-/// The connections to these ports in a text like `/proc/net/nf_conntrack`; `None` if something in it is not understood.
+/// The connections to these ports in a text like `/proc/net/nf_conntrack`; `None` if something in
+/// it is not understood.
 pub fn conntrack_text(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
     conntrack::entries_in(text, ports)
 }

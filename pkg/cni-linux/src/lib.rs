@@ -3,22 +3,27 @@
 //! Rooms:
 //!
 //! - [`netns`]: network namespaces by path, and the one door through which code runs inside one.
-//! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`], [`bridge`],
-//!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] put their verbs. Its [`socket`](netlink::socket) is also that of
-//!   [`conntrack`], [`watch`] and `cni-firewall`.
-//! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an address lives now.
+//! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`],
+//!   [`bridge`], [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] put
+//!   their verbs. Its [`socket`](netlink::socket) is also that of [`conntrack`], [`watch`] and
+//!   `cni-firewall`.
+//! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an
+//!   address lives now.
 //! - [`sysctl`]: values under /proc/sys. [`mac`]: hardware addresses.
-//! - [`tun`]: TAP interfaces. [`program`]: where programs of the system are. [`selinux`]: the label that a program gets.
+//! - [`tun`]: TAP interfaces. [`program`]: where programs of the system are. [`selinux`]: the label
+//!   that a program gets.
 //! - [`packet`]: UDP over an interface that has no address yet.
-//! - [`machine`], `child`: signals, and running another program so that it can never outlive this one.
+//! - [`machine`], `child`: signals, and running another program so that it can never outlive this
+//!   one.
 //! - [`stream`]: standard input and output, with a deadline.
 //! - [`conntrack`]: forgetting connections that a mapping has made wrong.
 //! - [`flock`]: waiting for a file lock that another process holds.
 //! - `sys`: the only unsafe code of the whole workspace.
 //!
 //! Everything is synchronous. No type of a netlink crate leaves this crate.
-//! The fact a newcomer gets wrong: a netlink socket belongs to the namespace it was born in, /proc/sys to the thread
-//! that opens the file. So one connection per namespace, and the door for the files.
+//! A netlink socket belongs to the namespace in which it was created, a file of /proc/sys to the
+//! namespace of the thread that opens it. So there is one connection per namespace, and
+//! [`Netns::run`] for the files.
 
 pub mod addr;
 pub mod announce;

@@ -1,7 +1,8 @@
 //! Ethernet addresses.
 //!
-//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the field were checked
-//! with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip` accepts, are none of them.
+//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the
+//! field were checked with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip`
+//! accepts, are none of them.
 
 use std::fmt;
 use std::io;
@@ -11,7 +12,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
 
-/// The text was no hardware address. Displays Go's text.
+/// The text is not a hardware address. Displays Go's text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("address {0}: invalid MAC address")]
 pub struct ParseMacError(String);
@@ -58,7 +59,8 @@ impl FromStr for Mac {
 }
 
 fn parse(text: &[u8]) -> Option<Mac> {
-    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte tells which; no mixtures.
+    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte selects the form;
+    // mixed forms are refused.
     let (separator, group) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),

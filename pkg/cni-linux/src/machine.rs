@@ -1,12 +1,15 @@
-//! The operating system as the protocol sees it: signals, the clock, programs, and whether two namespaces are one.
+//! The operating system as the protocol sees it: signals, the clock, programs, and whether two
+//! namespaces are one.
 //!
-//! SIGTERM, SIGINT and SIGHUP mean one thing, to end, and are blocked and read from a descriptor: no handler, nothing
-//! asynchronous. Whoever waits, waits on that descriptor too; the rollback then runs on the main thread like after any
-//! other failure. Where the comments say SIGTERM, they mean all three.
+//! SIGTERM, SIGINT and SIGHUP mean one thing, to end, and are blocked and read from a descriptor:
+//! no handler, nothing asynchronous. Every wait includes that descriptor; the rollback then
+//! runs on the main thread like after any other failure. Where the comments say SIGTERM, they mean
+//! all three.
 //!
-//! The newcomer's mistakes: a signal is blocked per *thread*, and a thread inherits the mask of its maker, so
-//! [`LinuxMachine::install`] is `main`'s first act; a signal that is ignored comes all the same once it is blocked, so
-//! under nohup SIGHUP must not be; and SIGPIPE needs nothing: Rust's runtime ignores it.
+//! A signal is blocked per *thread*, and a thread inherits the mask of its
+//! maker, so [`LinuxMachine::install`] is `main`'s first act; an ignored signal is still delivered
+//! to the descriptor once it is blocked, so under nohup SIGHUP must not be; and SIGPIPE needs
+//! nothing: Rust's runtime ignores it.
 
 use std::cell::Cell;
 use std::io;
@@ -41,11 +44,13 @@ pub struct LinuxMachine {
 }
 
 impl LinuxMachine {
-    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread, and in those it will make, and opens a
-    /// descriptor that tells of them. What our starter made us ignore stays ignored.
+    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread, and in those it will make,
+    /// and opens a descriptor that reports them. Signals that the caller set to be ignored stay
+    /// ignored.
     ///
-    /// SIGXFSZ is blocked too and never looked at: a write beyond RLIMIT_FSIZE then fails with EFBIG like any other, where
-    /// the signal would end us without an answer and without a rollback.
+    /// SIGXFSZ is blocked too and never looked at: a write beyond RLIMIT_FSIZE then fails with
+    /// EFBIG like any other, where the signal would end us without an answer and without a
+    /// rollback.
     pub fn install() -> io::Result<LinuxMachine> {
         let mut signals = SigSet::from(Signal::SIGCHLD);
         for signal in ENDING {
@@ -62,7 +67,8 @@ impl LinuxMachine {
 }
 
 impl LinuxMachine {
-    /// Whether a signal to end has been seen: [`terminated`](Machine::terminated) without a look at what has come since.
+    /// Whether a signal to end has been seen: [`terminated`](Machine::terminated) without a look at
+    /// what has come since.
     pub(crate) fn was_terminated(&self) -> bool {
         self.terminated.get()
     }
@@ -81,7 +87,8 @@ impl Machine for LinuxMachine {
     }
 
     fn terminated(&self) -> bool {
-        // A signal is read once, so it must be remembered. SIGCHLD only ends a wait; who waits then looks at its child.
+        // A signal is read once, so it must be remembered. SIGCHLD only ends a wait; who waits then
+        // looks at its child.
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if i32::try_from(signal.ssi_signo) != Ok(Signal::SIGCHLD as i32) {
                 self.terminated.set(true);
@@ -109,8 +116,8 @@ impl Machine for LinuxMachine {
     }
 }
 
-/// Waits until a descriptor is ready, or for `left` (for ever if `None`). An interruption counts as an event: callers
-/// look again anyway.
+/// Waits until a descriptor is ready, or for `left` (without a bound if `None`). An interruption
+/// counts as an event: callers look again anyway.
 pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
     // Whole milliseconds, rounded up: rounded down, the last one would be spent turning in circles.
     let timeout = left.map_or(PollTimeout::NONE, |left| {
@@ -132,7 +139,7 @@ mod tests {
     use nix::sys::signal::raise;
 
     #[test]
-    fn what_is_to_end_us_is_noticed_once_and_remembered_unless_we_were_told_to_ignore_it() {
+    fn a_termination_signal_is_remembered_unless_ignored() {
         for signal in ENDING {
             std::thread::spawn(move || {
                 let machine = machine();

@@ -1,7 +1,7 @@
 //! The host's memory of which hardware address an IP address has.
 //!
-//! Entries we write are reachable, never permanent: the kernel forgets them by itself. The newcomer's mistake: making
-//! an entry for every container. Only one that exists, left by the address's last holder, needs correcting.
+//! Entries written here are reachable, never permanent, so the kernel drops them by itself. Only an
+//! existing entry, left by the address's last holder, is corrected; no entry is created.
 
 use std::net::IpAddr;
 
@@ -14,7 +14,8 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 
 impl Netlink {
-    /// Corrects a neighbour's address where there is an entry; makes none. Returns whether there was one. One request.
+    /// Corrects a neighbour's address where there is an entry; makes none. Returns whether there
+    /// was one. One request.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;

@@ -1,11 +1,12 @@
-//! Network namespaces by path, and the one door through which code runs inside one.
+//! Opens network namespaces by path, and runs code inside one.
 //!
-//! The door closes behind whoever leaves, by an error or a panic too; should the way back ever fail, the process ends there
-//! and then, because all that it would undo or say it would do in the wrong place. This room never creates or deletes a
-//! namespace; that is the runtime's.
+//! The thread always returns to its own namespace, also after an error or a panic. If returning
+//! fails, the process ends, because every undo would act in the wrong namespace. Only the runtime
+//! creates and deletes namespaces, never this module.
 //!
-//! The newcomer's mistakes: `/proc/self/ns/net` is the namespace of the *main thread* (`/proc/thread-self` is the
-//! caller's); and a thread or program started inside a namespace inherits it and keeps it.
+//! `/proc/self/ns/net` is the namespace of the *main thread*
+//! (`/proc/thread-self` is the caller's); and a thread or program started inside a namespace
+//! inherits it and keeps it.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -36,7 +37,8 @@ impl Netns {
     /// Opens the namespace at `path` (CNI_NETNS).
     ///
     /// # Errors
-    /// [`Error::is_no_netns`] if there is nothing at `path`, or no network namespace; with Go's texts.
+    /// [`Error::is_no_netns`] if there is nothing at `path`, or no network namespace; with Go's
+    /// texts.
     pub fn open(path: &Path) -> Result<Netns> {
         open(path).map_err(|cause| Error::new(format_args!("failed to open netns {}", quoted(path)), cause))
     }
@@ -46,12 +48,15 @@ impl Netns {
         Netns::open(Path::new(OWN))
     }
 
-    /// Whether `path` is the calling thread's own namespace. Two looks; where it is a namespace nothing is opened.
+    /// Whether `path` is the calling thread's own namespace. Two looks; where it is a namespace
+    /// nothing is opened.
     ///
     /// # Errors
-    /// Those of [`open`](Netns::open), where there is no namespace at `path`. One of another kind passes for a network's.
+    /// Those of [`open`](Netns::open), where there is no namespace at `path`. One of another kind
+    /// passes for a network's.
     pub fn is_own(path: &Path) -> Result<bool> {
-        // All namespaces of a kernel are on one device; what is on another is a plain file, or a puzzle.
+        // All namespaces of a kernel are on one device; what is on another is a plain file, or a
+        // puzzle.
         if let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
             && there.dev() == own.dev()
         {
@@ -70,16 +75,17 @@ impl Netns {
         &self.path
     }
 
-    /// What identifies it while it lives: device and inode. Numbers of dead namespaces are used again.
+    /// What identifies it while it lives: device and inode. Numbers of dead namespaces are used
+    /// again.
     pub fn id(&self) -> (u64, u64) {
         (self.device, self.inode)
     }
 
-    /// Takes the calling thread into this namespace, runs `inside`, and takes it back. A panic of `inside` continues in
-    /// the caller, after the way back.
+    /// Takes the calling thread into this namespace, runs `inside`, and takes it back. A panic of
+    /// `inside` continues in the caller, after the way back.
     ///
-    /// For what depends on the calling thread: files under /proc/sys/net, sockets being born. Five system calls. No
-    /// thread and no child may be started in there: it would stay.
+    /// For what depends on the calling thread: files under /proc/sys/net, sockets being born. Five
+    /// system calls. No thread and no child may be started in there: it would stay.
     ///
     /// # Errors
     /// The namespace could not be entered; then `inside` has not run.
@@ -87,7 +93,7 @@ impl Netns {
         let enter = || -> io::Result<WayBack> {
             let home = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            Ok(WayBack(home)) // not before: who was not let in may not be let "back" either
+            Ok(WayBack(home)) // Only after setns succeeded: without the privilege to enter, the thread could not leave.
         };
         let _back =
             enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
@@ -101,12 +107,13 @@ struct WayBack(File);
 impl Drop for WayBack {
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // Only a kernel without a few bytes of memory refuses who has just been let in: it is asked again.
+        // Only a kernel without a few bytes of memory refuses who has just been let in: it is asked
+        // again.
         if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
             // In here a rollback would delete other people's links.
             let _ = writeln!(
                 io::stderr(),
-                "failed to leave a network namespace: {errno}; nothing more can be done from here"
+                "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
             );
             std::process::abort();
         }
@@ -120,12 +127,14 @@ impl AsFd for Netns {
 }
 
 fn open(path: &Path) -> Result<Netns, Cause> {
-    // Go looks at the file system first; where several things are wrong at once its text is the one people know.
+    // Go looks at the file system first; where several things are wrong at once its text is the one
+    // people know.
     let magic = statfs(path).map_err(|errno| {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            // Of the last two nothing can be opened either, now or later: a DEL that waited for it would never end.
+            // Of the last two nothing can be opened either, now or later: a DEL that waited for it
+            // would never end.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()
             }
@@ -139,10 +148,10 @@ fn open(path: &Path) -> Result<Netns, Cause> {
     let file = File::open(path)?;
     match sys::namespace_type(&file) {
         Ok(libc::CLONE_NEWNET) => {}
-        Ok(_) => return Err(none("it is a namespace, but no network namespace".into())),
-        // A file of procfs that is no namespace at all.
+        Ok(_) => return Err(none("it is a namespace, but not a network namespace".into())),
+        // A file of procfs that is not a namespace.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && magic != NSFS_MAGIC => {
-            return Err(none("it is no namespace".into()));
+            return Err(none("it is not a namespace".into()));
         }
         // A kernel too old to tell; setns will.
         Err(_) => {}
@@ -204,11 +213,11 @@ mod tests {
     }
 
     #[test]
-    fn other_kinds_of_namespace_and_other_files_of_proc_are_refused_at_once() {
+    fn other_namespaces_and_other_proc_files_are_refused() {
         let (text, kind) = text_and_kind("/proc/self/ns/mnt");
-        assert!(kind && text.ends_with("it is a namespace, but no network namespace"), "{text}");
+        assert!(kind && text.ends_with("it is a namespace, but not a network namespace"), "{text}");
         let (text, kind) = text_and_kind("/proc/self/status");
-        assert!(kind && text.ends_with("it is no namespace"), "{text}");
+        assert!(kind && text.ends_with("it is not a namespace"), "{text}");
     }
 
     #[test]

@@ -1,7 +1,9 @@
-//! UDP over IPv4 for an interface that may not have an address yet: a packet socket, and frames as bytes.
+//! UDP over IPv4 for an interface that possibly has no address yet: a packet socket, and frames as
+//! bytes.
 //!
-//! A packet socket's close waits for an RCU grace period, 4 to 20 ms (6.18). The checksum of a received UDP packet is not
-//! looked at: between interfaces of one machine the kernel leaves it open.
+//! A packet socket's close waits for an RCU grace period, 4 to 20 ms (6.18). The checksum of a
+//! received UDP packet is not looked at: between interfaces of one machine the kernel leaves it
+//! open.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -86,7 +88,8 @@ fn checksum(start: u32, bytes: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// A socket for the frames of one interface. It receives UDP packets to one port alone, and never waits.
+/// A socket for the frames of one interface. It receives UDP packets to one port alone, and never
+/// waits.
 #[derive(Debug)]
 pub struct PacketSocket(OwnedFd);
 
@@ -134,7 +137,8 @@ impl AsFd for PacketSocket {
     }
 }
 
-/// Returns a UDP socket of the calling thread's namespace with this local address on this interface, which never waits.
+/// Returns a UDP socket of the calling thread's namespace with this local address on this
+/// interface, which never waits.
 ///
 /// # Errors
 /// The kernel's; EADDRNOTAVAIL if the interface does not have the address.

@@ -1,11 +1,12 @@
-//! Calls on a netlink socket that fail once do not end the conversation.
+//! Retries calls on a netlink socket that fail.
 //!
-//! Given up at the first error, an answer would be lost: a link or a rule may exist that nobody knows of, and no undo has a
-//! connection left to run on. Yet a `send` that failed has sent nothing, and a `recv` that failed has taken nothing off
-//! the queue. So the same is tried again, a few times: what fails for good (a policy that forbids the call) is told.
+//! Giving up at the first error would lose an answer: an unknown link or rule may exist, and no
+//! undo has a connection left. But a `send` that failed has sent nothing, and a `recv` that failed
+//! has taken nothing off the queue. So the call is repeated a few times; a permanent failure (a
+//! policy that forbids the call) is returned.
 //!
-//! The newcomer's mistake: counting ENOBUFS among these errors. It says that the kernel has dropped messages, which
-//! whoever reads a list must know. And EAGAIN is no failure: there is nothing in the queue.
+//! ENOBUFS is not retried: it reports that the kernel has dropped messages, which the reader of a
+//! list must know. EAGAIN is not a failure: the queue is empty.
 
 use std::io;
 
@@ -44,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_is_made_again_but_not_for_ever_and_lost_messages_are_told() {
+    fn a_failed_call_is_retried_a_few_times_but_not_for_enobufs() {
         assert_eq!(failing(0, libc::EIO), (1, true));
         assert_eq!(failing(TRIES - 1, libc::EIO), (TRIES, true));
         assert_eq!(failing(TRIES, libc::EIO), (TRIES, false));

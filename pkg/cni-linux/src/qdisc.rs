@@ -1,7 +1,8 @@
-//! Traffic control: the token bucket filter that limits what an interface sends, and the `ingress` qdisc with the filter
-//! that redirects what an interface receives to another one.
+//! Traffic control: the token bucket filter that limits what an interface sends, and the `ingress`
+//! qdisc with the filter that redirects what an interface receives to another one.
 //!
-//! The packet crate knows neither the token bucket filter nor this filter's actions, so messages are put together here.
+//! The packet crate knows neither the token bucket filter nor this filter's actions, so messages
+//! are put together here.
 
 use netlink_packet_core::{Emitable, NLM_F_CREATE, NLM_F_EXCL};
 
@@ -131,8 +132,9 @@ impl Netlink {
         })
     }
 
-    /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or [`create_ingress`](Netlink::create_ingress) has
-    /// attached, and its filters. What is not there is fine, and another kind of qdisc stays.
+    /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or
+    /// [`create_ingress`](Netlink::create_ingress) has attached, and its filters. What is not there
+    /// is fine, and another kind of qdisc stays.
     pub fn purge_qdisc(&self, index: u32, place: Place) -> Result<()> {
         let message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
         let deleted = self.control(Kind::DelQdisc, &message, 0, |link| {
@@ -145,7 +147,8 @@ impl Netlink {
         }
     }
 
-    /// Redirects all that an interface receives to what `to` sends. The interface needs the `ingress` qdisc.
+    /// Redirects all that an interface receives to what `to` sends. The interface needs the
+    /// `ingress` qdisc.
     pub fn create_redirect(&self, index: u32, to: u32) -> Result<()> {
         const PRIORITY: u32 = 1;
         let protocol = u16::try_from(libc::ETH_P_ALL).unwrap_or_default().to_be();
@@ -153,12 +156,12 @@ impl Netlink {
         message.info = PRIORITY << 16 | u32::from(protocol);
         message.attributes.extend(new_nest(TCA_OPTIONS, &redirect(to)));
         self.control(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
-            format!("failed to redirect what {link} receives to {}", self.label(to))
+            format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
         })
     }
 
-    /// What the filters of an interface's `ingress` qdisc do, in order. Redirections to an interface that has gone are to
-    /// index 0.
+    /// What the filters of an interface's `ingress` qdisc do, in order. Redirections to an
+    /// interface that has gone are to index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
         let filters = self
             .dump(Kind::GetFilter, &Traffic::new(index, 0, INGRESS_HANDLE))
@@ -217,8 +220,8 @@ impl Body for Traffic {
     }
 }
 
-/// `struct tc_tbf_qopt`: the rate's and the peak rate's specifications, 12 bytes each with the rate at the end; limit, buffer,
-/// MTU.
+/// `struct tc_tbf_qopt`: the rate's and the peak rate's specifications, 12 bytes each with the rate
+/// at the end; limit, buffer, MTU.
 fn options_of(tbf: &Tbf) -> Vec<u8> {
     let rate = u32::try_from(tbf.rate);
     let numbers = [0, 0, rate.unwrap_or(u32::MAX), 0, 0, 0, tbf.limit, tbf.buffer, 0];
@@ -237,7 +240,8 @@ fn redirect(to: u32) -> Vec<u8> {
     // `struct tc_u32_sel` with one key of mask 0.
     let mut selector = [0; 32];
     (selector[0], selector[2]) = (TC_U32_TERMINAL, 1);
-    // `struct tc_mirred`: index, capabilities, what becomes of the packet, two counters; which kind; the other interface.
+    // `struct tc_mirred`: index, capabilities, what becomes of the packet, two counters; which
+    // kind; the other interface.
     let parameters = [0, 0, TC_ACT_STOLEN, 0, 0, TCA_EGRESS_REDIR, to].map(u32::to_ne_bytes).concat();
     let action =
         [new_attribute(TCA_KIND, b"mirred\0"), new_nest(TCA_OPTIONS, &new_attribute(TCA_MIRRED_PARMS, &parameters))];

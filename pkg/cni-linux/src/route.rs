@@ -1,10 +1,11 @@
 //! Routes.
 //!
-//! What a route in the way means is the caller's to judge; this room adds exclusively and shows what is there.
+//! What a route in the way means is the caller's to judge; this room adds exclusively and shows
+//! what is there.
 //!
-//! The newcomer's mistakes: IPv4 tells routes apart by destination, TOS and metric *within a table*, so a route with
-//! another gateway is "the same"; IPv6 turns metric 0 into 1024 and knows no scopes; the table's number in the header
-//! has eight bits, larger ones are an attribute.
+//! IPv4 identifies routes by destination, TOS and metric *within a
+//! table*, so a route with another gateway is "the same"; IPv6 turns metric 0 into 1024 and knows
+//! no scopes; the table's number in the header has eight bits, larger ones are an attribute.
 
 use std::net::IpAddr;
 
@@ -58,7 +59,8 @@ impl Family {
     }
 }
 
-/// A unicast route, to be added or as it is. In one that was read, numbers the kernel filled in are set.
+/// A unicast route, to be added or as it is. In one that was read, numbers the kernel filled in are
+/// set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
     /// Where to; without host bits.
@@ -71,14 +73,16 @@ pub struct Route {
     pub mtu: Option<u32>,
     /// The largest TCP segment to announce along it.
     pub advmss: Option<u32>,
-    /// The metric: of several to one destination the lowest counts. `None` and 0: the kernel's default.
+    /// The metric: of several to one destination the lowest counts. `None` and 0: the kernel's
+    /// default.
     pub priority: Option<u32>,
     /// The table; `None` and 0: the main one.
     pub table: Option<u32>,
-    /// How far the destination is: 0 beyond, 253 on the link, 254 on this host. `None`: 0. IPv6 ignores it.
+    /// How far the destination is: 0 beyond, 253 on the link, 254 on this host. `None`: 0. IPv6
+    /// ignores it.
     pub scope: Option<u8>,
-    /// The address that the host's own packets along it have as their source, or the kernel's choice. Not set in a
-    /// route that was read.
+    /// The address that the host's own packets along it have as their source, or the kernel's
+    /// choice. Not set in a route that was read.
     pub source: Option<IpAddr>,
     /// Whether the gateway is taken to be on the link although no route says so.
     pub onlink: bool,
@@ -120,7 +124,8 @@ impl Route {
         }
     }
 
-    /// Whether both are, to the kernel, routes to the same place of the same rank: one stands in the other's way.
+    /// Whether both are, to the kernel, routes to the same place of the same rank: one stands in
+    /// the other's way.
     pub fn is_rival_of(&self, other: &Route) -> bool {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
@@ -131,8 +136,8 @@ impl Route {
         self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
     }
 
-    /// Whether both do the same: rivals that also agree in gateway, interface, MTU, MSS and, for IPv4, scope. Who made
-    /// them does not matter.
+    /// Whether both do the same: rivals that also agree in gateway, interface, MTU, MSS and, for
+    /// IPv4, scope. Who made them does not matter.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
         let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
@@ -161,15 +166,16 @@ impl Netlink {
     /// Adds a route.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if a [rival](Route::is_rival_of) is there, be it identical: see [`Netlink::find_rivals`].
+    /// [`Error::is_exists`] if a [rival](Route::is_rival_of) is there, be it identical: see
+    /// [`Netlink::find_rivals`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
         self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
         })
     }
 
-    /// Adds one route over several gateways, among which the kernel spreads the traffic. `paths` are
-    /// [rivals](Route::is_rival_of): what they have in common is taken from the first.
+    /// Adds one route over several gateways, among which the kernel spreads the traffic. `paths`
+    /// are [rivals](Route::is_rival_of): what they have in common is taken from the first.
     ///
     /// # Errors
     /// [`Error::is_exists`] if a rival is there.
@@ -199,15 +205,15 @@ impl Netlink {
         })
     }
 
-    /// The unicast routes of one family in one table, `None` being the main one. A route over several gateways is
-    /// listed once for each.
+    /// The unicast routes of one family in one table, `None` being the main one. A route over
+    /// several gateways is listed once for each.
     pub fn list_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
         let table = table.filter(|table| *table != 0).unwrap_or(MAIN_TABLE);
         self.dump_routes(family, Some(table))
     }
 
-    /// The index of the interface of the default route: in the main table the one with the lowest metric, IPv4 before
-    /// IPv6, of several gateways the first.
+    /// The index of the interface of the default route: in the main table the one with the lowest
+    /// metric, IPv4 before IPv6, of several gateways the first.
     pub fn find_default_interface(&self) -> Result<Option<u32>> {
         for family in [Family::V4, Family::V6] {
             let routes = self.list_routes(family, None)?.into_iter();
@@ -229,7 +235,8 @@ impl Netlink {
         Ok(routes.into_iter().filter(|there| there.is_rival_of(route)).collect())
     }
 
-    /// The index of the interface by which packets to `address` leave this host, as its rules and routes decide it.
+    /// The index of the interface by which packets to `address` leave this host, as its rules and
+    /// routes decide it.
     ///
     /// # Errors
     /// The kernel's, ENETUNREACH above all, if there is no way.
@@ -245,12 +252,13 @@ impl Netlink {
 
     /// Whether packets to `address` are taken in by this namespace.
     ///
-    /// For an IPv6 address this comes a moment after it was added: a worker of the kernel's joins its group for neighbour
-    /// discovery, then routes it, and until then packets to it are lost.
+    /// For an IPv6 address this comes a moment after it was added: a worker of the kernel's joins
+    /// its group for neighbour discovery, then routes it, and until then packets to it are lost.
     pub fn is_own(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
-            // No route, or one that is unreachable, prohibited, a black hole: until its own is there, another may cover it.
+            // No route, or one that is unreachable, prohibited, a black hole: until its own is
+            // there, another may cover it.
             Err(cause)
                 if matches!(
                     cause.errno(),
@@ -353,7 +361,7 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
         AddressFamily::Inet6 => IpAddr::from([0; 16]),
         _ => return Vec::new(),
     };
-    // A cloned route is a remembered exception (a path's MTU, a redirect), not one that anybody made.
+    // A cloned route is a cached exception (a path's MTU, a redirect), not a configured route.
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }

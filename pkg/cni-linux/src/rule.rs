@@ -1,7 +1,7 @@
 //! Rules: which routing table a packet is looked up in.
 //!
-//! The kernel goes through the rules by priority. A rule that is added without one gets the number below that of the
-//! second rule in the list, so the newest one comes first.
+//! The kernel goes through the rules by priority. A rule that is added without one gets the number
+//! below that of the second rule in the list, so the newest one comes first.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -21,7 +21,8 @@ pub struct Rule {
     pub source: Option<Cidr>,
     /// The table.
     pub table: u32,
-    /// The priority; the lowest comes first. `None` leaves the choice to the kernel and, in a deletion, means any.
+    /// The priority; the lowest comes first. `None` leaves the choice to the kernel and, in a
+    /// deletion, means any.
     pub priority: Option<u32>,
 }
 
@@ -47,8 +48,8 @@ impl std::fmt::Display for Rule {
 }
 
 impl Netlink {
-    /// Adds a rule of the family of its source. Without a priority the kernel adds another one where the same rule is
-    /// there already.
+    /// Adds a rule of the family of its source. Without a priority the kernel adds another one
+    /// where the same rule is there already.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the same rule with the same priority is there.

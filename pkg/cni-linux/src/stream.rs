@@ -1,9 +1,11 @@
-//! A plugin's standard input and output: no wait for the other end outlives a signal, or a deadline.
+//! A plugin's standard input and output: no wait for the other end outlives a signal, or a
+//! deadline.
 //!
-//! A runtime that stops in the middle of a call would else keep the plugin for ever, its work done and not told.
+//! Without a deadline, a runtime that stops in the middle of a call would block the plugin forever.
 //!
-//! The newcomer's mistakes: to call a signal's end of a wait `Interrupted`, which std's loops take for EINTR and try again;
-//! and to write more than PIPE_BUF at once, for "ready" promises room for no more.
+//! A wait that a signal ends must not return `Interrupted`, because std's loops take that for EINTR
+//! and try again. A write is at most PIPE_BUF bytes, because "ready" promises no more room than
+//! that.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,10 +16,12 @@ use nix::poll::{PollFd, PollFlags};
 
 use crate::machine::{LinuxMachine, wait_ready};
 
-/// For all that is read or written, from the first wait on. Whoever has not sent a configuration by then has gone.
+/// The bound for everything read or written, from the first wait on. A caller that has not sent a
+/// configuration by then is taken as gone.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One end of the conversation with whoever called. Fails with [`ErrorKind::TimedOut`] at a signal and at the deadline.
+/// Standard input or output, connected to the caller. Fails with [`ErrorKind::TimedOut`] at a
+/// signal and at the deadline.
 #[derive(Debug)]
 pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,
@@ -32,7 +36,8 @@ impl<'m, F: AsFd> Stream<'m, F> {
         Stream { machine, fd, patience, deadline: None }
     }
 
-    /// The descriptor, ready: then nobody is kept, so a signal that has come is for later.
+    /// Returns the descriptor once it is ready. If it is ready at once, a pending signal is handled
+    /// later.
     fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
         // One that came before is not in the descriptor any more.
@@ -121,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn who_neither_sends_nor_takes_anything_is_waited_for_until_the_deadline() {
+    fn an_idle_peer_is_waited_for_until_the_deadline() {
         let machine = machine();
         let (reader, writer) = io::pipe().unwrap();
         let nothing = "the other end did nothing for 0.05 s";
@@ -139,7 +144,7 @@ mod tests {
         // Its mask is this thread's alone.
         let test = || {
             if crate::sys::is_ignored(Signal::SIGTERM).unwrap() {
-                return crate::testing::skip("SIGTERM is ignored by whoever runs this");
+                return crate::testing::skip("SIGTERM is ignored by the parent process");
             }
             let machine = machine();
             let (reader, writer) = io::pipe().unwrap();

@@ -1,7 +1,7 @@
 //! Values under /proc/sys.
 //!
-//! The newcomer's mistake: which network namespace `net/…` belongs to is decided by the *thread* that opens the file.
-//! For a container's values use these functions inside [`Netns::run`](crate::Netns::run).
+//! The *thread* that opens the file decides which network namespace `net/…` belongs to. For a
+//! container's values use these functions inside [`Netns::run`](crate::Netns::run).
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -13,13 +13,14 @@ use crate::error::{Cause, Error, Result};
 
 const ROOT: &str = "/proc/sys";
 
-/// The file of a value. Of `.` and `/` the one that comes first in `name` separates; if it is `.`, a `/` inside a
-/// component stands for a dot (`net.ipv4.conf.eth0/100.forwarding` is about `eth0.100`), as in Go and in sysctl(8).
+/// The file of a value. Of `.` and `/` the one that comes first in `name` separates; if it is `.`,
+/// a `/` inside a component stands for a dot (`net.ipv4.conf.eth0/100.forwarding` is about
+/// `eth0.100`), as in Go and in sysctl(8).
 ///
 /// # Errors
 /// The name would lead elsewhere: an empty component, `.` or `..`.
 pub fn path(name: &str) -> Result<PathBuf> {
-    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is no valid name"));
+    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is not a valid name"));
     let dotted = name.find(['.', '/']).is_some_and(|at| name.as_bytes()[at] == b'.');
     let swapped: String = match dotted {
         true => name
@@ -60,7 +61,8 @@ pub fn read(name: &str) -> Result<String> {
 /// Writes a value.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such value; the kernel's errno if it does not like it.
+/// [`Error::is_not_found`] if this kernel has no such value; the kernel's errno if it does not like
+/// it.
 pub fn write(name: &str, value: &str) -> Result<()> {
     let path = path(name)?;
     let write = || -> io::Result<()> {
@@ -73,8 +75,8 @@ pub fn write(name: &str, value: &str) -> Result<()> {
     written.map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
 }
 
-/// Writes a value unless it is there already. Returns the one it replaced, if it did. A file system mounted
-/// read-only with the right value in it is thus no obstacle.
+/// Writes a value unless it is there already. Returns the one it replaced, if it did. A file system
+/// mounted read-only with the right value in it is thus no obstacle.
 pub fn ensure(name: &str, value: &str) -> Result<Option<String>> {
     let old = read(name)?;
     if old == value {

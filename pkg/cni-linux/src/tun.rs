@@ -1,8 +1,9 @@
 //! TAP interfaces: Ethernet links whose other end is a program.
 //!
-//! A tap lives as long as its device file is open, unless it is told to stay: until [`Tap::keep`] the kernel removes the tap
-//! of a process that is killed. The program that opens the tap later chooses packet information and the virtio header again;
-//! owner, group and the number of queues are fixed here.
+//! A tap lives as long as its device file is open, unless it is made persistent: until
+//! [`Tap::keep`] the kernel removes the tap of a process that is killed. The program that opens the
+//! tap later chooses packet information and the virtio header again; owner, group and the number of
+//! queues are fixed here.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -79,8 +80,9 @@ fn open() -> io::Result<File> {
 fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let device = open()?;
     let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
-    // Without IFF_TUN_EXCL the kernel would hand out an existing tap of that name. Kernels before 6.2 ignore IFF_NO_CARRIER:
-    // there the tap has a carrier until this process closes it, and the kernel notices the loss up to a second later.
+    // Without IFF_TUN_EXCL the kernel would hand out an existing tap of that name. Kernels before
+    // 6.2 ignore IFF_NO_CARRIER: there the tap has a carrier until this process closes it, and the
+    // kernel notices the loss up to a second later.
     let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {

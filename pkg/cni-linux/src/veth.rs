@@ -1,12 +1,13 @@
 //! Pairs of virtual Ethernet interfaces.
 //!
-//! The container's end is born in the container's namespace, with its final name: making a pair in one namespace and
-//! moving an end costs the kernel 15 to 30 ms. Addresses are given at birth, so that no policy of udev rewrites them.
+//! The container's end is born in the container's namespace, with its final name: making a pair in
+//! one namespace and moving an end costs the kernel 15 to 30 ms. Addresses are given at birth, so
+//! that no policy of udev rewrites them.
 //!
-//! The newcomer's mistake: believing that one request does it all. Names, addresses, MTUs, bridge and "up" of the
-//! host's end are taken from the request that creates the pair; an alias there is silently ignored (6.18), so it
-//! follows in a second one, and "up" for the other end is refused. Between the two the host's end has its network's
-//! [group](AttachmentId::group).
+//! One request is not enough. Names, addresses, MTUs, bridge
+//! and "up" of the host's end are taken from the request that creates the pair; an alias there is
+//! silently ignored (6.18), so it follows in a second one, and "up" for the other end is refused.
+//! Between the two the host's end has its network's [group](AttachmentId::group).
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::time::Duration;
@@ -22,11 +23,12 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// How many names for the host's end are tried. Each is taken with a chance of one in 4,000 million for every veth
-/// on the machine.
+/// How many names for the host's end are tried. Each is taken with a chance of one in 4,000 million
+/// for every veth on the machine.
 pub const HOST_NAME_ATTEMPTS: u32 = 4;
 
-/// How long a pair may be without its alias. An ADD takes some 20 µs from its creation to the alias.
+/// How long a pair may be without its alias. An ADD takes some 20 µs from its creation to the
+/// alias.
 const UNMARKED: Duration = Duration::from_secs(1);
 
 /// A pair to be made. The fields may be set directly.
@@ -100,17 +102,18 @@ impl Netlink {
         match marked.and(peer_index) {
             Ok(peer_index) => Ok(Veth { index: made.index, peer_index }),
             Err(error) => {
-                // Without its mark nobody would ever know whose it is. The first error is the one to tell.
+                // Without its mark the link has no known owner. The first error is returned.
                 let _ = self.purge_link(made.index);
                 Err(error)
             }
         }
     }
 
-    /// The host's end of an attachment, found by the names it may have got ([`AttachmentId::host_name`], attempts 0 to
-    /// [`HOST_NAME_ATTEMPTS`]): one request if it got its first, and the table of links is never read.
+    /// Returns the host's end of an attachment, found by the names it may have
+    /// ([`AttachmentId::host_name`], attempts 0 to [`HOST_NAME_ATTEMPTS`]): one request if it has the
+    /// first, and the table of links is never read.
     ///
-    /// A veth of such a name without any alias is it too: its maker was killed before it could be marked.
+    /// A veth of such a name without any alias counts too: the ADD was killed before it set the alias.
     pub fn find_host_end(&self, mark: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
             let is_ours = |link: &Link| link.is_veth() && (link.alias.is_none() || mark.is_on(link.alias.as_deref()));
@@ -122,12 +125,13 @@ impl Netlink {
         Ok(None)
     }
 
-    /// Removes the host ends and ifbs of a network that were left without their alias, because the ADD that made them was
-    /// killed. `listed` is the table of links from before; if a link in it is such a link, waits up to a second for the alias
-    /// that an ADD at work sets.
+    /// Removes the host ends and ifbs of a network that were left without their alias, because the
+    /// ADD that made them was killed. `listed` is the table of links from before; if a link in it
+    /// is such a link, waits up to a second for the alias that an ADD at work sets.
     ///
     /// # Errors
-    /// The first; all the others have been tried. [`Error::is_terminated`] if SIGTERM ends the wait.
+    /// The first; all the others have been tried. [`Error::is_terminated`] if SIGTERM ends the
+    /// wait.
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
         let group = AttachmentId::group(network);
         let is_unmarked = |link: &Link| {
@@ -159,8 +163,8 @@ impl Netlink {
         done
     }
 
-    /// The kernel says EEXIST for either name, so look which it was. The container's counts first: it is final, a host
-    /// name can be tried anew.
+    /// The kernel says EEXIST for either name, so look which it was. The container's counts first:
+    /// it is fixed, while another host name can be tried.
     fn which_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;
@@ -298,7 +302,7 @@ mod tests {
             assert_eq!(host.find_host_end(&mark).unwrap(), None);
             let (alias, names) = (mark.alias(), [mark.host_name(0), mark.host_name(1)]);
             let foreign = VethSpec::new(&names[0], HOST, "other", PEER);
-            let foreign = host.create_veth(&VethSpec { alias: Some("somebody's"), ..foreign }).unwrap();
+            let foreign = host.create_veth(&VethSpec { alias: Some("another's"), ..foreign }).unwrap();
             assert_eq!(host.find_host_end(&mark).unwrap(), None);
             let ours = VethSpec { alias: Some(&alias), ..VethSpec::new(&names[1], HOST, "eth0", PEER) };
             let ours = host.create_veth(&ours).unwrap();
@@ -312,7 +316,8 @@ mod tests {
         });
     }
 
-    /// A pair whose ADD was killed before it could set the alias, with both names and the index of the host's end.
+    /// A pair whose ADD was killed before it could set the alias, with both names and the index of
+    /// the host's end.
     fn unmarked(host: &Netlink, mark: &AttachmentId) -> u32 {
         let (name, alias) = (mark.host_name(0), mark.alias());
         let peer_name = name.replace("veth", "peer");
@@ -357,8 +362,8 @@ mod tests {
         });
     }
 
-    /// The fact that finding an unmarked link rests on. The other end takes one too: a host's end that is made from inside
-    /// the container.
+    /// The fact that finding an unmarked link rests on. The other end takes one too: a host's end
+    /// that is made from inside the container.
     #[test]
     fn the_kernel_takes_a_group_in_the_request_that_creates() {
         in_new_netns(|| {
@@ -382,8 +387,8 @@ mod tests {
         });
     }
 
-    /// The fact that the second request rests on. Should a kernel ever take the alias at once, this test fails and the
-    /// request can go.
+    /// The fact that the second request rests on. Should a kernel ever take the alias at once, this
+    /// test fails and the request can go.
     #[test]
     fn the_kernel_ignores_an_alias_in_the_request_that_creates() {
         in_new_netns(|| {

@@ -1,11 +1,13 @@
 //! Which VLANs a bridge's port, or the bridge itself, takes part in.
 //!
-//! The newcomer's mistakes: a bridge has two sets of VLANs for "itself": as the master of a port ([`Target::Master`]
-//! on the port's index) and as a station ([`Target::Itself`] on the bridge's index); and the kernel writes runs of
-//! equal VLANs as two entries, first and last, which must be unfolded. And its table of them is read by position and not
-//! marked when it changed meanwhile: for each port that goes, another one may be left out, though it stays (6.18).
+//! A bridge has two sets of VLANs for "itself": as the master of a port
+//! ([`Target::Master`] on the port's index) and as a station ([`Target::Itself`] on the bridge's
+//! index); and the kernel writes runs of equal VLANs as two entries, first and last, which must be
+//! unfolded. And its table of them is read by position and not marked when it changed meanwhile:
+//! for each port that goes, another one may be left out, though it stays (6.18).
 //!
-//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every list is empty.
+//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every
+//! list is empty.
 
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::link::{
@@ -52,10 +54,12 @@ pub enum Target {
 }
 
 impl Netlink {
-    /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no smaller question.
+    /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no
+    /// smaller question.
     ///
     /// # Errors
-    /// Also if it is neither, so that a port which the kernel left out is never taken for one without VLANs.
+    /// Also if it is neither, so that a port which the kernel left out is never taken for one
+    /// without VLANs.
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let mut message = LinkMessage::default();
@@ -103,7 +107,8 @@ fn message(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
     message
 }
 
-/// The entries of one port or bridge in a message of the kernel's; `None` if it is about another one.
+/// The entries of one port or bridge in a message of the kernel's; `None` if it is about another
+/// one.
 fn entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
     let (_, all) = link::parts(reply).filter(|(header, _)| header.index == index)?;
     let specs = attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC);
@@ -193,7 +198,8 @@ mod tests {
         message.emit(&mut bytes);
         let (family, index, attributes) = (bytes[0], &bytes[4..8], &bytes[16..]);
         assert_eq!((i32::from(family), index), (libc::AF_BRIDGE, 7u32.to_ne_bytes().as_slice()));
-        // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1), IFLA_BRIDGE_VLAN_INFO (2).
+        // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1),
+        // IFLA_BRIDGE_VLAN_INFO (2).
         let expected: Vec<u8> = [20u16, 26, 6, 0, 1, 0, 8, 2, 6, 100].into_iter().flat_map(u16::to_ne_bytes).collect();
         assert_eq!(attributes, expected);
     }

@@ -1,9 +1,10 @@
 //! Waiting until the kernel says that something has changed, with a deadline.
 //!
-//! A [`Watch`] hears of changes to links, addresses and IPv6 routes; what they are it does not read: after each it asks `check`
-//! again, which looks at the state itself. So nothing is missed when events come too fast or were lost.
+//! A [`Watch`] hears of changes to links, addresses and IPv6 routes; what they are it does not
+//! read: after each it asks `check` again, which looks at the state itself. So nothing is missed
+//! when events come too fast or were lost.
 //!
-//! The newcomer's mistake: opening the watch after the change was begun, and waiting for an event that is over.
+//! Open the watch before the change begins; otherwise the event may be over before the wait.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
@@ -18,8 +19,8 @@ use crate::machine::{ending, wait_ready};
 use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
-/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is told of before its route is
-/// there, so the route is what must be heard of.
+/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is
+/// reported before its route exists, so the route must be watched.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
 /// An ear for changes to links, addresses and IPv6 routes of one namespace.
@@ -42,13 +43,15 @@ impl AsRawFd for Watch {
 }
 
 impl Watch {
-    /// Listens to links that go in every namespace that has a number in the calling thread's, and to namespaces that go.
+    /// Listens to links that go in every namespace that has a number in the calling thread's, and
+    /// to namespaces that go.
     pub fn open_everywhere() -> Result<Watch> {
         let events = Events::open_everywhere().map_err(|error| Error::new("failed to listen to the kernel", error))?;
         Ok(Watch { events })
     }
 
-    /// Takes every event out of the queue. Whether one of them was about a link or a namespace that goes, or was lost.
+    /// Takes every event out of the queue. Whether one of them was about a link or a namespace that
+    /// goes, or was lost.
     pub fn forget(&self) -> bool {
         self.events.forget()
     }
@@ -64,11 +67,12 @@ impl Watch {
         netns.run(Watch::open)?
     }
 
-    /// Calls `check` now and after every change until it returns something, fails, or it is `deadline`.
+    /// Calls `check` now and after every change until it returns something, fails, or it is
+    /// `deadline`.
     ///
     /// # Errors
-    /// What `check` failed with; `failed to wait for WHAT: …` with [`Error::is_deadline`], or [`Error::is_terminated`]
-    /// if SIGTERM comes (which the machine must have blocked).
+    /// What `check` failed with; `failed to wait for WHAT: …` with [`Error::is_deadline`], or
+    /// [`Error::is_terminated`] if SIGTERM comes (which the machine must have blocked).
     pub fn wait<T>(
         &self,
         what: &str,
@@ -103,8 +107,8 @@ impl Watch {
     }
 }
 
-/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. It is not to be read: the machine does
-/// that, and remembers.
+/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. Do not
+/// read it: the machine does that, and remembers the signal.
 ///
 /// # Errors
 /// The kernel's.

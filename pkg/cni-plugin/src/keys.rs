@@ -1,7 +1,7 @@
 //! Keys that several plugins have, each read by one function.
 //!
-//! A plugin's own structure declares the keys it has, so that `cnitool validate` knows which those are; the
-//! functions here turn their values into sound ones.
+//! A plugin's own structure declares the keys it has, so that `cnitool validate` knows which those
+//! are; the functions here turn their values into sound ones.
 
 use std::ops::RangeInclusive;
 
@@ -92,7 +92,7 @@ pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
     if mac.is_multicast() || mac.is_zero() {
-        return Err(format!("cannot assign requested address: {mac} is no unicast address"));
+        return Err(format!("cannot assign requested address: {mac} is not a unicast address"));
     }
     Ok(Some(mac))
 }

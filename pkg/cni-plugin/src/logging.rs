@@ -1,12 +1,14 @@
-//! Where the log goes: nowhere, unless `CNI_LOG` is `info`, `debug` or `trace`; then to the file `CNI_LOG_FILE` where one is
-//! named, else to journald, else to stderr. Never to stdout, which is the wire. Another value, or a file that cannot be
-//! trusted, is told on stderr, and nothing is logged.
+//! Writes the log if `CNI_LOG` is `info`, `debug` or `trace`: to the file `CNI_LOG_FILE` if set,
+//! else to journald, else to stderr. Never to stdout, which carries the result. For another value,
+//! or a file that cannot be trusted, a note on stderr says so, and nothing is logged.
 //!
-//! Runtimes hand their own environment on, so a variable set for containerd's service reaches every plugin, and through
-//! it the delegates. A line is one write, so that lines of many processes do not mix. Nothing here can fail a call or
-//! hold it up: what cannot be written is lost. `TRACEPARENT` (W3C) gives the call its id.
+//! Runtimes hand their own environment on, so a variable set for containerd's service reaches every
+//! plugin, and through it the delegates. A line is one write, so that lines of many processes do
+//! not mix. Nothing here can fail a call or hold it up: what cannot be written is lost.
+//! `TRACEPARENT` (W3C) gives the call its id.
 //!
-//! The newcomer's mistake: logging needs the environment before anything else has been read; so it is read here, once.
+//! Logging starts before the call is parsed, so this module reads its environment variables itself,
+//! once.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -82,24 +84,24 @@ fn level(value: &str) -> Option<LevelFilter> {
     }
 }
 
-/// Opened to append, and only if it is a plain file of our user's alone: no link that somebody laid, no FIFO to wait for,
-/// nothing that others can read, and nothing that is another file by another name.
+/// Opens the log file to append. Only a regular file that this user owns, that no other user may
+/// access and that has one hard link is accepted; symbolic links and FIFOs are refused.
 fn open(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
     let found = file.metadata()?;
     if !found.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::other("it is not a regular file"));
     }
     if found.uid() != geteuid().as_raw() {
         return Err(io::Error::other(format!("it belongs to user {}", found.uid())));
     }
     if found.nlink() != 1 {
-        return Err(io::Error::other(format!("it has {} names", found.nlink())));
+        return Err(io::Error::other(format!("it has {} hard links", found.nlink())));
     }
     if found.mode() & 0o077 != 0 {
         let mode = found.mode() & 0o7777;
-        return Err(io::Error::other(format!("it is open to others, with mode {mode:o}: chmod 600 mends that")));
+        return Err(io::Error::other(format!("it is open to others, with mode {mode:o}: run chmod 600 on it")));
     }
     Ok(file)
 }

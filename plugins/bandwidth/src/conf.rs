@@ -48,13 +48,14 @@ struct Entry {
     egress_burst: u64,
 }
 
-/// The keys that nobody here reads.
+/// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     json.unknown_keys::<Raw>()
 }
 
 impl Conf {
-    /// Reads the configuration. One key of the four in the configuration itself, and `runtimeConfig` does not count.
+    /// Reads the configuration. One key of the four in the configuration itself, and
+    /// `runtimeConfig` does not count.
     ///
     /// # Errors
     /// 6 and 7, with Go's texts where it has them.
@@ -110,7 +111,8 @@ impl Limit {
         u128::from(self.rate) / 40 + u128::from(self.burst)
     }
 
-    /// The numbers for the kernel, which has 32 bits for two of them: what is larger becomes the largest.
+    /// The numbers for the kernel, which has 32 bits for two of them: what is larger becomes the
+    /// largest.
     pub(crate) fn tbf(self) -> Tbf {
         Tbf {
             rate: self.rate,

@@ -1,8 +1,9 @@
-//! `bandwidth`: limits on what a container receives and sends. Always behind another plugin, which created a veth pair.
+//! `bandwidth`: limits on what a container receives and sends. Always behind another plugin, which
+//! created a veth pair.
 //!
-//! Both limits are on the host's end of the pair. What the container receives is sent there, so a token bucket filter there
-//! limits it. What the container sends is received there, where nothing can wait: it is redirected to an ifb, which has the
-//! filter, and goes on from there.
+//! Both limits are on the host's end of the pair. What the container receives is sent there, so a
+//! token bucket filter there limits it. What the container sends is received there, where nothing
+//! can wait: it is redirected to an ifb, which has the filter, and goes on from there.
 //!
 //! What is on the host's end ends with it. DEL removes the ifb.
 
@@ -76,7 +77,7 @@ impl Plugin for Bandwidth {
         }
         check_limit(&host, &ifb, egress)?;
         if !host.list_filters(outer.index)?.contains(&Filter::Redirect(ifb.index)) {
-            return Err(failed(format!("what {} receives is not redirected to {}", outer.name, ifb.name)));
+            return Err(failed(format!("the traffic that {} receives is not redirected to {}", outer.name, ifb.name)));
         }
         Ok(())
     }

@@ -62,8 +62,9 @@ pub(crate) fn create<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> 
     Ok(Made { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
 }
 
-/// Waits until frames pass: the port forwards, and it, the gateway's link and the container's end have their carriers.
-/// A worker of the kernel sets each carrier, in any order, and an interface drops what it is to send until then.
+/// Waits until frames pass: the port forwards, and it, the gateway's link and the container's end
+/// have their carriers. A worker of the kernel sets each carrier, in any order, and an interface
+/// drops what it is to send until then.
 pub(crate) fn wait_for_frames(site: &Site<'_, Conf>, made: &Made<Plugged>, watch: &Watch) -> Result<()> {
     let machine = site.call.machine.0;
     let deadline = machine.now() + PORT_DEADLINE;
@@ -75,7 +76,7 @@ pub(crate) fn wait_for_frames(site: &Site<'_, Conf>, made: &Made<Plugged>, watch
             }
         } else {
             let notes = &site.call.notes;
-            notes.note(format_args!("{}: the bridge's spanning tree holds the port back for now", port.name));
+            notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", port.name));
         }
         // By now it nearly always has its own.
         site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)

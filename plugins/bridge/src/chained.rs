@@ -1,7 +1,8 @@
 //! `bridge` after another plugin that made CNI_IFNAME: that interface becomes a port.
 //!
-//! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge instead of deleting
-//! it. DEL and CHECK always carry a `prevResult`, chained or not: they go by the mark alone.
+//! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge
+//! instead of deleting it. DEL and CHECK always carry a `prevResult`, chained or not: they go by
+//! the mark alone.
 
 use std::rc::Rc;
 
@@ -25,11 +26,12 @@ const ALIAS_MAX: usize = 255;
 /// Room for the numbers that [`note_addresses`] fills in later.
 const NUMBERS: usize = 8;
 
-/// `prevResult`, if an earlier plugin made CNI_IFNAME in the container. One that made something else, as the loopback that
-/// Nomad's list begins with, leaves it to us to make it, and its result is none of ours.
+/// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container. The loopback
+/// plugin, with which Nomad's list begins, does not: then this plugin creates the interface and
+/// ignores that result.
 ///
-/// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that cannot be read matters only
-/// where it names that interface.
+/// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that
+/// cannot be read matters only where it names that interface.
 pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
     let Some(json) = call.conf.json().get("prevResult") else { return Ok(None) };
     let is_ours = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
@@ -105,10 +107,11 @@ pub(crate) struct Earlier {
     port_mark: PortMark,
 }
 
-/// Remembers on the port which of the result's addresses are ours, for DEL; and how to take them off the interface.
+/// Remembers on the port which of the result's addresses are ours, for DEL; and how to take them
+/// off the interface.
 ///
-/// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM gets them back. The
-/// addresses that it has already are the earlier plugin's.
+/// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM
+/// gets them back. The addresses that it has already are the earlier plugin's.
 pub(crate) fn note_addresses<'a>(
     site: &Site<'a, Conf>,
     made: &Made<Plugged>,
@@ -156,27 +159,27 @@ fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Res
 /// Returns the mark for the link, if this attachment may use the link.
 fn check_free(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
-        let msg = format!("{} is a port of another interface already", link.name);
+        let msg = format!("{} is already a port of another interface", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
     }
     let before = link.alias.clone().unwrap_or_default();
     let port_mark = match PortMark::parse(&before) {
         // A port already: the attachment lives. Only marked: an ADD was cut off right here.
         Some(port_mark) if port_mark.is(mark) && link.master.is_some() => {
-            let msg = format!("{} is a port of {} for this attachment already", link.name, bridge.name);
-            return Err(Error::new(Code::CONFLICT, msg).with_details("DEL it before it is added again"));
+            let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
+            return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
         }
         Some(port_mark) if port_mark.is(mark) => port_mark,
         Some(_) => {
             return Err(Error::new(
                 Code::CONFLICT,
-                format!("{} was given to a bridge by another attachment", link.name),
+                format!("{} was attached to a bridge by another attachment", link.name),
             ));
         }
         None => PortMark { mark: mark.alias(), addresses: (0, 0), before },
     };
     if port_mark.alias().len() + NUMBERS > ALIAS_MAX {
-        let msg = format!("the alias of {} is too long to be kept beside our mark: {:?}", link.name, port_mark.before);
+        let msg = format!("the alias of {} is too long to be kept with the mark: {:?}", link.name, port_mark.before);
         return Err(Error::config(msg));
     }
     Ok(port_mark)
@@ -184,7 +187,8 @@ fn check_free(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMar
 
 /// Marks the link and makes it a port.
 fn take(host: &Netlink, bridge: &Link, link: &Link, port_mark: &PortMark) -> Result<()> {
-    // The mark first: a port that nobody knows of is worse than a mark on what is no port.
+    // The mark comes first: an unmarked port could never be cleaned up, a mark on a link that is
+    // not a port does no harm.
     host.set_alias(link.index, &port_mark.alias())?;
     if link.master.is_none() {
         host.set_master(link.index, bridge.index)?;

@@ -1,7 +1,7 @@
 //! CHECK: is the attachment as ADD left it?
 //!
-//! The bridge's own things are judged by its configuration. The bridge's MAC is not judged: on a bridge that a Go plugin made
-//! it follows the ports, and no container is the worse for it.
+//! The bridge's own things are judged by its configuration. The bridge's MAC is not judged: on a
+//! bridge that a Go plugin made it follows the ports, and no container is the worse for it.
 
 use cni::result::IpConfig;
 use cni::skel::{RestoreMode, Restored};
@@ -78,7 +78,7 @@ fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     if !link.up {
         return Err(failed(format!("bridge {name} is down")));
     }
-    // Higher than asked is fine: somebody may be capturing.
+    // A higher value than requested is fine: a packet capture raises it too.
     if conf.promiscuous && link.promiscuity == 0 {
         let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
         return Err(failed(msg));
@@ -90,15 +90,15 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let (host, conf) = (&*check.site.host, &check.site.conf);
     let name = &outer.name;
     if outer.master != Some(bridge.index) {
-        return Err(failed(format!("{name} is no port of bridge {}", bridge.name)));
+        return Err(failed(format!("{name} is not attached to bridge {}", bridge.name)));
     }
     if !outer.up {
         return Err(failed(format!("{name} is down")));
     }
     if PortMark::of(outer).is_some_and(|port_mark| !port_mark.is(&check.site.mark)) {
-        return Err(failed(format!("{name} was given to {} by another attachment", bridge.name)));
+        return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
-    let port = outer.port.ok_or_else(|| failed(format!("{name} is no port of bridge {}", bridge.name)))?;
+    let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;
     for (what, found, expected) in
         [("hairpin mode", port.hairpin, conf.hairpin), ("port isolation", port.isolated, conf.isolated)]
     {
@@ -121,8 +121,8 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     Ok(())
 }
 
-/// Those of the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin made there are also
-/// that one's, which have no gateway here and are not masqueraded by us.
+/// Those of the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin
+/// made there are also that one's, which have no gateway here and are not masqueraded by us.
 fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     match PortMark::of(outer) {
         Some(PortMark { addresses: (first, count), .. }) => {

@@ -1,7 +1,7 @@
 //! The configuration of `bridge`: JSON in, impossible states out.
 //!
-//! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the configuration, and no mistake
-//! in it, can keep them from cleaning.
+//! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the
+//! configuration, and no mistake in it, can keep them from cleaning.
 
 use cni::args::CniArgs;
 use cni::config::{self, NetConf};
@@ -50,7 +50,8 @@ pub struct Conf {
     pub(crate) ipam: Option<String>,
     /// Replaces what IPAM says about name resolution.
     pub(crate) dns: Option<Dns>,
-    /// Gateways that this configuration itself may put onto the bridge, with their networks' prefixes.
+    /// Gateways that this configuration itself may put onto the bridge, with their networks'
+    /// prefixes.
     pub(crate) own_gateways: Vec<Cidr>,
 }
 
@@ -175,7 +176,8 @@ impl Conf {
     }
 }
 
-/// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name looks like.
+/// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name
+/// looks like.
 pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
     format!("{bridge}.{vlan}")
 }
@@ -283,7 +285,7 @@ mod tests {
             assert!(text.starts_with(&format!("bridge {name:?}: ")), "{text}");
         }
         assert!(refusal(r#","bridge":"twelve-bytes","isGateway":true,"vlan":100"#).contains("twelve-bytes.100"));
-        assert!(refusal(r#","runtimeConfig":{"mac":"01:00:00:00:00:01"}"#).contains("no unicast address"));
+        assert!(refusal(r#","runtimeConfig":{"mac":"01:00:00:00:00:01"}"#).contains("not a unicast address"));
     }
 
     #[test]
@@ -300,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trunk_is_a_sorted_set_and_its_presence_alone_asks_for_vlans() {
+    fn a_trunk_is_a_sorted_set_and_even_empty_enables_vlans() {
         let trunk = |keys: &str| parse(keys, "").unwrap().vlans.unwrap();
         let vlans = trunk(r#","vlanTrunk":[{"minID":5,"maxID":7,"id":3},{"id":6}],"vlan":9"#);
         assert_eq!((vlans.access, vlans.trunk), (Some(9), vec![3, 5, 6, 7]));
@@ -322,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn the_runtimes_mac_wins_over_the_args_and_those_over_the_variable() {
+    fn the_mac_of_the_runtime_precedes_args_and_cni_args() {
         let all = r#","runtimeConfig":{"mac":"02:00:00:00:00:01"},"args":{"cni":{"mac":"02:00:00:00:00:02"}}"#;
         let args = r#","args":{"cni":{"mac":"02:00:00:00:00:02","x":[]},"y":5}"#;
         for (keys, expected) in [(all, 1), (args, 2), ("", 3)] {

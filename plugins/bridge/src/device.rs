@@ -1,7 +1,8 @@
 //! The bridge itself: found or made, and fit for what the configuration asks of it.
 //!
-//! It is shared, so nothing of it is ever rolled back or deleted. A bridge that we make has its MAC from the first
-//! moment on: one that takes its ports' MACs changes with them, and loses its own with the last of them.
+//! It is shared, so nothing of it is ever rolled back or deleted. A bridge that we make has its MAC
+//! from the first moment on: one that takes its ports' MACs changes with them, and loses its own
+//! with the last of them.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -17,8 +18,9 @@ use cni_plugin::interface::{PortMark, host_interface};
 use crate::conf::Conf;
 use crate::record;
 
-/// The alias of a bridge whose MAC we have pinned. It tells the next ADD that there is nothing to do, without a look
-/// at the ports; the kernel does not say whether an address was set or came with a port.
+/// The alias of a bridge whose MAC we have pinned. The next ADD sees by this alias that there is
+/// nothing to do, without listing the ports; the kernel does not report whether an address was set
+/// or came with a port.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
 /// How long another ADD may take from making its port to marking it, which are two requests.
@@ -27,8 +29,8 @@ const MARK_DEADLINE: Duration = Duration::from_secs(1);
 /// Finds or makes the bridge. Its MAC is pinned before the port of this ADD is attached.
 ///
 /// # Errors
-/// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the kernel has no VLAN
-/// filtering.
+/// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the
+/// kernel has no VLAN filtering.
 pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Result<Link> {
     let wrapped = |error: cni_linux::Error| {
         let unsupported = conf.vlans.is_some() && error.is_unsupported();
@@ -121,8 +123,8 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) || !(conf.puts_gateway_on_bridge() || belongs_to_cni(host, &link)) {
         return Ok(link);
     }
-    // The owner's alias leaves no room for the sign. Setting the MAC at every ADD would drop all neighbour entries each
-    // time, so the MAC is pinned before the first address, as Go does.
+    // The owner's alias leaves no room for the sign. Setting the MAC at every ADD would drop all
+    // neighbour entries each time, so the MAC is pinned before the first address, as Go does.
     if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
         return Ok(link);
     }
@@ -140,8 +142,8 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
 }
 
-/// Whether an earlier ADD has put a gateway's address on the bridge: one of the configuration's own or, where only IPAM
-/// knows them, any but the kernel's link-local one.
+/// Whether an earlier ADD has put a gateway's address on the bridge: one of the configuration's own
+/// or, where only IPAM knows them, any but the kernel's link-local one.
 fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool> {
     let is_link_local = |address| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
     let is_gateway = |cidr: Cidr| match conf.own_gateways.is_empty() {
@@ -154,16 +156,16 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
 /// Whether all ports of the bridge are CNI's, so that no other program needs its MAC to change.
 fn belongs_to_cni(host: &Netlink, link: &Link) -> bool {
     let record = record::HostVeths::default();
-    // The ADD that made the bridge a moment ago, with its MAC, may not have put its sign on it yet;
-    // and while hundreds of ports come the list is never whole. The next ADD will look again: this
-    // one need not fail for it.
+    // Another ADD may have created the bridge a moment ago, with its MAC, and not have set the
+    // alias yet; while hundreds of ports are added, the list is never complete. The next ADD looks
+    // again, so this one does not fail.
     let Ok(ports) = host.list_ports(link.index) else { return false };
     // Without ports it may be waiting for its uplink, to take that one's MAC.
     ports.iter().all(|port| is_cni_port(port, &record)) && (!ports.is_empty() || link.mac.is_none_or(Mac::is_zero))
 }
 
-/// The bridge as the result lists it, once all ports are there: a MAC that is not pinned may have become a port's. Go's CHECK
-/// compares it.
+/// The bridge as the result lists it, once all ports are there: a MAC that is not pinned may have
+/// become a port's. Go's CHECK compares it.
 pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     let mac = match bridge.alias.as_deref() {
         Some(PINNED) => bridge.mac,
@@ -172,7 +174,8 @@ pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     Ok(host_interface(&bridge.name, mac))
 }
 
-/// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin made.
+/// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin
+/// made.
 fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
     let marked = port
         .alias

@@ -1,6 +1,7 @@
 //! The gateways' addresses on the bridge, or on the VLAN's own interface, and forwarding.
 //!
-//! Other attachments share both, so a failed ADD leaves them. What `forceAddress` removed is put back.
+//! Other attachments share both, so a failed ADD leaves them. What `forceAddress` removed is put
+//! back.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -19,8 +20,8 @@ use crate::conf::{Conf, vlan_gateway_name};
 /// The alias of the bridge's end of a VLAN gateway.
 const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
-/// Puts the gateways' addresses onto the link that is to have them, if the bridge is to be the gateway. A link of their
-/// own is added to the result.
+/// Puts the gateways' addresses onto the link that is to have them, if the bridge is to be the
+/// gateway. A link of their own is added to the result.
 pub(crate) fn serve<'a>(
     site: &Site<'a, Conf>,
     made: &mut Made<Plugged>,
@@ -82,8 +83,8 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Removes the addresses that are in the way, adds the missing ones and lets the host forward. Returns those that
-    /// were missing.
+    /// Removes the addresses that are in the way, adds the missing ones and lets the host forward.
+    /// Returns those that were missing.
     fn serve<'a>(self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
         let (host, conf, notes) = (&site.host, &site.conf, &site.call.notes);
         let Plan { link, missing, in_the_way, families } = self;
@@ -116,8 +117,8 @@ impl Plan {
     }
 }
 
-/// Whether `existing` keeps the gateway from the link. As in Go: any other IPv4 address, an IPv6 one
-/// whose network overlaps.
+/// Whether `existing` keeps the gateway from the link. As in Go: any other IPv4 address, an IPv6
+/// one whose network overlaps.
 fn is_in_the_way(existing: Cidr, gateway: Cidr) -> bool {
     if existing.is_ipv4() != gateway.is_ipv4() {
         return false;
@@ -127,7 +128,8 @@ fn is_in_the_way(existing: Cidr, gateway: Cidr) -> bool {
         || gateway.network().contains(existing.address())
 }
 
-/// The link that has the gateway's address: the bridge, or for a VLAN a veth whose other end is in that VLAN.
+/// The link that has the gateway's address: the bridge, or for a VLAN a veth whose other end is in
+/// that VLAN.
 fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     let (Some(vlan), true) = (conf.gateway_vlan(), conf.gateway != Gateway::None) else {
         return Ok(bridge.clone());
@@ -135,7 +137,8 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     let name = vlan_gateway_name(&bridge.name, vlan);
     let port_name = AttachmentId::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
-        // Down: the ADD that creates it was cut off, or has not finished. Setting it up is its last step.
+        // Down: the ADD that creates it was cut off, or has not finished. Setting it up is its last
+        // step.
         if !link.up
             && let Some(port) = link.peer_index.map(|port| host.find_link_by_index(port)).transpose()?.flatten()
         {
@@ -172,7 +175,8 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     Ok(host.link(&name)?)
 }
 
-/// Puts the port of a VLAN gateway into its VLAN, and last of all the gateway's end up. May be done again.
+/// Puts the port of a VLAN gateway into its VLAN, and last of all the gateway's end up. May be done
+/// again.
 fn ready_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
     for old in host.vlans(port)?.iter().filter(|old| old.vid != vlan) {
         host.del_vlan(port, old.vid, Target::Master)?;
@@ -186,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_other_ipv4_address_is_in_the_way_but_ipv6_only_if_it_overlaps() {
+    fn any_other_ipv4_but_only_an_overlapping_ipv6_conflicts() {
         let cidr = |text: &str| text.parse::<Cidr>().unwrap();
         assert!(is_in_the_way(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
         assert!(!is_in_the_way(cidr("fd00::1/64"), cidr("fd01::1/64")));

@@ -1,13 +1,14 @@
-//! `bridge`: a container's network namespace gets a port on a Linux bridge, an address from an IPAM plugin, and, if
-//! the bridge is to be the gateway, a way out.
+//! `bridge`: a container's network namespace gets a port on a Linux bridge, an address from an IPAM
+//! plugin, and, if the bridge is to be the gateway, a way out.
 //!
-//! Rooms: `conf` reads the configuration; `device` finds or makes the bridge, `port` says which frames may pass the
-//! port, `gateway` puts the gateway's addresses onto the bridge; `attach` puts them together for ADD, `chained` for a use
-//! after another plugin; `check` compares, `spoof` removes the rules of `macspoofchk`. Everything else around the link is
+//! Modules: `conf` reads the configuration; `device` finds or makes the bridge, `port` says which
+//! frames may pass the port, `gateway` puts the gateway's addresses onto the bridge; `attach` puts
+//! them together for ADD, `chained` for a use after another plugin; `check` compares, `spoof`
+//! removes the rules of `macspoofchk`. Everything else around the link is
 //! [`cni_plugin::interface`]'s.
 //!
-//! Easy to get wrong: the bridge is everybody's. It, its gateway addresses and the forwarding sysctls are never undone;
-//! only what carries this attachment's mark is.
+//! All networks and other programs may share the bridge, so the bridge, its gateway addresses and
+//! the forwarding sysctls are never undone. Only what carries this attachment's mark is removed.
 
 mod attach;
 mod chained;

@@ -62,14 +62,14 @@ pub(crate) fn refuse_second(host: &Netlink, mark: &AttachmentId, port: Option<&L
         let AttachmentId { network, container_id: container, ifname } = mark;
         let name = &earlier.name;
         let msg = format!("container {container} already has interface {ifname} in network {network}: host end {name}");
-        let details = "\"macspoofchk\": true guards one interface of that name; DEL it before it is added again";
+        let details = "\"macspoofchk\": true guards one interface of that name; run DEL before adding it again";
         return Err(Error::new(Code::CONFLICT, msg).with_details(details));
     }
     let name = port.map(|port| port.name.as_str()).unwrap_or_default();
     match SpoofCheck::open().and_then(|mut spoof| spoof.find_living(mark, name)) {
         Ok(Some(owner)) => {
             let msg = format!("failed to make spoof rules {}: they are those of {owner}", owner.id_ifname);
-            Err(Error::new(Code::CONFLICT, msg).with_details("the interface lives; DEL it before it is added again"))
+            Err(Error::new(Code::CONFLICT, msg).with_details("the interface exists; run DEL before adding it again"))
         }
         Ok(None) => Ok(()),
         Err(error) if error.is_unsupported() => Ok(()),
@@ -77,7 +77,7 @@ pub(crate) fn refuse_second(host: &Netlink, mark: &AttachmentId, port: Option<&L
     }
 }
 
-/// What protecting a port needs to know of it, whoever made it.
+/// The two ends of a port, as far as protecting the port needs them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PortEnds<'a> {
     /// The host's end.
@@ -88,8 +88,8 @@ pub(crate) struct PortEnds<'a> {
     pub(crate) peer_mac: Mac,
 }
 
-/// The port's VLANs as Go sets them: the default one goes unless it is to be kept; untagged frames belong to
-/// `vlan`, or with a trunk alone to VLAN 1.
+/// The port's VLANs as Go sets them: the default one goes unless it is to be kept; untagged frames
+/// belong to `vlan`, or with a trunk alone to VLAN 1.
 fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     if !vlans.keep_default {
         for vlan in host.vlans(index)? {

@@ -1,7 +1,8 @@
-//! Which links a runtime has on record as made by a CNI plugin: the results that libcni caches.
+//! Reads from libcni's cached results which links of the host a CNI plugin created.
 //!
-//! Read only for bridges that we did not make, to tell a container's port that a Go plugin made (it bears no mark of
-//! ours) from somebody else's. The default folder of Go's libcni is the only one all runtimes share.
+//! Read only for bridges that these plugins did not create. There a container's port created by a
+//! Go plugin, which has no mark, must be distinguished from a port of another program. The default
+//! folder of Go's libcni is the only one that all runtimes share.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
@@ -32,7 +33,8 @@ fn read(folder: &Path) -> BTreeSet<String> {
     files.filter_map(|file| content(&file)).flat_map(|bytes| host_interfaces(&bytes)).collect()
 }
 
-/// A regular file's content, unless it is far too long. The kind is asked first: opening a FIFO waits for its other end.
+/// A regular file's content, unless it is far too long. The kind is asked first: opening a FIFO
+/// waits for its other end.
 fn content(file: &DirEntry) -> Option<Vec<u8>> {
     if !file.file_type().ok()?.is_file() {
         return None;

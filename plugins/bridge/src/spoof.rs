@@ -7,11 +7,12 @@ use cni::{Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::Netlink;
 
-/// DEL. Also without `macspoofchk`: it may have been on at the time of the ADD. After the link, although its wait then
-/// comes on top: up to its end the container must not get frames past the rules.
+/// DEL. Also without `macspoofchk`: it may have been on at the time of the ADD. After the link,
+/// although its wait then comes on top: up to its end the container must not get frames past the
+/// rules.
 pub(crate) fn purge(call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
     match SpoofCheck::open().and_then(|mut spoof| spoof.purge(mark)) {
-        Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were left: they are those of {owner}")),
+        Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they are those of {owner}")),
         Ok(None) => {}
         Err(error) if error.is_unsupported() => {}
         Err(error) => return Err(error.into()),
@@ -19,7 +20,8 @@ pub(crate) fn purge(call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
     Ok(())
 }
 
-/// GC. Rules are known by their tag; what Go made has none and is removed only when its interface is gone for sure.
+/// GC. Rules are known by their tag; what Go made has none and is removed only when its interface
+/// is gone for sure.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
     let mut spoof = match SpoofCheck::open() {
         Ok(spoof) => spoof,

@@ -1,7 +1,8 @@
-//! `dummy`: a container's network namespace gets a dummy interface, which discards every frame, with addresses from an
-//! IPAM plugin.
+//! `dummy`: a container's network namespace gets a dummy interface, which discards every frame,
+//! with addresses from an IPAM plugin.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
+//! host.
 
 use std::rc::Rc;
 

@@ -1,7 +1,7 @@
 //! The configuration of `host-device`: JSON in, impossible states out.
 //!
-//! Nothing is looked up on the host here: [`device`](crate::device) does that. Whether anything selects a device is known
-//! only there too, since STATUS has no `runtimeConfig`.
+//! Nothing is looked up on the host here: [`device`](crate::device) does that. Whether anything
+//! selects a device is known only there too, since STATUS has no `runtimeConfig`.
 
 use std::path::{Component, PathBuf};
 

@@ -93,8 +93,8 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
     })
 }
 
-/// The names of the interfaces of a device that are in the host's namespace. `device` is a PCI or auxiliary device's name, or
-/// an absolute path, which `join` takes as it is.
+/// The names of the interfaces of a device that are in the host's namespace. `device` is a PCI or
+/// auxiliary device's name, or an absolute path, which `join` takes as it is.
 pub(crate) fn names_of(device: &str) -> Vec<String> {
     let folders = [pci_folder(device).unwrap_or_default(), Path::new(AUXILIARY).join(device).join("net")];
     folders.iter().flat_map(|folder| entries(folder).unwrap_or_default()).collect()

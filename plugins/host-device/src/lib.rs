@@ -1,9 +1,10 @@
 //! `host-device`: an interface of the host moves into a container's network namespace, and back.
 //!
-//! While the interface is in the container, its alias is the name that it had on the host, as Go's plugin writes it: so either
-//! plugin can give it back. The kernel moves a hardware interface back by itself when its namespace ends, under the container's
-//! name and still with the alias: DEL finds it then in the host's namespace. `conf` reads the configuration, `device` finds
-//! what it selects. Everything else around the link is [`cni_plugin::interface`]'s.
+//! While the interface is in the container, its alias is the name that it had on the host, as Go's
+//! plugin writes it: so either plugin can give it back. The kernel moves a hardware interface back
+//! by itself when its namespace ends, under the container's name and still with the alias: DEL
+//! finds it then in the host's namespace. `conf` reads the configuration, `device` finds what it
+//! selects. Everything else around the link is [`cni_plugin::interface`]'s.
 
 mod conf;
 mod device;
@@ -71,7 +72,8 @@ impl Interface for HostDevice {
         Ok(Made { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
     }
 
-    /// Go marks the interface by its alias alone, and a later plugin may change its hardware address.
+    /// Go marks the interface by its alias alone, and a later plugin may change its hardware
+    /// address.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Claim> {
         let is_prev = inner.mac.is_some() && inner.mac == mac_of(call, prev);
         let is_ours = is_prev || host_name(inner).is_some_and(|name| keys_of(call).allow(name, inner.mac));
@@ -173,7 +175,8 @@ impl Keys {
         }
     }
 
-    /// Whether a link of the host with an alias is the device: by `mac`, which `prevResult` has, or by the configuration.
+    /// Whether a link of the host with an alias is the device: by `mac`, which `prevResult` has, or
+    /// by the configuration.
     fn select(&self, link: &Link, mac: Option<Mac>) -> bool {
         let hwaddr = self.hwaddr.parse::<Mac>().ok();
         let ids = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
@@ -181,14 +184,14 @@ impl Keys {
         if has(mac) || has(hwaddr) || ids.iter().any(|id| names_of(id).contains(&link.name)) {
             return true;
         }
-        // Nothing else tells.
+        // The configured name decides only if nothing else identifies the device.
         let by_name = mac.is_none() && hwaddr.is_none() && ids.iter().all(|id| id.is_empty());
         by_name && !self.device.is_empty() && link.alias.as_ref() == Some(&self.device)
     }
 }
 
-/// Returns the key that selects the device, and a warning, if an ADD on this host would leave it without a default route.
-/// What cannot be found is not judged.
+/// Returns the key that selects the device, and a warning, if an ADD on this host would leave it
+/// without a default route. What cannot be found is not judged.
 pub fn lost_default_route(conf: &NetConf) -> Option<(&'static str, String)> {
     let Ok(Device::Interface(selector)) = Conf::new(conf, &Notes::silent()).and_then(|conf| Device::of(&conf)) else {
         return None;

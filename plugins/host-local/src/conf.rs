@@ -18,17 +18,18 @@ use cni::version::Version;
 use cni::{Code, Error, Result};
 use cni_ipam::lock::DEFAULT_LIMIT;
 use cni_ipam::store::DEFAULT_DATA_DIR;
-use cni_ipam::{Again, Earlier, RangeConf, RangeSets, Requested};
+use cni_ipam::{RangeConf, RangeSets, RebootPolicy, RepeatPolicy, Requested};
 use serde::Deserialize;
 
-/// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left in it.
+/// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left
+/// in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) data_dir: PathBuf,
     pub(crate) lock_timeout: Duration,
-    pub(crate) earlier: Earlier,
+    pub(crate) earlier: RebootPolicy,
     /// Only ADD asks for it.
-    pub(crate) again: Again,
+    pub(crate) again: RepeatPolicy,
 }
 
 /// All that ADD needs.
@@ -87,8 +88,8 @@ struct RuntimeConfig {
 }
 
 impl Place {
-    /// Reads what every verb needs. A wrong `lockTimeout` is told and replaced by the default, a wrong
-    /// `reclaimAfterReboot` by `false`, which harms nobody.
+    /// Reads what every verb needs. An invalid `lockTimeout` is noted and replaced by the default,
+    /// an invalid `reclaimAfterReboot` by `false`, which releases nothing.
     pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<Place> {
         let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));
@@ -96,16 +97,16 @@ impl Place {
         });
         let earlier = earlier(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; nothing is reclaimed"));
-            Earlier::Keep
+            RebootPolicy::Keep
         });
-        Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier, again: Again::Refuse })
+        Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier, again: RepeatPolicy::Refuse })
     }
 
     /// Reads the same, and `reuse`, and refuses every error.
     fn strict(conf: &NetConf) -> Result<Place> {
         let again = match boolean(conf, "reuse")? {
-            Some(true) => Again::Reuse,
-            Some(false) | None => Again::Refuse,
+            Some(true) => RepeatPolicy::Reuse,
+            Some(false) | None => RepeatPolicy::Refuse,
         };
         let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
         Ok(Place { data_dir, lock_timeout, earlier: earlier(conf)?, again })
@@ -189,14 +190,14 @@ fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
 /// fail.
 const READ_APART: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
 
-/// The keys of `ipam` and `runtimeConfig` that nobody here reads.
+/// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     let apart = |key: &str| READ_APART.iter().any(|name| name.eq_ignore_ascii_case(key));
     unknown.retain(|key| match key.path.split_once('.') {
         Some(("ipam", rest)) => !apart(rest),
         Some(("runtimeConfig", _)) => true,
-        // Whoever delegates has keys of its own.
+        // The delegating plugin has keys of its own.
         _ => false,
     });
     unknown
@@ -219,10 +220,10 @@ fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     }
 }
 
-fn earlier(conf: &NetConf) -> Result<Earlier> {
+fn earlier(conf: &NetConf) -> Result<RebootPolicy> {
     Ok(match boolean(conf, "reclaimAfterReboot")? {
-        Some(true) | None => Earlier::Reclaim,
-        Some(false) => Earlier::Keep,
+        Some(true) | None => RebootPolicy::Reclaim,
+        Some(false) => RebootPolicy::Keep,
     })
 }
 

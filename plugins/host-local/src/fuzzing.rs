@@ -1,4 +1,5 @@
-//! For pkg/cni-fuzz alone: the readers of configuration and resolv.conf, and what must hold of all they accept.
+//! For pkg/cni-fuzz alone: the readers of configuration and resolv.conf, and what must hold of all
+//! they accept.
 
 use cni::Result;
 use cni::result::{AddResult, Dns};
@@ -9,7 +10,8 @@ use cni_ipam::{Range, RangeSet};
 use crate::conf::{self, AddConf, Place};
 use crate::resolv;
 
-/// Reads a configuration as ADD does, and returns the result it would give were nothing of it to be reserved.
+/// Reads a configuration as ADD does, and returns the result it would give were nothing of it to be
+/// reserved.
 ///
 /// # Errors
 /// What ADD would refuse it with.

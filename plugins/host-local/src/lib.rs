@@ -1,8 +1,10 @@
-//! `host-local`: hands out addresses of the configured ranges and remembers them in a folder of this host.
+//! `host-local`: allocates addresses of the configured ranges and records them in a folder of this
+//! host.
 //!
-//! It never touches a network: whoever called it configures the interface. CNI_NETNS is required and never opened.
-//! Easy to get wrong: DEL, GC and STATUS get by without ranges, since the runtime gives those to ADD and CHECK alone;
-//! what is to be released is found by container ID and interface name, whatever the configuration says today.
+//! It changes no network state: the calling plugin configures the interface. CNI_NETNS is required
+//! and never opened. DEL, GC and STATUS work without ranges, because the runtime may pass ranges
+//! only to ADD and CHECK. DEL finds reservations by container ID and interface name, independent of
+//! the current configuration.
 
 mod conf;
 #[cfg(feature = "fuzzing")]
@@ -68,7 +70,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Reads the configuration that the plugin would get, for whoever looks at the addresses without it.
+    /// Reads the configuration as the plugin does, for tools that inspect the addresses without
+    /// running the plugin.
     ///
     /// # Errors
     /// As ADD's, but for what ADD alone is given.

@@ -1,7 +1,8 @@
 //! `resolvConf`: a resolver's configuration file as the result's `dns`.
 //!
-//! It follows Go's reading: what it does not know it passes over. Easy to get wrong: `search` and `options` add up
-//! over several lines, of `domain` the last one counts, and of a `nameserver` line only the first value.
+//! It reads the file as Go does and skips unknown lines. `search` and `options` accumulate over
+//! several lines, the last `domain` line counts, and only the first value of a `nameserver` line is
+//! read.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -11,7 +12,7 @@ use std::path::Path;
 use cni::result::Dns;
 use cni::{Code, Error, Result};
 
-/// No resolver reads more of it; and a device file never ends.
+/// Resolvers read less than this. The bound also ends the reading of a device file.
 const LONGEST: u64 = 1 << 20;
 
 /// Reads the file.
@@ -21,7 +22,7 @@ const LONGEST: u64 = 1 << 20;
 pub(crate) fn read(path: &Path) -> Result<Dns> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
     let mut bytes = Vec::new();
-    // Not blocking: nobody need be at the other end of a FIFO.
+    // Not blocking: a FIFO may have no writer.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(failed)?;
     file.take(LONGEST + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > LONGEST {

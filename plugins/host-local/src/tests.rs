@@ -146,7 +146,7 @@ fn nothing_is_read_as_dns_unless_asked_for() {
 }
 
 #[test]
-fn what_is_wrong_with_a_configuration_is_code_7_in_the_words_of_go() {
+fn an_invalid_configuration_is_code_7_with_the_text_of_go() {
     let host = Host::new();
     for (version, ipam, msg) in [
         ("1.0.0", json!({}), "no IP ranges specified"),
@@ -237,7 +237,7 @@ fn adding_twice_is_refused_and_deleting_twice_is_fine() {
 }
 
 #[test]
-fn a_result_that_cannot_be_expressed_or_written_takes_its_addresses_back() {
+fn an_undeliverable_result_releases_its_addresses() {
     struct Closed;
     impl io::Write for Closed {
         fn write(&mut self, _: &[u8]) -> io::Result<usize> {
@@ -265,7 +265,7 @@ fn a_result_that_cannot_be_expressed_or_written_takes_its_addresses_back() {
 }
 
 #[test]
-fn only_add_makes_a_folder_and_only_add_and_check_look_at_ranges() {
+fn only_add_creates_a_folder_and_only_add_and_check_read_ranges() {
     let host = Host::new();
     for ipam in [json!({}), json!({"ranges": "nonsense"}), json!({"subnet": "x", "lockTimeout": -1, "routes": 5})] {
         let mut conf = host.conf("1.1.0", ipam);
@@ -340,7 +340,7 @@ fn status_reports_a_used_up_range_with_figures() {
 }
 
 #[test]
-fn a_network_whose_name_is_too_long_is_refused_by_add_and_cleaned_by_del() {
+fn a_too_long_network_name_fails_add_but_not_del() {
     let host = Host::new();
     let name = "n".repeat(240);
     let folder = host.data.path().join(&name);

@@ -87,7 +87,8 @@ fn address(result: &Value) -> String {
     result["ips"][0]["address"].as_str().unwrap().to_owned()
 }
 
-/// All of these at once: every process is there and waits for its input before the first one gets it.
+/// All of these at once: every process is there and waits for its input before the first one gets
+/// it.
 fn at_once(net: &Net, calls: &[(&str, &str, String)], conf: &Value) -> Vec<Value> {
     let mut children: Vec<Child> = calls.iter().map(|(program, verb, id)| net.start(program, verb, id)).collect();
     children.iter_mut().for_each(|child| feed(child, conf));
@@ -101,7 +102,7 @@ fn at_once(net: &Net, calls: &[(&str, &str, String)], conf: &Value) -> Vec<Value
 }
 
 #[test]
-fn processes_at_one_barrier_get_distinct_addresses_and_leave_none() {
+fn simultaneous_processes_get_distinct_addresses() {
     let net = Net::new();
     let conf = net.conf(json!({"subnet": "10.0.0.0/24"}));
     // They come one after the other through the lock, which each of them gives up after 30 s.
@@ -120,7 +121,8 @@ fn ours_and_gos_share_a_folder_at_the_same_time() {
     let net = Net::new();
     let conf = net.conf(json!({"ranges": [[{"subnet": "10.0.0.0/25"}], [{"subnet": "fd00::/120"}]]}));
     let either = |n: usize| if n.is_multiple_of(2) { OURS } else { go.as_str() };
-    // Both in one call: a range of IPv4 and one of IPv6, so twice as many reservations as containers.
+    // Both in one call: a range of IPv4 and one of IPv6, so twice as many reservations as
+    // containers.
     let (count, newcomers) = (crowd(60), 100..100 + crowd(30));
     let add: Vec<_> = (0..count).map(|n| (either(n), "ADD", format!("c{n}"))).collect();
     let got: HashSet<String> = at_once(&net, &add, &conf).iter().map(address).collect();
@@ -160,7 +162,7 @@ fn the_round_robin_goes_on_where_gos_left_it_and_the_reverse() {
 }
 
 #[test]
-fn a_lock_that_is_never_given_back_ends_the_wait_with_its_holders_pid() {
+fn waiting_for_a_held_lock_ends_with_its_holders_pid() {
     let net = Net::new();
     net.ok(OURS, "ADD", "a", &net.conf(json!({"subnet": "10.0.0.0/24"})));
     let lock = File::open(net.path("lock")).unwrap();

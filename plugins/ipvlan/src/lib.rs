@@ -1,9 +1,9 @@
-//! `ipvlan`: a container's network namespace gets an interface on top of an interface of the host, the master, with the
-//! master's hardware address.
+//! `ipvlan`: a container's network namespace gets an interface on top of an interface of the host,
+//! the master, with the master's hardware address.
 //!
-//! Behind another plugin and without an IPAM plugin of its own it takes the addresses, routes and, if none is configured,
-//! the master from that plugin's result. Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin
-//! is on the host.
+//! Behind another plugin and without an IPAM plugin of its own it takes the addresses, routes and,
+//! if none is configured, the master from that plugin's result. Everything around the link is
+//! [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
 
 use cni::config::{self, NetConf};
 use cni::result::{AddResult, Dns};
@@ -100,11 +100,12 @@ impl Interface for Ipvlan {
     }
 }
 
-/// Returns the master on the host and the mode that a configuration gives it. The kernel keeps one mode per master, and the
-/// last ADD sets it for all interfaces on the master. `None` if only an ADD knows the master.
+/// Returns the master on the host and the mode that a configuration gives it. The kernel keeps one
+/// mode per master, and the last ADD sets it for all interfaces on the master. `None` if only an
+/// ADD knows the master.
 pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
     let Conf { link, ipam, .. } = Ipvlan.parse(conf, "", &Notes::silent()).ok()?;
-    // Without an IPAM plugin the interface is chained and the master may be another interface of the container.
+    // Without an IPAM plugin the plugin is chained, and prevResult names the master.
     if link.master.is_none() && ipam.is_none() {
         return None;
     }

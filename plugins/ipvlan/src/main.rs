@@ -1,3 +1,4 @@
-//! The CNI plugin `ipvlan`: a container gets an interface that shares the hardware address of an interface of the host.
+//! The CNI plugin `ipvlan`: a container gets an interface that shares the hardware address of an
+//! interface of the host.
 
 cni_plugin::main!(cni_plugin::InterfacePlugin(plugin_ipvlan::Ipvlan));

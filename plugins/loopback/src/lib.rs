@@ -1,6 +1,6 @@
 //! `loopback`: sets `lo` of the container's namespace up, and down again.
 //!
-//! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. Easy to get wrong: an earlier plugin's result is
+//! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. An earlier plugin's result is
 //! passed through as it is, without an entry for `lo`.
 
 use cni::config::{NetConf, ValidAttachments};
@@ -44,7 +44,8 @@ impl Plugin for Loopback {
         let netlink = Netlink::open()?.open_in(&Netns::open(call.netns()?)?)?;
         let lo = netlink.link(LO)?;
         let mut rollback = call.rollback();
-        // The kernel adds 127.0.0.1/8 and ::1/128 when it goes up, so the judgement on addresses comes after.
+        // The kernel adds 127.0.0.1/8 and ::1/128 when it goes up, so the judgement on addresses
+        // comes after.
         netlink.set_up(lo.index)?;
         let addresses = netlink.list_addresses(lo.index)?;
         if !lo.up {

@@ -1,7 +1,8 @@
-//! `macvlan`: a container's network namespace gets an interface with a hardware address of its own on top of an
-//! interface of the host, the master.
+//! `macvlan`: a container's network namespace gets an interface with a hardware address of its own
+//! on top of an interface of the host, the master.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
+//! host.
 
 use cni::args::CniArgs;
 use cni::config::{self, NetConf};
@@ -94,7 +95,8 @@ impl Interface for Macvlan {
     }
 }
 
-/// Go's texts: its parser refuses what is no address, the kernel what is none of an interface.
+/// Returns Go's texts: Go's parser refuses malformed addresses, the kernel refuses addresses that
+/// no interface can have.
 fn mac_error(sources: [&str; 3], why: &str) -> Error {
     let text = sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default();
     Error::config(match why.starts_with("address") {

@@ -1,7 +1,7 @@
 //! CHECK: do the ports still lead to the container?
 //!
-//! The configured backend is looked at first. If the attachment is in the other one, from before the configuration was
-//! changed, or made by Go, that one counts.
+//! The configured backend is looked at first. If the attachment is in the other one, from before
+//! the configuration was changed, or made by Go, that one counts.
 
 use cni::machine::OnSigterm;
 use cni::result::AddResult;
@@ -39,7 +39,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         }
         (false, false) => {
             let msg = format!("no host port of container {} is mapped", call.container_id);
-            let details = format!("neither {} nor {} has anything of it", backend.name(), other.name());
+            let details = format!("neither {} nor {} has rules of this attachment", backend.name(), other.name());
             return Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details));
         }
     };

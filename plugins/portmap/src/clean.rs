@@ -1,10 +1,11 @@
-//! DEL and GC: everything of an attachment, in both backends, by its key.
+//! Implements DEL and GC: removes everything of an attachment, in both backends, by the
+//! attachment's key.
 //!
-//! Nothing is asked of the configuration but the mappings, and those only to forget connections. What cannot be
-//! removed because a program is missing is said on stderr and is no error.
+//! Of the configuration only the mappings are used, and only to delete tracked connections. Rules
+//! that cannot be removed because a program is missing are reported on stderr and are not an error.
 //!
-//! The backends are closed last of all: the closing of a socket waits until the kernel has freed what was removed, an RCU
-//! grace period later, and what else there is to do is done meanwhile.
+//! The backends are closed last: closing a socket waits for an RCU grace period, until the kernel
+//! has freed the removed rules. The other work is done during that time.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -47,7 +48,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
 
 /// What a removal from both backends has come to.
 struct Removed<'m> {
-    /// What the rules claimed that have gone. No later DEL finds them, so they count whatever else has failed.
+    /// What the rules claimed that have gone. No later DEL finds them, so they count whatever else
+    /// has failed.
     claims: Vec<Claim>,
     outcome: Result<()>,
     open: Open<'m>,

@@ -1,7 +1,7 @@
 //! The configuration of `portmap`: JSON in, impossible states out.
 //!
-//! ADD and CHECK read all of it, STATUS all but the mappings. DEL takes from it what it can and GC takes nothing, so
-//! that no mistake in it can keep them from cleaning.
+//! ADD and CHECK read all of it, STATUS all but the mappings. DEL takes from it what it can and GC
+//! takes nothing, so that no mistake in it can keep them from cleaning.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -21,7 +21,8 @@ const DEFAULT_BIT: u8 = 13;
 /// A sound configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
-    /// Asked for, or the only one in whose words the configuration is written; `None` leaves the choice to the host.
+    /// Asked for, or the only one in whose words the configuration is written; `None` leaves the
+    /// choice to the host.
     pub(crate) backend: Option<Backend>,
     pub(crate) snat: Snat,
     pub(crate) set_mark: SetMark,
@@ -87,7 +88,9 @@ impl Conf {
         let set_mark = set_mark(raw.mark_masq_bit, raw.external_set_mark_chain)?;
         let backend = backend(raw.backend.as_deref().unwrap_or_default(), external, &v4, &v6)?;
         for (key, conditions) in [("conditionsV4", &v4), ("conditionsV6", &v6)] {
-            let refused = |token: &str| Error::config(format!("{key}: {token:?} is no match, and may not stand there"));
+            let refused = |token: &str| {
+                Error::config(format!("{key}: {token:?} is not allowed: conditions may only contain matches"))
+            };
             match Dialect::of(conditions) {
                 Some(Dialect::Iptables) => check_conditions(conditions).map_err(|token| refused(&token))?,
                 Some(Dialect::Nft) => check_nft(conditions).map_err(|token| refused(&token))?,
@@ -130,7 +133,7 @@ enum Refusal {
     Other(String),
 }
 
-/// The keys that nobody here reads.
+/// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
     json.unknown_keys::<Raw>()
 }
@@ -141,7 +144,7 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
         (None, Some(chain)) => {
             let fits = !chain.is_empty() && chain.len() <= 28 && !chain.starts_with(['-', '!']);
             if !fits || chain.contains(char::is_whitespace) || check_conditions(&[&chain]).is_err() {
-                return Err(Error::config(format!("externalSetMarkChain: {chain:?} is no name of a chain")));
+                return Err(Error::config(format!("externalSetMarkChain: {chain:?} is not a chain name")));
             }
             Ok(SetMark::Chain(chain))
         }
@@ -173,7 +176,8 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
             None => {}
         }
     }
-    // Without a wish Go has its default here, and fails; the words decide, unless they contradict each other.
+    // Without a wish Go has its default here, and fails; the words decide, unless they contradict
+    // each other.
     let chosen = asked.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
         (true, true) => None,
         (true, false) => Some(Backend::Nftables),
@@ -195,7 +199,8 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
     )))
 }
 
-/// Words of nft's language that do something: a condition only matches, so none of them may stand in one.
+/// Words of nft's language that do something: a condition only matches, so none of them may stand
+/// in one.
 pub(crate) const ORDERS: [&str; 31] = [
     "accept",
     "drop",
@@ -230,12 +235,13 @@ pub(crate) const ORDERS: [&str; 31] = [
     "flow",
 ];
 
-/// Refuses words that end the match or the rule. Returns the offending one.
+/// Refuses words that end the match or the rule. The error is the offending word.
 ///
-/// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are `1.2.3.4accept` and `0x1jump` two
-/// tokens each. So words are what is left between all that cannot be part of a name, and digits; and as numbers end in
-/// letters too (`0xejump`, `fd00::ejump`, `5msjump`), an order is found behind those that they may end in. What stands in
-/// quotes is a name; a quote that is not closed would swallow what we write behind it.
+/// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are
+/// `1.2.3.4accept` and `0x1jump` two tokens each. So a condition is split at digits and at all
+/// characters that cannot be part of a name. Numbers may also end in letters (`0xejump`,
+/// `fd00::ejump`, `5msjump`), so a statement is also found after such letters. Quoted text is a
+/// name; an unclosed quote would swallow the text that this plugin writes after the condition.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     let is_of_a_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     let is_of_a_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
@@ -263,10 +269,11 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
                 Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
             }
         })?;
-        // Looked up, not compared with each before it: whoever writes a pod says how many there are.
+        // A map, because the pod's author chooses the number of mappings: comparing all pairs would
+        // be quadratic.
         let before = claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
         if let Some(before) = before {
-            let msg = format!("portMappings[{index}] claims what portMappings[{before}] does");
+            let msg = format!("portMappings[{index}] requests the same host port as portMappings[{before}]");
             return Err(Error::config(format!("{msg}: {} port {}", mapping.protocol, mapping.host_port)));
         }
         mappings.push(mapping);
@@ -274,7 +281,8 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// What no other mapping may claim as well, once for each family: an unspecified address is every address of its family.
+/// What no other mapping may claim as well, once for each family: an unspecified address is every
+/// address of its family.
 fn claims(mapping: &Mapping) -> impl Iterator<Item = Claim> {
     let any_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };
@@ -377,7 +385,7 @@ mod tests {
             (r#"{"hostPort":80,"containerPort":80,"hostIP":"10.0.0"}"#, "Invalid host IP \"10.0.0\" (portMappings[1])"),
             (
                 r#"{"hostPort":1,"containerPort":80,"hostIP":"0.0.0.0"}"#,
-                "portMappings[1] claims what portMappings[0] does: tcp port 1",
+                "portMappings[1] requests the same host port as portMappings[0]: tcp port 1",
             ),
         ] {
             assert_eq!(refusal(&mapped(&format!("{good}{mapping}"))), text);
@@ -388,13 +396,13 @@ mod tests {
     }
 
     #[test]
-    fn the_first_mapping_that_claims_the_same_is_named_in_either_family() {
+    fn a_conflicting_mapping_names_the_first_in_either_family() {
         let of = |host_ip: &str| format!(r#"{{"hostPort":1,"containerPort":1,"hostIP":"{host_ip}"}}"#);
         let (any, v4, v6, one) = (of(""), of("0.0.0.0"), of("::"), of("192.0.2.1"));
         for (all, before) in [
-            ([&v6, &v4, &any], Some("portMappings[2] claims what portMappings[0] does: tcp port 1")),
-            ([&one, &v4, &any], Some("portMappings[2] claims what portMappings[1] does: tcp port 1")),
-            ([&any, &one, &v6], Some("portMappings[2] claims what portMappings[0] does: tcp port 1")),
+            ([&v6, &v4, &any], Some("portMappings[2] requests the same host port as portMappings[0]: tcp port 1")),
+            ([&one, &v4, &any], Some("portMappings[2] requests the same host port as portMappings[1]: tcp port 1")),
+            ([&any, &one, &v6], Some("portMappings[2] requests the same host port as portMappings[0]: tcp port 1")),
             ([&v6, &one, &v4], None),
         ] {
             let keys = mapped(&all.map(String::as_str).join(","));
@@ -449,7 +457,7 @@ mod tests {
             (r#","markMasqBit":32"#, "MasqMarkBit must be between 0 and 31"),
             (r#","markMasqBit":3,"externalSetMarkChain":"X""#, "Cannot specify externalSetMarkChain and markMasqBit"),
             (r#","portConflict":"steal""#, "\"portConflict\" can only be \"ignore\", not \"steal\""),
-            (r#","externalSetMarkChain":"a b""#, "externalSetMarkChain: \"a b\" is no name of a chain"),
+            (r#","externalSetMarkChain":"a b""#, "externalSetMarkChain: \"a b\" is not a chain name"),
         ] {
             assert_eq!(refusal(keys), text);
         }
@@ -490,7 +498,7 @@ mod tests {
             assert!(refusal(keys).contains(token), "{}", refusal(keys));
         }
         for chain in ["-j", "a\\nb", "", "COMMIT", "twenty-nine-bytes-is-too-much"] {
-            assert!(refusal(&format!(r#","externalSetMarkChain":"{chain}""#)).contains("no name of a chain"));
+            assert!(refusal(&format!(r#","externalSetMarkChain":"{chain}""#)).contains("not a chain name"));
         }
     }
 }

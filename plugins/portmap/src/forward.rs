@@ -1,7 +1,7 @@
 //! ADD: which addresses and ports, with which backend, and the rules in force.
 //!
-//! The order: what can be refused without a change, the rules, what they need of the host (`route_localnet`), and last
-//! the connections that the kernel still remembers by older rules.
+//! The order: what can be refused without a change, the rules, what they need of the host
+//! (`route_localnet`), and last the connections that the kernel still remembers by older rules.
 
 use cni::config::NetConf;
 use cni::machine::OnSigterm;
@@ -31,7 +31,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, earlier
     };
     let claims = wanted.all_claims();
     if claims.is_empty() && !conf.mappings.is_empty() {
-        call.notes.note("portmap: nothing is mapped: prevResult has no address that the mappings could lead to");
+        call.notes.note("portmap: no port is mapped: prevResult has no address that a mapping can use");
     }
     if conf.mappings.is_empty() || wanted.containers.is_empty() {
         displace_stale(call, &wanted);
@@ -131,8 +131,8 @@ fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, roll
     Ok(())
 }
 
-/// Whether iptables has failed because it does not work on this host, where nftables does. Costs a process, so it is
-/// asked only after a failure.
+/// Whether iptables has failed because it does not work on this host, where nftables does. Costs a
+/// process, so it is asked only after a failure.
 fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
     if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
         return false;
@@ -162,7 +162,7 @@ fn done<Former>(ensured: Ensured<Former>) -> Result<(Option<Former>, Vec<String>
 
 fn conflict(holder: &Holder) -> Error {
     Error::new(Code::CONFLICT, holder.to_string())
-        .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port all the same")
+        .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway")
 }
 
 /// Who has the ports where this backend does not look.
@@ -202,8 +202,8 @@ pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) ->
     }
 }
 
-/// The first address of each family that is the container's interface's, or could be: without an interface, or with one
-/// that the result does not list.
+/// The first address of each family that is the container's interface's, or could be: without an
+/// interface, or with one that the result does not list.
 pub(crate) fn containers(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
     let is_ours = |index: Option<usize>| match index.and_then(|index| prev.interfaces.get(index)) {
         Some(interface) => interface.name == ifname && !interface.sandbox.is_empty(),
@@ -222,8 +222,8 @@ pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::n
     Ok(prev.map_or_else(Vec::new, |prev| containers(ifname, &prev).iter().map(|cidr| cidr.address()).collect()))
 }
 
-/// The backend that is asked for; else iptables, unless its programs are not there. Whether they work shows when they
-/// are used.
+/// The backend that is asked for; else iptables, unless its programs are not there. Whether they
+/// work shows when they are used.
 pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
@@ -236,8 +236,8 @@ pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
     call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
 }
 
-/// Answers from a container to a client at 127.0.0.1 arrive from outside with a loopback address, which the kernel
-/// refuses unless the interface allows it. `None` if that is not wanted.
+/// Answers from a container to a client at 127.0.0.1 arrive from outside with a loopback address,
+/// which the kernel refuses unless the interface allows it. `None` if that is not wanted.
 ///
 /// # Errors
 /// The host has no route to the container.
@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_container_s_addresses_are_those_of_its_interface_or_of_none_that_is_known() {
+    fn addresses_without_a_known_interface_count_as_the_containers() {
         let prev = |ips: &str| {
             let text = format!(
                 r#"{{"cniVersion":"1.0.0","name":"n","prevResult":{{"interfaces":[{{"name":"br0"}},

@@ -1,12 +1,12 @@
-//! `portmap`: connections to ports of the host go to ports of a container. Always behind another plugin, whose result
-//! it passes on as it is.
+//! `portmap`: connections to ports of the host go to ports of a container. Always behind another
+//! plugin, whose result it passes on as it is.
 //!
-//! Rooms: `conf` reads the configuration; `forward` turns it and the earlier result into what is wanted of the kernel
-//! and does ADD; `check`, `clean` (DEL and GC) are the other verbs. The rules themselves are
-//! [`cni_firewall::portmap`]'s.
+//! Modules: `conf` reads the configuration; `forward` implements ADD: it computes the rules from
+//! the configuration and the earlier result, and installs them; `check` and `clean` (DEL and GC)
+//! are the other verbs. The rules themselves are [`cni_firewall::portmap`]'s.
 //!
-//! Easy to get wrong: DEL gets no `runtimeConfig` from many runtimes. What has to go is found by its key, in both
-//! backends, whatever the configuration says by then.
+//! Many runtimes pass no `runtimeConfig` to DEL. DEL therefore finds the rules by the attachment's
+//! key, in both backends, without the configuration.
 
 mod check;
 mod clean;
@@ -34,8 +34,8 @@ use conf::Conf;
 #[derive(Clone, Copy, Debug)]
 pub struct Portmap;
 
-/// The host ports that a configuration takes whoever asks for it, because they stand in it; none where it says that others
-/// may have them too.
+/// Returns the mappings that every attachment of a configuration requests because the configuration
+/// itself lists them; none if the configuration allows conflicts (`portConflict`).
 pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
         Ok(Conf { policy: Policy::Judge, mappings, .. }) => mappings,

@@ -1,11 +1,12 @@
-//! `ptp`: a container's network namespace gets one end of a veth pair, and the host routes the container's addresses to
-//! the other end.
+//! `ptp`: a container's network namespace gets one end of a veth pair, and the host routes the
+//! container's addresses to the other end.
 //!
-//! The host's end has the gateway's address, alone: each pair on the host has the same one. In the container only the
-//! gateway is on the link; the container reaches its own subnet through the gateway. Everything around the link is
-//! [`cni_plugin::interface`]'s.
+//! The host's end has the gateway's address, alone: each pair on the host has the same one. In the
+//! container only the gateway is on the link; the container reaches its own subnet through the
+//! gateway. Everything around the link is [`cni_plugin::interface`]'s.
 //!
-//! The host's addresses and routes are not undone one by one: they end with the host's end of the pair.
+//! The host's addresses and routes are not undone one by one: they end with the host's end of the
+//! pair.
 
 use std::time::Duration;
 
@@ -23,7 +24,8 @@ use cni_plugin::interface::{
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
 
-/// How long the pair may take to get its carrier. It takes milliseconds; this is for a machine under stress.
+/// How long the pair may take to get its carrier. It takes milliseconds; this is for a machine
+/// under stress.
 const CARRIER_DEADLINE: Duration = Duration::from_secs(5);
 
 /// The scope of a route to an address that is on this host, as Go sets it.
@@ -137,8 +139,8 @@ impl Interface for Ptp {
     }
 }
 
-/// Adds the host's route to an address. The route of a container that had the address before may be left: the new one goes in
-/// front.
+/// Adds the host's route to an address. The route of a container that had the address before may be
+/// left: the new one goes in front.
 fn add_route(site: &Site<'_, Conf>, route: &Route) -> Result<()> {
     match site.host.add_route(route) {
         Err(error) if error.is_exists() => {
@@ -157,7 +159,8 @@ fn route_to(ip: &IpConfig, host_end: u32) -> Route {
     Route { scope: dst.is_ipv4().then_some(SCOPE_HOST), ..Route::new(dst, None, host_end) }
 }
 
-/// CHECK: the host's end is up and has the gateways' addresses, and the host forwards to each address over it.
+/// CHECK: the host's end is up and has the gateways' addresses, and the host forwards to each
+/// address over it.
 fn check_host_end(host: &Netlink, outer: &Link, ips: &[IpConfig]) -> Result<()> {
     let name = &outer.name;
     if !outer.up {

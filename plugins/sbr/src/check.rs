@@ -6,7 +6,8 @@ use cni_linux::{Family, Link, Netlink};
 
 use crate::conf::Conf;
 
-/// What is missing, in words. An address that the interface no longer has is a later plugin's concern.
+/// What is missing, in words. An address that the interface no longer has is a later plugin's
+/// concern.
 pub(crate) fn missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConfig]) -> Result<Vec<String>> {
     let there = netlink.list_addresses(link.index)?;
     let mut missing = Vec::new();
@@ -31,8 +32,10 @@ pub(crate) fn missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConf
         let routes = netlink.list_routes(family, Some(rule.table))?;
         let has_default = routes.iter().any(|route| route.dst.is_default_route() && route.oif == link.index);
         if !has_default && conf.gateway(family).or(ip.gateway).is_some() {
-            missing
-                .push(format!("table {}, for packets from {host}, has no default route by {}", rule.table, link.name));
+            missing.push(format!(
+                "table {}, for packets from {host}, has no default route through {}",
+                rule.table, link.name
+            ));
         }
     }
     Ok(missing)

@@ -11,7 +11,7 @@ use serde::Deserialize;
 /// A sound configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Conf {
-    /// Rules to a table that somebody else fills. No route is touched.
+    /// Adds rules to a table that another program fills. No route is changed.
     Table(u32),
     /// Rules to free tables, into which the interface's routes are moved.
     FreeTables {
@@ -27,7 +27,8 @@ pub(crate) enum Conf {
 pub(crate) enum MainTable {
     /// Nothing.
     Emptied,
-    /// A route to the network of each address, which makes that address the source of packets to it.
+    /// A route to the network of each address, which makes that address the source of packets to
+    /// it.
     SourceHints,
 }
 
@@ -40,7 +41,8 @@ struct Raw {
 }
 
 impl Conf {
-    /// Reads the configuration. `gateways` and `addSourceHints` are not read where `table` is set, as in Go.
+    /// Reads the configuration. `gateways` and `addSourceHints` are not read where `table` is set,
+    /// as in Go.
     ///
     /// # Errors
     /// 6 and 7, with Go's texts where it has them.
@@ -85,7 +87,7 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads.
+/// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     json.unknown_keys::<Raw>()
 }

@@ -1,11 +1,13 @@
-//! `sbr`: source based routing. Packets from an address of CNI_IFNAME leave by CNI_IFNAME, whatever the other interfaces of
-//! the container have for routes. Always behind another plugin, whose result it hands on.
+//! `sbr`: source based routing. Packets from an address of CNI_IFNAME leave by CNI_IFNAME, whatever
+//! the other interfaces of the container have for routes. Always behind another plugin, whose
+//! result it hands on.
 //!
-//! Each address gets a rule that leads to a table, and the interface's routes move from the main table into it. All of
-//! it is in the container's namespace and ends with it, so GC and STATUS have nothing to do.
+//! Each address gets a rule that leads to a table, and the interface's routes move from the main
+//! table into it. All of it is in the container's namespace and ends with it, so GC and STATUS have
+//! nothing to do.
 //!
-//! Two calls for one namespace must not choose the same table. Each locks the namespace itself, as Go's plugin does, by
-//! an `flock` of the file that CNI_NETNS names. No file is created.
+//! Two calls for one namespace must not choose the same table. Each locks the namespace itself, as
+//! Go's plugin does, by an `flock` of the file that CNI_NETNS names. No file is created.
 
 mod check;
 mod conf;
@@ -130,7 +132,8 @@ fn prev_result(call: &Call<'_>) -> Result<AddResult> {
     prev.ok_or_else(|| Error::config("This plugin must be called as chained plugin"))
 }
 
-/// The addresses of the interface. An address that names no interface of the result counts too, as in Go.
+/// The addresses of the interface. An address that names no interface of the result counts too, as
+/// in Go.
 fn addresses(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
     let is_of_another = |ip: &&IpConfig| {
         let interface = ip.interface.and_then(|index| prev.interfaces.get(index));

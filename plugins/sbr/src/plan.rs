@@ -1,7 +1,7 @@
 //! ADD: everything is read and decided ([`Plan::new`]), and then written ([`Plan::carry_out`]).
 //!
-//! A table is complete before a rule leads to it, and the main table loses its routes last, so packets always have a
-//! route.
+//! A table is complete before a rule leads to it, and the main table loses its routes last, so
+//! packets always have a route.
 
 use std::net::IpAddr;
 
@@ -78,8 +78,8 @@ impl Plan {
 
     /// Leaves what is on the link in the main table, and a route to the network of each address.
     ///
-    /// The kernel refuses a tentative address as the source. The route then has none: for IPv6 the kernel chooses an
-    /// address of the interface anyway.
+    /// The kernel refuses a tentative address as the source. The route then has none: for IPv6 the
+    /// kernel chooses an address of the interface anyway.
     fn keep_hints(&mut self, link: &Link, ips: &[IpConfig], addresses: &[Addr]) {
         let is_tentative = |ip: IpAddr| addresses.iter().any(|addr| addr.cidr.address() == ip && addr.tentative);
         let hint = |ip: &IpConfig| Route {
@@ -126,7 +126,8 @@ impl Plan {
     }
 }
 
-/// The interface's routes that packets from `ip` take: those of its own network, and those of no address's network.
+/// The interface's routes that packets from `ip` take: those of its own network, and those of no
+/// address's network.
 fn copied(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRoute> {
     let is_of_another = |route: &SavedRoute| {
         !route.belongs_to(ip.address.network()) && ips.iter().any(|other| route.belongs_to(other.address.network()))
@@ -135,7 +136,8 @@ fn copied(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRo
     routes.iter().filter(|route| route.family() == family && !is_of_another(route)).cloned().collect()
 }
 
-/// The routes of the table of `ip`. What is on the link comes first: the gateways are reached by it.
+/// The routes of the table of `ip`. What is on the link comes first: the gateways are reached by
+/// it.
 fn table_of(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>) -> Vec<SavedRoute> {
     let address = ip.address.address();
     let family = Family::of(address);

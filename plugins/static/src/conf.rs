@@ -1,7 +1,8 @@
 //! The configuration of `static`: JSON and CNI_ARGS in, the result of an ADD out.
 //!
-//! There are four sources of addresses. The addresses of CNI_ARGS follow those of `ipam.addresses`. `args.cni.ips`
-//! replaces both, and `runtimeConfig.ips` replaces all others. A replaced source is not checked, CNI_ARGS excepted.
+//! There are four sources of addresses. The addresses of CNI_ARGS follow those of `ipam.addresses`.
+//! `args.cni.ips` replaces both, and `runtimeConfig.ips` replaces all others. A replaced source is
+//! not checked, CNI_ARGS excepted.
 
 use std::net::IpAddr;
 
@@ -71,7 +72,8 @@ pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
     Ok(AddResult { ips, routes: ipam.routes, dns: ipam.dns, ..AddResult::default() })
 }
 
-/// The keys of `ipam` and `runtimeConfig` that nobody here reads: the plugin that delegates has keys of its own.
+/// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. Other keys may
+/// belong to the plugin that delegates.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| match key.path.split_once('.') {
@@ -82,7 +84,8 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     unknown
 }
 
-/// Reads `IP` and `GATEWAY`, lists with commas. A gateway is that of each address whose network it is in.
+/// Reads `IP` and `GATEWAY`, lists with commas. A gateway is that of each address whose network it
+/// is in.
 fn in_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
     args.check_known(&["IP", "GATEWAY"])?;
     let list = |key| args.get(key).filter(|list| !list.is_empty()).into_iter().flat_map(|list| list.split(','));

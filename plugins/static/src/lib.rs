@@ -1,8 +1,9 @@
-//! `static`: answers with the addresses, routes and name servers of the configuration, or with the addresses that the
-//! runtime asks for.
+//! `static`: answers with the addresses, routes and name servers of the configuration, or with the
+//! addresses that the runtime asks for.
 //!
-//! It keeps no record of what it hands out, so two containers may get the same address: DEL and GC have nothing to do.
-//! The plugin that delegates checks routes and gateways against each other, since only it knows what they are for.
+//! It keeps no record of what it hands out, so two containers may get the same address: DEL and GC
+//! have nothing to do. The plugin that delegates checks routes and gateways against each other,
+//! since only it knows what they are for.
 
 mod conf;
 
@@ -46,7 +47,8 @@ impl Plugin for Static {
         Ok(Added { result: conf::read(&call.conf, &call.args()?)?, rollback: call.rollback() })
     }
 
-    /// Compares gateways alone: a later plugin may have removed an address, and the interface plugin checks those.
+    /// Compares gateways alone: a later plugin may have removed an address, and the interface
+    /// plugin checks those.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let wanted = conf::read(&call.conf, &call.args()?)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;

@@ -1,8 +1,10 @@
-//! `tap`: a container's network namespace gets an Ethernet interface whose other end is a program, such as a virtual machine.
+//! `tap`: a container's network namespace gets an Ethernet interface whose other end is a program,
+//! such as a virtual machine.
 //!
-//! The plugin creates the tap by itself, and lets it outlive this process only at the end of ADD: the kernel removes the tap
-//! of an ADD that is killed. Only with `selinuxContext` does `ip` create it, because the kernel takes the label of a tap from
-//! the label of the program that creates it. Everything around the link is [`cni_plugin::interface`]'s.
+//! The plugin creates the tap by itself, and lets it outlive this process only at the end of ADD:
+//! the kernel removes the tap of an ADD that is killed. Only with `selinuxContext` does `ip` create
+//! it, because the kernel takes the label of a tap from the label of the program that creates it.
+//! Everything around the link is [`cni_plugin::interface`]'s.
 
 use std::ffi::OsString;
 use std::ops::RangeInclusive;
@@ -140,7 +142,8 @@ impl Interface for TapPlugin {
             }
         }
         check.layer3()?;
-        // Duplicate address detection, which a tap of Go's needs, waits for the program that opens the tap.
+        // Duplicate address detection, which a tap of Go's needs, waits for the program that opens
+        // the tap.
         if check.inner.running { check.settle(check.settle_deadline()) } else { Ok(()) }
     }
 
@@ -161,7 +164,8 @@ fn create(site: &Site<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
     })
 }
 
-/// Sets the hardware address and the MTU that the configuration asks for. Returns the hardware address.
+/// Sets the hardware address and the MTU that the configuration asks for. Returns the hardware
+/// address.
 fn configure(site: &Site<'_, Conf>, link: &Link) -> Result<Mac> {
     let Site { container, conf, .. } = site;
     if let Some(mtu) = conf.mtu {
@@ -185,7 +189,8 @@ fn purge_on_failure<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) {
     });
 }
 
-/// Has `ip` create the tap, so that it gets the label `context`. As in Go the tap has no virtio header.
+/// Has `ip` create the tap, so that it gets the label `context`. As in Go the tap has no virtio
+/// header.
 fn create_labelled(site: &Site<'_, Conf>, spec: &TapSpec<'_>, context: &str) -> Result<()> {
     let missing =
         || Error::new(Code::UNSUPPORTED_FIELD, "\"selinuxContext\" needs the program ip, which is not installed");

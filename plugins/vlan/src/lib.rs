@@ -1,6 +1,8 @@
-//! `vlan`: a container's network namespace gets an interface for one VLAN of an interface of the host, the master.
+//! `vlan`: a container's network namespace gets an interface for one VLAN of an interface of the
+//! host, the master.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
+//! host.
 
 use cni::config::{self, NetConf};
 use cni::result::Dns;

@@ -11,7 +11,8 @@ use serde::Deserialize;
 pub(crate) struct Conf {
     /// The name of the VRF in the container.
     pub(crate) name: String,
-    /// Its routing table; `None` leaves the choice to the plugin, and accepts that of a VRF that is there.
+    /// Its routing table; `None` leaves the choice to the plugin, and accepts that of a VRF that is
+    /// there.
     pub(crate) table: Option<u32>,
 }
 
@@ -37,7 +38,7 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads.
+/// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     json.unknown_keys::<Raw>()
 }

@@ -1,11 +1,12 @@
-//! `vrf`: puts CNI_IFNAME into a VRF of the container, which is created with its first interface and removed with its
-//! last. Always behind another plugin, whose result it hands on.
+//! `vrf`: puts CNI_IFNAME into a VRF of the container, which is created with its first interface
+//! and removed with its last. Always behind another plugin, whose result it hands on.
 //!
-//! The kernel takes an interface down and up again when it joins a VRF. That costs its IPv6 addresses and its routes, so
-//! ADD puts both back, the routes of the main table into that of the VRF.
+//! The kernel takes an interface down and up again when it joins a VRF. That costs its IPv6
+//! addresses and its routes, so ADD puts both back, the routes of the main table into that of the
+//! VRF.
 //!
-//! All of it is in the container's namespace and ends with it, so GC and STATUS have nothing to do. The kernel's rule for
-//! VRFs (priority 1000), added with the first VRF, stays.
+//! All of it is in the container's namespace and ends with it, so GC and STATUS have nothing to do.
+//! The kernel's rule for VRFs (priority 1000), added with the first VRF, stays.
 
 mod conf;
 mod join;
@@ -81,7 +82,8 @@ impl Plugin for Vrf {
         }
     }
 
-    /// An interface of another master stays there. A VRF is removed with its last interface, whoever created it.
+    /// Removes the interface from the VRF. An interface with another master is left alone. A VRF
+    /// without interfaces is removed even if another program created it.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let conf = match Conf::new(&call.conf) {
             Ok(conf) => conf,

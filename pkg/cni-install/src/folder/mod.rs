@@ -103,8 +103,9 @@ impl Folder {
     /// Puts the set's programs in place of what is there.
     ///
     /// # Errors
-    /// A program is not what its list says, cannot be copied here or does not run here. Nothing was changed then, or, if a
-    /// rename failed half-way, all was put back; the message says if even that failed.
+    /// A program is not what its list says, cannot be copied here or does not run here. Nothing was
+    /// changed then, or, if a rename failed half-way, all was put back; the message says if even
+    /// that failed.
     pub fn install(&self, set: &Set) -> Result<(Recovered, Installed), Error> {
         let contents = set.programs().iter().map(|program| set.content(program)).collect::<Result<Vec<_>, _>>()?;
         self.then_purge(|| self.install_these(set, &contents))
@@ -131,8 +132,8 @@ impl Folder {
             if let Err(cause) = fs::rename(self.own("staging").join(&program.name), &place) {
                 let error = Error::io("replace", &place)(cause);
                 return Err(match self.undo(generation) {
-                    Ok(_) => Error::new(format!("{error}. All was put back")),
-                    Err(more) => Error::new(format!("{error}. And it could not all be put back: {more}")),
+                    Ok(_) => Error::new(format!("{error}. All changes were undone")),
+                    Err(more) => Error::new(format!("{error}. Undoing the changes failed too: {more}")),
                 });
             }
         }
@@ -144,8 +145,8 @@ impl Folder {
     /// Puts back what was there before the last install. Done twice it changes nothing more.
     ///
     /// # Errors
-    /// A program cannot be put back or removed: the rest is done all the same, and the next command
-    /// tries again.
+    /// A program cannot be put back or removed. The other programs are still processed, and the
+    /// next command tries again.
     pub fn rollback(&self) -> Result<RolledBack, Error> {
         self.then_purge(|| match self.state()? {
             Some(State::Installed(generation)) if self.kept(generation)?.is_some() => self.begin_rollback(generation),
@@ -256,22 +257,22 @@ impl Folder {
             Some(State::Installed(generation)) => Ok((Recovered::Nothing, generation)),
             Some(State::Installing(generation)) => {
                 let before =
-                    self.undo(generation).map_err(because("failed to undo an installation that was cut off"))?;
+                    self.undo(generation).map_err(because("failed to undo an installation that was interrupted"))?;
                 Ok((Recovered::InstallUndone, before))
             }
             Some(State::RollingBack(generation)) => {
                 let done = self.finish_rollback(Which::Previous(generation));
-                done.map_err(because("failed to finish a rollback that was cut off"))?;
+                done.map_err(because("failed to finish a rollback that was interrupted"))?;
                 // The generation is still installed if a file had to stay.
                 Ok((Recovered::RollbackFinished, self.state()?.map_or(0, |_| generation)))
             }
             Some(State::Restoring) => {
                 let done = self.finish_rollback(Which::Original);
-                done.map_err(because("failed to finish a rollback that was cut off"))?;
+                done.map_err(because("failed to finish a rollback that was interrupted"))?;
                 Ok((Recovered::RollbackFinished, 0))
             }
             Some(State::Forgetting(generation)) => {
-                self.finish_forget(generation).map_err(because("failed to finish a forget that was cut off"))?;
+                self.finish_forget(generation).map_err(because("failed to finish a forget that was interrupted"))?;
                 Ok((Recovered::ForgetFinished, generation))
             }
         }
@@ -393,8 +394,9 @@ impl Folder {
         done
     }
 
-    /// Removes what `state` does not need, of what is called as we call it, and our own folder with the last of it. What
-    /// cannot be removed is met again, and named, when it is to be made anew.
+    /// Removes files with cni-install's names that `state` does not need, and the installer's own
+    /// folder once it is empty. A file that cannot be removed is reported when it has to be created
+    /// again.
     fn purge_garbage(&self) {
         let needed = match self.state() {
             Ok(Some(State::Installing(generation))) => vec![generation, generation - 1],

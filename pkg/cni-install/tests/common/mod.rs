@@ -25,7 +25,7 @@ impl Place {
         self.temporary.path().join("bin")
     }
 
-    /// A set of programs called `names` whose content tells `version`.
+    /// A set of programs called `names` that print `version`.
     pub(crate) fn set(&self, version: &str, names: &[&str]) -> PathBuf {
         let folder = self.temporary.path().join(version);
         fs::create_dir(&folder).unwrap();

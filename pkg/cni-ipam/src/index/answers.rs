@@ -1,7 +1,7 @@
-//! What an index answers.
+//! Queries of an index.
 //!
-//! Nothing is changed, and nothing is looked at but the table. What a newcomer gets wrong: an answer says what the folder
-//! was like; before anything is done about an address its file is read.
+//! A query changes nothing and reads only the table. An answer describes an earlier state of the
+//! folder, so the caller reads an address's file before acting on it.
 
 use std::io;
 use std::net::IpAddr;
@@ -30,7 +30,8 @@ impl Index {
         Ok(records)
     }
 
-    /// The addresses whose files could not be read when the folder was. Costs a pass over the table where there are any.
+    /// The addresses whose files could not be read when the folder was. Costs a pass over the table
+    /// where there are any.
     pub(crate) fn unread(&self) -> io::Result<Vec<IpAddr>> {
         if !self.header.unread {
             return Ok(Vec::new());
@@ -49,8 +50,9 @@ impl Index {
         Ok(foreign.map(|record| record.address).collect())
     }
 
-    /// Those of a set's addresses that have been taken longest, the oldest first: what a rebuild for this set has found,
-    /// which is true while the index is exact. Empty if no rebuild was for this set.
+    /// Those of a set's addresses that have been taken longest, the oldest first: what a rebuild
+    /// for this set has found, which is true while the index is exact. Empty if no rebuild was for
+    /// this set.
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
         let mut known = Vec::new();
         while let Some(payload) = self.table.get(&oldest_key(set, known.len() as u32))? {
@@ -73,7 +75,8 @@ impl Index {
         Ok(Some(from_payload(&payload)))
     }
 
-    /// How many addresses are listed under a hash; ranks have no gaps, so this is a search and no count.
+    /// How many addresses are listed under a hash; ranks have no gaps, so this is a search and no
+    /// count.
     pub(super) fn count_held(&self, hash: u64) -> Result<u32, TableError> {
         let (mut low, mut high) = (0, 1);
         while self.held_at(hash, high - 1)?.is_some() {

@@ -1,8 +1,10 @@
-//! Which addresses are occupied, as a tree of 64-bit words, so that the next free one is found in a few reads.
+//! Which addresses are occupied, as a tree of 64-bit words, so that the next free one is found in a
+//! few reads.
 //!
-//! A word of level 0 covers 64 addresses, bit set = occupied. A word of level n+1 covers 64 words of level n, bit set
-//! = that word is full. Words of zeros are not stored: an empty network costs nothing, and IPv6 is as cheap as IPv4.
-//! What a newcomer gets wrong: a set bit above level 0 means *full*, not *something in it*.
+//! A word of level 0 covers 64 addresses, bit set = occupied. A word of level n+1 covers 64 words
+//! of level n, bit set = that word is full. Words of zeros are not stored: an empty network costs
+//! nothing, and IPv6 is as cheap as IPv4. A set bit above level 0 means
+//! *full*, not *something in it*.
 
 use super::table::{Key, PAYLOAD, Table, TableError};
 
@@ -106,7 +108,8 @@ pub(crate) fn is_occupied(table: &Table, family: Family, address: u128) -> Resul
     Ok(word(table, family, 0, shr(address, 6))? >> (address & 63) & 1 == 1)
 }
 
-/// The lowest address from `from` on, itself included, that is free. `None` at the end of the family.
+/// The lowest address from `from` on, itself included, that is free. `None` at the end of the
+/// family.
 pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Option<u128>, TableError> {
     let (mut level, mut at) = (0, from);
     loop {
@@ -128,7 +131,7 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
             continue;
         }
         let found = (number << 6 | u128::from(free.trailing_zeros())) << shift;
-        // The last word of a level may be wider than what is left of the family.
+        // The last word of a level may extend beyond the family's last address.
         if found > family.max() {
             return Ok(None);
         }

@@ -1,7 +1,7 @@
 //! The first page of an index: for which state of the folder its table is true.
 //!
-//! It decides nothing; it is encoded and decoded. What a newcomer gets wrong: a *dirty* header is still readable,
-//! because a rebuild wants the old records; only its table must not be asked.
+//! This module only encodes and decodes it. A *dirty* header is still readable, because a rebuild
+//! uses the old records; only its table must not be queried.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -10,9 +10,11 @@ use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
 use crate::host::Moment;
 
-/// Changes with the format of the page, of the slots, or of [`hash`]. An index of another is read by nobody, and made anew.
+/// Changes with the format of the page, of the slots, or of [`hash`]. An index of another format is
+/// not read, and is rebuilt.
 const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
-/// Where the state stands; it is outside the checksum, so that one small write makes a header dirty.
+/// Where the state stands; it is outside the checksum, so that one small write makes a header
+/// dirty.
 pub(crate) const STATE: u64 = 8;
 /// How many ranges are counted at a time.
 pub(crate) const COUNTERS: usize = 32;
@@ -61,20 +63,23 @@ impl Counter {
 pub(crate) struct Header {
     /// Whether the table is true for the folder of this stamp.
     pub(crate) clean: bool,
-    /// Whether nobody can have changed the folder unseen since the last rebuild: no change of ours is in between.
+    /// Whether no unnoticed change of the folder is possible since the last rebuild, because these
+    /// plugins have made no change since.
     pub(crate) exact: bool,
     /// Whether there may be files that could not be read when the folder was.
     pub(crate) unread: bool,
     /// Whether files other than reservations may occupy names of addresses.
     pub(crate) foreign: bool,
-    /// Whether another machine may have the folder on a disk of its own: what is reserved here gets no boot.
+    /// Whether another machine may have the folder on a disk of its own: what is reserved here gets
+    /// no boot.
     pub(crate) shared: bool,
     pub(crate) slots: u64,
     pub(crate) used: u64,
     pub(crate) stamp: Stamp,
     pub(crate) machine: u64,
     pub(crate) boot: u64,
-    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if there is none.
+    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if
+    /// there is none.
     pub(crate) earlier: Option<Moment>,
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
@@ -155,7 +160,7 @@ impl Header {
         self.slots.checked_mul(SLOT as u64)?.checked_add(HEADER)
     }
 
-    /// Reads a page; `None` if it is no header of this format, or of a table that cannot be.
+    /// Reads a page; `None` if it is not a header of this format, or describes an impossible table.
     pub(crate) fn decode(page: &[u8]) -> Option<Header> {
         let mut page = Reader(page);
         if page.take::<8>()? != *MAGIC {

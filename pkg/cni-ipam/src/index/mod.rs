@@ -1,32 +1,37 @@
 //! The index: what is in the folder of reservations, so that no verb has to read all of it.
 //!
-//! One file, `<dataDir>/.cni/<network>/index`: a header page and a table ([`table`]) with four kinds of entries:
-//! records by address, addresses by holder, the words of a tree of occupied addresses ([`bits`]), and the oldest of a set.
-//! It never decides who may have an address, and may be deleted at any time.
+//! One file, `<dataDir>/.cni/<network>/index`: a header page and a table ([`table`]) with four
+//! kinds of entries: records by address, addresses by holder, the words of a tree of occupied
+//! addresses ([`bits`]), and the oldest of a set. It never decides who may have an address, and may
+//! be deleted at any time.
 //!
-//! # Why it is never believed wrongly
+//! # Why a stale index is never used
 //!
-//! Everybody who changes the folder, of whatever make, holds its lock, and so do all functions here but [`peek`].
-//! Creating or removing a name makes the kernel set the folder's mtime to the time of day. A clean header names an
-//! mtime that the kernel never writes by itself: a past second and random nanoseconds, set by us. So while folder
-//! and header agree, no name has come or gone since. The order of a change:
+//! Every program that changes the folder holds its lock, Go's plugin included, and so do all
+//! functions here but [`peek`]. Creating or removing a name makes the kernel set the folder's mtime
+//! to the time of day. A clean header names an mtime that the kernel never writes by itself: a past
+//! second and random nanoseconds, set by us. So while folder and header agree, no name has come or
+//! gone since. The order of a change:
 //!
 //! 1. [`Index::begin`] compares folder and header, and makes the header dirty.
-//! 2. The caller links and unlinks. What it is about to link it [`put`](Index::put)s before, as far as it knows it: killed
-//!    right after the link, it has left a record of its own for the rebuild, which no other could make.
+//! 2. The caller links and unlinks. What it is about to link it [`put`](Index::put)s before, as far
+//!    as it knows it: killed right after the link, it has left a record of its own for the rebuild,
+//!    which no other could make.
 //! 3. [`Index::mark`] sets a new past mtime on the folder and remembers it, in memory only.
 //! 4. [`Index::put`] and [`Index::remove`] change the table in place.
 //! 5. [`Index::finish`] writes the header with the new stamp, clean.
 //!
-//! Killed between 1 and 5, the header is dirty; and even if the page with the dirty mark were lost, from 2 on the
-//! folder's mtime differs from the header's. Either way the next holder of the lock rebuilds. A change by somebody who
-//! ignores the lock is seen too, except between 1 and 3, a few microseconds; it is then found by the next rebuild,
-//! which an exhausted range asks for ([`Index::is_exact`]). A rebuild marks first and reads afterwards, so that it has no
-//! such gap. A file that somebody edits in place changes nothing in the folder; nobody does that to a reservation, and
-//! what it says is read before anything is done about it, but its new owner is found only after the next rebuild.
+//! Killed between 1 and 5, the header is dirty; and even if the page with the dirty mark were lost,
+//! from 2 on the folder's mtime differs from the header's. Either way the next holder of the lock
+//! rebuilds. A change by a program that ignores the lock is noticed too, except between 1 and 3, a
+//! few microseconds; the next rebuild finds it, which an exhausted range starts
+//! ([`Index::is_exact`]). A rebuild marks first and reads afterwards, so that it has no such gap.
+//! Editing a file in place does not change the folder's mtime. Reservations are not edited in
+//! normal operation, and an operation reads the file before acting on it; but the new owner is
+//! found only after the next rebuild.
 //!
-//! What a newcomer gets wrong: without step 3 this would be unsound. The kernel's clock for mtime ticks every few
-//! milliseconds, so two changes may leave the same mtime.
+//! Without step 3 this would be unsound. The kernel's clock for mtime
+//! ticks every few milliseconds, so two changes may leave the same mtime.
 
 mod answers;
 pub(crate) mod bits;
@@ -67,7 +72,7 @@ pub(crate) struct Index {
     header: Header,
     /// Where it lies; `None` in memory.
     path: Option<PathBuf>,
-    /// Whether a header may be written: the folder bears our mark.
+    /// Whether a header may be written: the folder has the mtime that this index set.
     marked: bool,
 }
 
@@ -82,11 +87,11 @@ pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
     Some(Index { table, header, path: Some(path.to_owned()), marked: false })
 }
 
-/// Opens a file of the sidecar: a regular one, whatever else somebody has put there. It is never waited for, and a
-/// symbolic link never followed.
+/// Opens a file of the sidecar: only a regular file is accepted. Opening never blocks and follows
+/// no symbolic link.
 fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let file = options.custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no regular file")) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
 /// The header, if the file is as long as it says: nothing is sized by what it says otherwise.
@@ -102,8 +107,8 @@ pub(crate) fn peek_header(path: &Path) -> Option<Header> {
     read_header(&open_file(path, OpenOptions::new().read(true)).ok()?)
 }
 
-/// Asks a question of an index without the lock, for STATUS: the answer counts only if header and folder agreed
-/// before and after it. `None` if they did not, or there is no index.
+/// Asks a question of an index without the lock, for STATUS: the answer counts only if header and
+/// folder agreed before and after it. `None` if they did not, or there is no index.
 pub(crate) fn peek<T>(
     path: &Path,
     folder: impl Fn() -> Option<Stamp>,
@@ -118,13 +123,14 @@ pub(crate) fn peek<T>(
     let table = Table::over(Storage::File(file), header.slots, header.used);
     let index = Index { table, header, path: None, marked: false };
     let answer = ask(&index).ok()??;
-    // A change makes the header dirty before it touches the table, and gives it another stamp afterwards.
+    // A change makes the header dirty before it touches the table, and gives it another stamp
+    // afterwards.
     let unchanged = read_header(&again).as_ref() == Some(&index.header) && folder()? == index.header.stamp;
     unchanged.then_some(answer)
 }
 
-/// The records an index holds, and its header, whatever state it is in: each record is true for the file whose inode
-/// and times it names.
+/// The records an index holds, and its header, whatever state it is in: each record is true for the
+/// file whose inode and times it names.
 pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
     let read = || -> Option<(HashMap<IpAddr, Record>, Header)> {
         let file = open_file(path, OpenOptions::new().read(true)).ok()?;
@@ -134,7 +140,8 @@ pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>,
             if key.tag == RECORD {
                 let mut record = Record::decode(key, payload);
                 if header.machine != host.machine() || header.machine == 0 {
-                    // A copied disk, or who knows: the files may be what they were, but not who made them when.
+                    // A copied disk, or who knows: the files may be what they were, but not who
+                    // made them when.
                     record.boot = 0;
                 }
                 records.insert(record.address, record);
@@ -147,14 +154,15 @@ pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>,
 }
 
 impl Index {
-    /// An index of these records, each of another address, in memory. It counts what the former one counted, whose header
-    /// this is.
+    /// An index of these records, each of another address, in memory. It counts what the former one
+    /// counted, whose header this is.
     pub(crate) fn of(records: &[Record], former: &Header, host: &Host) -> Result<Index, TableError> {
         let unread = records.iter().any(|record| record.holder == Holder::Unread);
         let foreign = records.iter().any(|record| record.holder == Holder::Unknown);
         let (machine, boot) = (host.machine(), host.boot());
         let header = Header { machine, boot, exact: true, unread, foreign, ..Header::default() };
-        // Two entries per record, and the words of the tree: few, unless the addresses lie far apart.
+        // Two entries per record, and the words of the tree: few, unless the addresses lie far
+        // apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };
         index.header.counters = former.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
@@ -269,7 +277,8 @@ impl Index {
         matches!(self.table.storage, Storage::File(_))
     }
 
-    /// Whether nothing can have been overlooked: the folder was read in full and not been changed by us since.
+    /// Whether nothing can have been overlooked: the folder was read in full and not been changed
+    /// by us since.
     pub(crate) fn is_exact(&self) -> bool {
         self.header.exact
     }
@@ -284,12 +293,14 @@ impl Index {
         self.header.shared = true;
     }
 
-    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if there is none.
+    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if
+    /// there is none.
     pub(crate) fn earlier(&self) -> Option<Moment> {
         self.header.earlier
     }
 
-    /// Says from when on there are reservations that could be reclaimed. Written with the next change.
+    /// Says from when on there are reservations that could be reclaimed. Written with the next
+    /// change.
     pub(crate) fn set_earlier(&mut self, earlier: Option<Moment>) {
         self.header.earlier = earlier;
     }
@@ -356,8 +367,8 @@ impl Index {
         self.table.remove(&Index::held_key(hash, last as u32))
     }
 
-    /// How many addresses of a range are taken. A range that is new here costs one pass over the table, and is
-    /// counted from then on.
+    /// How many addresses of a range are taken. A range that is new here costs one pass over the
+    /// table, and is counted from then on.
     pub(crate) fn count(&mut self, range: &Range) -> Result<u64, TableError> {
         let sequence = self.header.sequence;
         if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
@@ -391,7 +402,8 @@ fn is_of(counter: &Counter, range: &Range) -> bool {
 }
 
 impl Header {
-    /// Adds a counter for a range that has none, or makes way for it. It must be counted afterwards.
+    /// Adds a counter for a range that has none, or makes way for it. It must be counted
+    /// afterwards.
     pub(crate) fn count(&mut self, range: &Range) {
         if self.counters.iter().any(|counter| is_of(counter, range)) {
             return;
@@ -406,13 +418,15 @@ impl Header {
     }
 }
 
-/// Gives the folder an mtime that the kernel never writes by itself, and returns the stamp that results.
+/// Gives the folder an mtime that the kernel never writes by itself, and returns the stamp that
+/// results.
 ///
 /// # Errors
 /// Also where the file system keeps coarser times: the stamp would prove nothing.
 pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
     let nanoseconds = random_nanos()?;
-    // Yesterday: the kernel writes the present only, and a clock set back by a day to the nanosecond is no event.
+    // Yesterday: the kernel writes the present only, and a clock set back by exactly a day to the
+    // nanosecond does not occur.
     let day = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
     folder.set_times(FileTimes::new().set_modified(UNIX_EPOCH + Duration::new(day, nanoseconds)))?;
     let stamp = Stamp::of(&folder.metadata()?);

@@ -1,9 +1,10 @@
 //! Finds the oldest holders of a set: the attachments that the error of a used-up set names.
 //!
-//! A rebuild finds them for the sets that it was for and keeps them in the table: a node without a free address is asked
-//! every second, and going through 65,000 records each time would take longer than all the rest. Nothing updates them,
-//! because they are only asked for while the index is exact, right after a rebuild. For another set the records are gone
-//! through, which still costs far less than reading the folder again.
+//! A rebuild finds them for the sets that it was for and keeps them in the table: a node without a
+//! free address is asked every second, and going through 65,000 records each time would take longer
+//! than all the rest. Nothing updates them, because they are only asked for while the index is
+//! exact, right after a rebuild. For another set the records are gone through, which still costs
+//! far less than reading the folder again.
 
 use std::net::IpAddr;
 
@@ -19,12 +20,13 @@ const OLDEST: usize = 3;
 const TAG: u8 = 4;
 
 pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
-    // A set's text does not name the gateways, which are nobody's.
+    // A set's text does not include the gateways, which no attachment gets.
     let text: String = set.ranges().iter().map(|range| format!("{range} {},", range.gateway())).collect();
     Key { tag: TAG, family: 0, rank, number: u128::from(hash(text.as_bytes())) }
 }
 
-/// The addresses of a set that have been taken longest, as far as these records tell, the oldest first.
+/// The addresses of a set that have been taken longest, as far as these records tell, the oldest
+/// first.
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
     let mut oldest: Vec<(Moment, IpAddr)> = Vec::with_capacity(OLDEST + 1);
     for record in records {

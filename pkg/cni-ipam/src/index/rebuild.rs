@@ -1,8 +1,9 @@
-//! Reading the folder of reservations: every name, and of the files only those that are new or changed.
+//! Reading the folder of reservations: every name, and of the files only those that are new or
+//! changed.
 //!
-//! It reads, and leaves everything as it is. What a newcomer gets wrong: a name is a reservation only if it is an
-//! address in the one spelling that Go and we write; whatever else lies in the folder is none of our business. And files
-//! are looked at through std, which has 64-bit inodes and times everywhere: the C library's on a 32-bit machine do not.
+//! It changes nothing. A name is a reservation only if it is an address in the one spelling that Go
+//! and these plugins write; other files in the folder are ignored. Metadata comes from std, which
+//! has 64-bit inodes and times everywhere; the C library of a 32-bit machine does not.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -43,7 +44,8 @@ pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
     exact.then_some(address)
 }
 
-/// The addresses that are names in a folder, without looking at a single file: for STATUS without an index.
+/// The addresses that are names in a folder, without looking at a single file: for STATUS without
+/// an index.
 pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for entry in std::fs::read_dir(folder)? {
@@ -52,7 +54,8 @@ pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
-/// Everything in the folder that is named as an address, in no order. `known` are records of an earlier time.
+/// Everything in the folder that is named as an address, in no order. `known` are records of an
+/// earlier time.
 ///
 /// # Errors
 /// The folder cannot be read. A single file that cannot be read is taken, and read again next time.
@@ -62,7 +65,8 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
-        // Of the name itself, and by the folder's descriptor: walking the path again for each would double the time.
+        // Of the name itself, and by the folder's descriptor: walking the path again for each would
+        // double the time.
         let metadata = match entry.metadata() {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -101,7 +105,7 @@ fn is_same(known: &Record, metadata: &Metadata) -> bool {
         && known.mtime_nanos == metadata.mtime_nsec() as u32
 }
 
-/// Whether a file is still the very one that a record is of, and nobody has touched it since.
+/// Whether a file is still the one that a record describes, unchanged.
 pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
     let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let Ok(file) = openat(folder.as_fd(), record.address.to_string().as_str(), flags, Mode::empty()) else {
@@ -115,7 +119,7 @@ fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now
     let settled = (0..=now - SETTLED).contains(&metadata.ctime());
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
-        Ok(Content::Blank | Content::Absent) => Holder::Nobody,
+        Ok(Content::Blank | Content::Absent) => Holder::Free,
         Ok(Content::Foreign) => Holder::Unknown,
         Err(_) => Holder::Unread,
     };
@@ -128,7 +132,8 @@ fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now
 pub(crate) enum Content {
     /// There is nothing of that name.
     Absent,
-    /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is free.
+    /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is
+    /// free.
     Blank,
     /// The reservation's text, trimmed as Go trims it; for a file that is too long, the owner that
     /// its beginning names.
@@ -227,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_are_trimmed_as_go_trims_them_and_only_blanks_are_free() {
+    fn contents_are_trimmed_as_in_go_and_only_blank_files_are_free() {
         for blank in [&b""[..], b"\0\0\0", b" \r\n", b"\0 \n", "\u{a0}".as_bytes()] {
             assert_eq!(classify(blank), Content::Blank);
         }
@@ -259,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_not_be_read_is_taken_and_read_again_though_nothing_has_changed() {
+    fn an_unreadable_file_counts_as_taken_and_is_read_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("10.0.0.2");
         std::fs::write(&path, "a").unwrap();

@@ -1,7 +1,7 @@
-//! What the index knows of one address.
+//! The record of one address in the index.
 //!
-//! A record is a value; it proves nothing by itself. What a newcomer gets wrong: it is true only for the very file whose
-//! inode and times it names, and a hash stands in for what the file says.
+//! A record applies only to the file whose inode and times it names. It has a hash instead of the
+//! file's content.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -13,21 +13,22 @@ use crate::ranges::number;
 /// The tag of a record in the table.
 pub(super) const RECORD: u8 = 1;
 
-/// Nanoseconds that no time has, in the ctime of a record written before its file had a name: getting one changes a file's
-/// ctime, to what cannot be known beforehand. Until the true record has taken its place, inode and mtime tell the file.
+/// Nanoseconds that no time has, in the ctime of a record written before its file had a name:
+/// getting one changes a file's ctime, to what cannot be known beforehand. Until the true record
+/// has taken its place, inode and mtime tell the file.
 pub(crate) const LINKING: u32 = u32::MAX;
 /// No more seconds than these are between such a record and the name.
 const LINKED_WITHIN: i64 = 10;
 
-/// Who holds an address, as far as a record tells.
+/// The holder of an address, according to a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The file is blank: the address is free.
-    Nobody,
+    /// The file is blank.
+    Free,
     /// A file that is not a reservation occupies the name: a directory, a link, or a file that is
     /// too long and names no owner.
     Unknown,
-    /// The file could not be read when the folder was: it may be anybody's.
+    /// The file could not be read when the folder was: its owner is unknown.
     Unread,
     /// The hash of the file's trimmed content.
     Content(u64),
@@ -42,7 +43,8 @@ pub(crate) struct Record {
     pub(crate) ctime: (i64, u32),
     pub(crate) mtime_nanos: u32,
     pub(crate) holder: Holder,
-    /// The boot in which we made the reservation; 0 if it is not known to be ours, or was made through a shared file system.
+    /// The boot in which we made the reservation; 0 if it is not known to be ours, or was made
+    /// through a shared file system.
     pub(crate) boot: u64,
 }
 
@@ -84,7 +86,7 @@ impl Record {
         payload[16..20].copy_from_slice(&self.ctime.1.to_le_bytes());
         payload[20..24].copy_from_slice(&self.mtime_nanos.to_le_bytes());
         let holder = match self.holder {
-            Holder::Nobody => 0,
+            Holder::Free => 0,
             Holder::Unknown => 1,
             Holder::Unread => 2,
             Holder::Content(hash) => hash,
@@ -106,7 +108,7 @@ impl Record {
             ctime: (word(8) as i64, word(16) as u32),
             mtime_nanos: (word(16) >> 32) as u32,
             holder: match word(24) {
-                0 => Holder::Nobody,
+                0 => Holder::Free,
                 1 => Holder::Unknown,
                 2 => Holder::Unread,
                 hash => Holder::Content(hash),
@@ -131,6 +133,6 @@ impl Record {
     }
 
     pub(crate) fn is_occupied(&self) -> bool {
-        self.holder != Holder::Nobody
+        self.holder != Holder::Free
     }
 }

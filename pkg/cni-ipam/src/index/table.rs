@@ -1,9 +1,9 @@
 //! A hash table in a file: slots of 64 bytes, open addressing, linear probing, changed in place.
 //!
-//! It knows keys and payloads, not addresses. A slot carries a check of its own, so that a page that never reached
-//! the disk, or garbage, is noticed as [`Corrupt`] and not believed. What a newcomer gets wrong: a removal must move
-//! later slots back into the hole (there are no tombstones), so a change of one key may write several slots; only
-//! the caller's dirty header makes that safe against a kill.
+//! It knows keys and payloads, not addresses. A slot carries a check of its own, so that a page
+//! that never reached the disk, or garbage, is noticed as [`Corrupt`]. A removal must move later
+//! slots back into the hole (there are no tombstones), so a change of one key may write several
+//! slots; only the caller's dirty header makes that safe against a kill.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -113,7 +113,7 @@ type Slot = [u8; SLOT];
 /// FNV-1a with a finaliser: stable across builds, as a file format must be.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    // Reserves 0 to 2 for "nobody", "not ours to know" and "not read".
+    // Reserves 0 to 2 for `Holder::Free`, `Unknown` and `Unread`.
     mix(fnv).max(3)
 }
 

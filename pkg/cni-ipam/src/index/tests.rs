@@ -40,7 +40,7 @@ proptest! {
                 }
                 Some(holder) => {
                     let holder = match holder {
-                        0 => Holder::Nobody,
+                        0 => Holder::Free,
                         1 => Holder::Unknown,
                         2 => Holder::Unread,
                         hash => Holder::Content(hash),
@@ -59,7 +59,7 @@ proptest! {
             prop_assert_eq!(held, expected);
         }
         for range in [r4, r6] {
-            let taken = |(address, holder): (&IpAddr, &Holder)| range.contains(*address) && *holder != Holder::Nobody;
+            let taken = |(address, holder): (&IpAddr, &Holder)| range.contains(*address) && *holder != Holder::Free;
             let expected = model.iter().filter(|entry| taken(*entry)).count() as u64;
             prop_assert_eq!(index.count(&range).unwrap(), expected);
         }
@@ -77,7 +77,7 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
     let mut records: Vec<Record> = (10..200).map(|n| aged(n, (1000 - i64::from(n), 7), held)).collect();
     records.extend([
         aged(1, (0, 0), held),
-        aged(2, (5, 0), Holder::Nobody),
+        aged(2, (5, 0), Holder::Free),
         aged(3, (6, 0), Holder::Unknown),
         aged(4, (7, LINKING), Holder::Unread),
         aged(5, (4, 0), held),
@@ -108,12 +108,12 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
     assert_eq!(
         oldest(&records[190..194], "10.0.0.254"),
         [v4(3), v4(4), v4(1)],
-        "just changed when it was read, so new; blank is nobody's"
+        "just changed when it was read, so new; blank is free"
     );
 }
 
 #[test]
-fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
+fn cost_does_not_grow_with_sixty_thousand_reservations() {
     let many: Vec<Record> = (2..60_002).map(|n| record(v4(n), Holder::Content(u64::from(n) + 1000))).collect();
     let range = range("10.0.0.0/14");
     let cost = |records: &[Record], at: u32| {
@@ -134,7 +134,8 @@ fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
     };
     let (none, sixty_thousand) = (cost(&[], 2), cost(&many, 60_002));
     assert!(none.0 <= 16 && none.1 <= 16, "{none:?} accesses with no reservation");
-    // A few more for the tree's upper words and for longer runs, and never a number that grows with the content.
+    // A few more for the tree's upper words and for longer runs, and never a number that grows with
+    // the content.
     assert!(
         sixty_thousand.0 <= 26 && sixty_thousand.1 <= 26,
         "{sixty_thousand:?} accesses with 60,000, {none:?} with none"
@@ -142,7 +143,7 @@ fn an_operation_costs_the_same_with_and_without_sixty_thousand_reservations() {
 }
 
 #[test]
-fn one_holder_of_very_many_addresses_does_not_slow_the_table_down() {
+fn a_holder_of_very_many_addresses_does_not_slow_the_table() {
     let many: Vec<Record> = (0..30_000).map(|n| record(v4(n), Holder::Content(9))).collect();
     let mut index = Index::of(&many, &Header::default(), &Host::default()).unwrap();
     let before = index.accesses();
@@ -174,7 +175,7 @@ fn a_table_in_a_file_grows_while_it_is_used() {
 }
 
 #[test]
-fn another_boot_machine_or_stamp_is_no_index_but_its_records_are_read() {
+fn an_index_of_another_boot_or_machine_only_gives_its_records() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
@@ -237,7 +238,8 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
             assert!(old_records(&path, &Host::default()).0.is_empty());
         }
     }
-    // A sparse file may be as long as one likes: room is made for what is read, not for what is promised.
+    // A sparse file may be as long as one likes: room is made for what is read, not for what is
+    // promised.
     forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, HEADER + (64 << 20));
     assert!(old_records(&path, &Host::default()).0.capacity() < 4 * ROOM);
 }

@@ -46,7 +46,7 @@ fn a_range_is_refused_in_the_words_of_go() {
 }
 
 #[test]
-fn defaults_leave_out_the_network_and_the_ipv4_broadcast_address() {
+fn defaults_exclude_the_network_and_ipv4_broadcast_address() {
     let v4 = conf("10.0.0.0/24", "", "", "").check().unwrap();
     assert_eq!((v4.to_string(), v4.gateway().to_string()), ("10.0.0.1-10.0.0.254".into(), "10.0.0.1".into()));
     let v6 = conf("fd00::/64", "", "", "").check().unwrap();

@@ -1,8 +1,9 @@
 //! The files of the folder, as Go writes and reads them.
 //!
-//! One function per effect, each under the lock that the caller holds; no decisions. What a newcomer gets wrong: a
-//! reservation must never be seen half made (a file that is still empty is lost to Go for ever), so it is written
-//! without a name and then linked; and nothing here waits for the disk, because no container outlives a power loss.
+//! One function per effect, each under the lock that the caller holds; no decisions. A reservation
+//! must never be visible before it is complete (Go never frees an empty file's address), so the
+//! file is written without a name and then linked. Nothing here waits for the disk, because no
+//! container survives a power loss.
 
 use std::fs::{File, FileTimes, OpenOptions};
 use std::io::{self, Write};
@@ -39,8 +40,8 @@ pub(crate) enum Linked {
 }
 
 impl Folder {
-    /// Makes a reservation, complete or not at all. `announce` hears of the file just before it gets its name: what it
-    /// writes down then is there even if we are killed right after.
+    /// Makes a reservation, complete or not at all. `announce` hears of the file just before it
+    /// gets its name: what it writes down then is there even if we are killed right after.
     ///
     /// # Errors
     /// Nothing is left behind.
@@ -79,7 +80,8 @@ impl Folder {
         made
     }
 
-    /// Writes a file and gives it its name, in the best of three ways; `None` if there is something of that name.
+    /// Writes a file and gives it its name, in the best of three ways; `None` if there is something
+    /// of that name.
     fn place(
         &self,
         content: &str,
@@ -112,7 +114,8 @@ impl Folder {
 
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Linking a descriptor directly wants CAP_DAC_READ_SEARCH; the way through /proc does not.
+            // Linking a descriptor directly wants CAP_DAC_READ_SEARCH; the way through /proc does
+            // not.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
@@ -121,8 +124,8 @@ impl Folder {
         }
     }
 
-    /// For file systems without O_TMPFILE: a named file, but in the sidecar, where a rebuild sweeps up what a kill
-    /// leaves.
+    /// For file systems without O_TMPFILE: a named file, but in the sidecar, where a rebuild sweeps
+    /// up what a kill leaves.
     fn by_temporary(
         &self,
         content: &str,
@@ -141,7 +144,8 @@ impl Folder {
         linked
     }
 
-    /// The last resort. A kill in between leaves an empty file, which is free to us, though not to Go.
+    /// The last resort. A kill in between leaves an empty file, which is free to us, though not to
+    /// Go.
     fn as_go_does(&self, content: &str, name: &str) -> io::Result<Option<File>> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let file = match openat(self.file.as_fd(), name, flags, Mode::from_bits_truncate(0o600)) {
@@ -170,7 +174,8 @@ impl Folder {
         removed
     }
 
-    /// Where the round robin of a set stands. Garbage is no place.
+    /// Returns the address that a set's round robin allocated last; `None` if the file has no valid
+    /// address.
     pub(crate) fn last_reserved(&self, set: usize) -> Option<IpAddr> {
         match crate::index::read_name(&self.file, &last_reserved_name(set)) {
             Ok(crate::index::Content::Text(text)) => crate::ranges::parse_ip(std::str::from_utf8(&text).ok()?),
@@ -184,7 +189,7 @@ impl Folder {
         let mode = Mode::from_bits_truncate(0o600);
         let mut file = File::from(openat(self.file.as_fd(), last_reserved_name(set).as_str(), flags, mode)?);
         if !file.metadata()?.is_file() {
-            return Err(io::Error::other("it is no regular file"));
+            return Err(io::Error::other("it is not a regular file"));
         }
         let text = address.to_string();
         // Not truncated first: ext4 would start writing to the disk when such a file is closed.
@@ -219,8 +224,8 @@ fn last_reserved_name(set: usize) -> String {
     format!("last_reserved_ip.{set}")
 }
 
-/// Writes the content and gives the file an mtime of this second but with random nanoseconds: if inode and times
-/// are found again, it is this very file and nobody has written to it, however fast inodes are used again.
+/// Writes the content and gives the file an mtime of this second but with random nanoseconds: if
+/// inode and times are found again, it is this file, unchanged, however fast inodes are reused.
 fn fill(mut file: File, content: &str) -> io::Result<File> {
     file.write_all(content.as_bytes())?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -234,7 +239,7 @@ fn is_final(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO | EFBIG))
 }
 
-/// Removes what killed processes left in the sidecar. Under the lock nobody else is at work in it.
+/// Removes what killed processes left in the sidecar. The lock excludes other processes.
 pub(crate) fn sweep(sidecar: &Path) {
     let Ok(entries) = std::fs::read_dir(sidecar) else { return };
     for entry in entries.flatten() {

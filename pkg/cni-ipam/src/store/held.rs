@@ -1,9 +1,10 @@
-//! Who holds what: by the index, and each by its file before it counts.
+//! Finds an owner's reservations: by the index, each confirmed by its file.
 //!
-//! Nothing is changed here. What a newcomer gets wrong: a file that cannot be read (a broken disk, no memory, somebody
-//! else's rights) is no reason to do nothing about the others, and no proof of whose it is. One that the index knows to
-//! be the owner's is an error, beside what could be read; one that nobody could read so far is tried by every verb but
-//! STATUS, and told: an error would keep all containers of the network from ending.
+//! Nothing is changed here. A file that cannot be read (a broken disk, no memory, missing
+//! permission) does not stop the work on the others, and its owner is unknown. If the index names
+//! the owner, the result is an error beside the readable reservations. A file that was never
+//! readable is tried by every verb but STATUS, and noted: an error would keep all containers of the
+//! network from ending.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -30,7 +31,7 @@ pub struct Listed {
     pub unusual: Vec<(IpAddr, String)>,
 }
 
-/// What somebody holds, as far as it can be read.
+/// The reservations of one owner, as far as they can be read.
 pub(super) struct Held {
     /// The addresses whose files say so.
     pub(super) addresses: Vec<IpAddr>,
@@ -52,8 +53,9 @@ impl Locked {
         index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
     }
 
-    /// Whether files that this index could not read can be read by now. Those that still cannot are told. Not all of many
-    /// are tried: a broken disk takes its time for each, and everybody waits for the lock meanwhile. GC tries all.
+    /// Whether files that this index could not read can be read by now. Notes those that still
+    /// cannot be read. Of many files only some are tried: a broken disk takes long for each, and
+    /// other processes wait for the lock. GC tries all.
     pub(super) fn could_read_more(&mut self, index: &Index) -> Result<bool, Trouble> {
         let mut unread = index.unread().map_err(TableError::Io)?;
         let all = unread.len();
@@ -75,10 +77,7 @@ impl Locked {
         if let (Some(first), Told::NotYet) = (first, self.told) {
             self.told = Told::Once;
             let others = if all == 1 { String::new() } else { format!(", like {} others", all - 1) };
-            self.store
-                .options
-                .notes
-                .note(format_args!("{first}{others}; whose it is is not known, so no DEL releases it"));
+            self.store.options.notes.note(format_args!("{first}{others}; its owner is unknown, so no DEL releases it"));
         }
         Ok(false)
     }
@@ -92,7 +91,7 @@ impl Locked {
         for address in listed {
             match self.read(address) {
                 Ok(Content::Text(text)) if text == content => held.addresses.push(address),
-                // Two contents of one hash, or a file that somebody wrote to in place.
+                // Two contents with one hash, or a file that was edited in place.
                 Ok(_) if exact => {}
                 Ok(_) => return Err(Trouble::Stale),
                 Err(error) => held.errors.push(error),
@@ -101,7 +100,8 @@ impl Locked {
         Ok(held)
     }
 
-    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID alone.
+    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID
+    /// alone.
     pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Held, Trouble> {
         let [exact, old] = owner.hashes();
         let held = self.held(exact, owner.content().trim().as_bytes())?;
@@ -109,7 +109,8 @@ impl Locked {
         if none { self.held(old, owner.id.as_bytes()) } else { Ok(held) }
     }
 
-    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of its ID alone.
+    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of
+    /// its ID alone.
     ///
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.

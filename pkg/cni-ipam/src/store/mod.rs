@@ -1,12 +1,13 @@
 //! The store of reservations: one folder per network, byte for byte Go's, behind one lock per verb.
 //!
-//! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old ones the container
-//! ID alone). What is ours lies beside it, in `<dataDir>/.cni/<network>/`, and may be deleted at any time. The store
-//! knows no ranges of its own: whoever asks brings them, and DEL, GC and CHECK never need any.
+//! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old
+//! ones the container ID alone). The index and other files of these plugins are in
+//! `<dataDir>/.cni/<network>/` and may be deleted at any time. The store has no ranges of its own:
+//! the caller passes them, and DEL, GC and CHECK need none.
 //!
-//! What a newcomer gets wrong: the folder belongs to others too (Go's plugin, operators, their scripts), so
-//! whatever is about to be given out or taken away is read from its file first, and a name that is no address, or an
-//! address that is no regular file, is never removed.
+//! Other programs use the folder too (Go's plugin, operators, scripts). So an operation reads a
+//! reservation's file before it allocates or releases the address. A name that is not an address,
+//! or an address that is not a regular file, is never removed.
 
 mod folder;
 mod held;
@@ -40,9 +41,9 @@ use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
 pub use held::Listed;
-pub use reboot::Earlier;
+pub use reboot::RebootPolicy;
 pub use release::Collected;
-pub use reserve::{Again, Lease, Made};
+pub use reserve::{Lease, Made, RepeatPolicy};
 pub use status::Usage;
 
 /// Where the folders of all networks lie unless the configuration says otherwise.
@@ -121,7 +122,7 @@ impl fmt::Display for Reservation {
     }
 }
 
-/// What a store is told about its surroundings.
+/// The settings of a store.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where remarks go: an index that cannot be written.
@@ -129,15 +130,15 @@ pub struct Options {
     /// What is recorded with a new reservation.
     pub host: Host,
     /// What becomes of reservations that we made before the machine was booted.
-    pub earlier: Earlier,
+    pub earlier: RebootPolicy,
     /// What an ADD does for an attachment that has addresses already.
-    pub again: Again,
+    pub again: RepeatPolicy,
 }
 
 impl Options {
     /// Nothing is reclaimed and nothing is given twice.
     pub fn new(notes: Notes, host: Host) -> Options {
-        Options { notes, host, earlier: Earlier::Keep, again: Again::Refuse }
+        Options { notes, host, earlier: RebootPolicy::Keep, again: RepeatPolicy::Refuse }
     }
 }
 
@@ -150,7 +151,7 @@ pub struct Store {
     told: Rc<Cell<Told>>,
 }
 
-/// Whether the operator has been told something that is said once.
+/// Whether a note that is written at most once has been written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Told {
     #[default]
@@ -169,7 +170,7 @@ pub struct Locked {
     /// The range sets of an ADD: a new index counts them from the start, and finds their oldest
     /// holders.
     asking: Option<RangeSets>,
-    /// Whether files that cannot be read have been told.
+    /// Whether the files that cannot be read have been noted.
     told: Told,
 }
 
@@ -208,7 +209,8 @@ impl From<Error> for Trouble {
     }
 }
 
-/// The networks that have a folder of reservations below `data_dir`, by name. A missing `data_dir` has none.
+/// The networks that have a folder of reservations below `data_dir`, by name. A missing `data_dir`
+/// has none.
 ///
 /// # Errors
 /// Code 5 if it cannot be read.
@@ -235,7 +237,8 @@ pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
 }
 
 impl Store {
-    /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes a folder's name.
+    /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes
+    /// a folder's name.
     pub fn open(data_dir: &Path, network: &str, options: Options) -> Store {
         Store {
             path: data_dir.join(network),
@@ -258,8 +261,8 @@ impl Store {
     /// Locks the store, and makes its folder if it is missing.
     ///
     /// # Errors
-    /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names the holder. Code 5
-    /// if the folder or its lock cannot be made or opened.
+    /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names
+    /// the holder. Code 5 if the folder or its lock cannot be made or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
         match self.acquire(Missing::Create, OnSigterm::Kill, limit, machine)? {
             Some(locked) => Ok(locked),
@@ -275,8 +278,8 @@ impl Store {
         self.acquire(Missing::Leave, OnSigterm::Kill, limit, machine)
     }
 
-    /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from waiting for: only files
-    /// that are still those, unchanged.
+    /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from
+    /// waiting for: only files that are still those, unchanged.
     ///
     /// # Errors
     /// As [`lock`](Store::lock), and code 5 after trying all of them.
@@ -339,7 +342,8 @@ impl Store {
 }
 
 impl Locked {
-    /// Runs an attempt until it succeeds or fails for good. Each failure makes the next attempt trust less.
+    /// Runs an attempt until it succeeds or fails for good. Each failure makes the next attempt
+    /// trust less.
     fn attempt<T>(&mut self, mut operation: impl FnMut(&mut Locked) -> Result<T, Trouble>) -> Result<T> {
         for _ in 0..5 {
             match operation(self) {
@@ -366,7 +370,8 @@ impl Locked {
                 Some(index) => index,
                 None => self.rebuild()?,
             };
-            // A file that could not be read when the folder was may be the very one that is looked for.
+            // A file that could not be read when the folder was may be the very one that is looked
+            // for.
             self.index = Some(if self.could_read_more(&index)? { self.rebuild()? } else { index });
         }
         // Just set.

@@ -1,12 +1,15 @@
-//! After a reboot: reservations made by us in an earlier boot are dead, for no container survives one.
+//! Releases reservations of an earlier boot that these plugins made: no container survives a
+//! reboot.
 //!
-//! It decides by proof, never by likelihood: our record of a reservation must match inode and times of its file
-//! exactly, the record must be of this machine and of another boot, the file older than this boot, and the folder on
-//! a file system that no other machine can be using. Whatever lacks a part of that stays: files that Go made, files
-//! that somebody touched, copies of a disk, a machine without an ID.
+//! It decides by proof, never by likelihood: our record of a reservation must match inode and times
+//! of its file exactly, the record must be of this machine and of another boot, the file older than
+//! this boot, and the folder on a file system that no other machine can be using. A reservation
+//! that lacks any of this proof stays: files that Go made, changed files, copies of a disk, a
+//! machine without an ID.
 //!
-//! What a newcomer gets wrong: on a tmpfs nothing can be of an earlier boot, so there a strange boot ID proves that
-//! somebody has put another one in its place; and what lies below an overlay cannot be seen, so it counts as shared.
+//! On a tmpfs nothing can be of an earlier boot, so there a different boot ID proves that the boot
+//! ID was replaced. The file system below an overlay is not visible, so an overlay counts as
+//! shared.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -21,16 +24,17 @@ use crate::host::Moment;
 use crate::index::table::TableError;
 use crate::index::{self, Record};
 
-/// What becomes of reservations of an earlier boot.
+/// What happens to reservations of an earlier boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Earlier {
-    /// The first ADD or GC of a boot takes them away.
+pub enum RebootPolicy {
+    /// The first ADD or GC of a boot releases them.
     Reclaim,
-    /// They stay until somebody releases them.
+    /// They stay until a DEL or GC releases them.
     Keep,
 }
 
-/// File systems that one kernel at a time uses, and that outlive a reboot. ext2 and ext3 have ext4's number.
+/// File systems that one kernel at a time uses, and that outlive a reboot. ext2 and ext3 have
+/// ext4's number.
 const LOCAL: [FsType; 6] = [
     EXT4_SUPER_MAGIC,
     // Has no name in nix where the C library is musl, which the release is built for.
@@ -50,25 +54,27 @@ fn oldest<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Moment> {
 }
 
 impl Locked {
-    /// From when on some of these records could be reclaimed: what a new index remembers, so that no verb has to look
-    /// for them again.
+    /// From when on some of these records could be reclaimed: what a new index remembers, so that
+    /// no verb has to look for them again.
     pub(super) fn earlier_in(&self, records: &[Record]) -> Option<Moment> {
         let host = &self.store.options.host;
         let oldest = oldest(records.iter().filter(|record| record.is_of_earlier_boot(host)));
         oldest.filter(|_| is_local(&self.folder.file))
     }
 
-    /// Takes away what is dead since a reboot. Costs nothing where no reservation is of an earlier boot.
+    /// Takes away what is dead since a reboot. Costs nothing where no reservation is of an earlier
+    /// boot.
     ///
     /// # Errors
-    /// Code 5 if the folder cannot be read. What cannot be removed is told, and stays.
+    /// Code 5 if the folder cannot be read. What cannot be removed is noted, and stays.
     pub(super) fn reclaim(&mut self) -> Result<()> {
-        if self.store.options.earlier == Earlier::Keep {
+        if self.store.options.earlier == RebootPolicy::Keep {
             return Ok(());
         }
         let dead = self.attempt(|locked| {
             let Some(earlier) = locked.index()?.earlier() else { return Ok(Vec::new()) };
-            // Another boot ID, but nothing older than this boot: the clock is not set yet, or the ID is not the kernel's.
+            // Another boot ID, but nothing older than this boot: the clock is not set yet, or the
+            // ID is not the kernel's.
             let Some(booted) = locked.store.options.host.booted().filter(|booted| earlier < *booted) else {
                 return Ok(Vec::new());
             };
@@ -98,19 +104,20 @@ impl Locked {
             ));
         }
         if let Some(error) = error {
-            notes.note(format_args!("of the reservations made before this boot some stay: {error}"));
+            notes.note(format_args!("some reservations made before this boot were not released: {error}"));
         }
         Ok(())
     }
 }
 
 impl Store {
-    /// What the next ADD would reclaim. Without the lock, for STATUS: what is half changed is not believed.
+    /// What the next ADD would reclaim. Without the lock, for STATUS: what is half changed is not
+    /// believed.
     pub(super) fn reclaimable(&self) -> Vec<IpAddr> {
         let find = || -> Option<Vec<IpAddr>> {
             let (host, path) = (&self.options.host, self.index_path());
             let header = index::peek_header(&path)?;
-            if self.options.earlier == Earlier::Keep || (header.boot == host.boot() && header.earlier.is_none()) {
+            if self.options.earlier == RebootPolicy::Keep || (header.boot == host.boot() && header.earlier.is_none()) {
                 return None;
             }
             let booted = host.booted()?;

@@ -1,8 +1,8 @@
-//! DEL, GC and rollback: taking reservations away.
+//! DEL, GC and rollback: releasing reservations.
 //!
-//! Every file is read before it goes, and only regular files named as addresses go. It never looks at ranges: what
-//! the configuration says today need not be what it said at ADD. What a newcomer gets wrong: a reservation of the old
-//! form (the container's ID alone) is released only if there is none of the exact form, as Go has it.
+//! Every file is read before it goes, and only regular files named as addresses go. Ranges are not
+//! used, because the configuration may have changed since ADD. A reservation of the old form (the
+//! container's ID alone) is released only if there is none of the exact form, as in Go.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -24,7 +24,7 @@ pub struct Collected {
     pub removed: Vec<Reservation>,
     /// How many reservations stay.
     pub kept: usize,
-    /// What it could not do, if anything; everything else was done all the same.
+    /// What failed, if anything; everything else was done.
     pub error: Option<Error>,
 }
 
@@ -52,7 +52,7 @@ impl Locked {
         let held = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
             // In an older build's index, reservations whose files are too long have no known owner.
-            let held = |record: &Record| record.holder != Holder::Nobody;
+            let held = |record: &Record| record.holder != Holder::Free;
             Ok(records.into_iter().filter(held).collect::<Vec<_>>())
         })?;
         let (mut doomed, mut foreign) = (Vec::new(), Vec::new());
@@ -85,8 +85,8 @@ impl Locked {
         })
     }
 
-    /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the lock that it still holds.
-    /// One that has changed since stays. Returns what was removed.
+    /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the
+    /// lock that it still holds. One that has changed since stays. Returns what was removed.
     ///
     /// # Errors
     /// Code 5, after trying everything.
@@ -95,7 +95,7 @@ impl Locked {
         for reservation in chosen {
             let now = |text: &[u8]| Reservation::of(&self.folder, reservation.address, text);
             match self.read(reservation.address) {
-                // Go's plugin keeps to the lock, an operator's script may not.
+                // Go's plugin takes the lock, an operator's script may ignore it.
                 Ok(Content::Text(text)) if now(&text) == *reservation => unchanged.push(reservation.address),
                 Ok(_) => {}
                 Err(error) => errors.push(error),
@@ -106,12 +106,14 @@ impl Locked {
         Error::join(errors).map(|()| removed)
     }
 
-    /// Unlinks these reservations, which the caller has just read, and tells the index. Keeps going on errors.
+    /// Unlinks these reservations, which the caller has just read, and updates the index. Continues
+    /// after errors.
     pub(super) fn remove(&mut self, addresses: &[IpAddr]) -> (Vec<IpAddr>, Option<Error>) {
         if addresses.is_empty() {
             return (Vec::new(), None);
         }
-        // If the folder is no longer as the index has it, the next reader must start anew; the files go regardless.
+        // If the folder differs from the index, the next reader must rebuild the index. The files
+        // are removed regardless.
         if !matches!(self.begin(), Ok(true)) {
             self.distrust(super::Trust::Records);
         }
@@ -145,8 +147,8 @@ impl Locked {
         }
     }
 
-    /// Steps 3 to 5: the folder has been changed; `change` tells the index. If that fails, the index is given up: its
-    /// header is dirty, so the next verb makes a new one.
+    /// Steps 3 to 5: the folder has been changed; `change` updates the index. If that fails, the
+    /// index stays dirty, so the next verb rebuilds it.
     pub(super) fn settle(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
         let settled = (|| {

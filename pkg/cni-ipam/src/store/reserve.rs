@@ -1,8 +1,8 @@
 //! ADD: one address of each range set, all of them or none.
 //!
-//! Everything is decided before the first file is made, so a refusal changes nothing. What a newcomer gets wrong:
-//! undoing an ADD frees the very files this ADD made, never "whatever this container holds": a repeated ADD that
-//! fails must leave the running container its addresses.
+//! Everything is decided before the first file is created, so a refusal changes nothing. Undoing an
+//! ADD releases only the files that this ADD created, not all reservations of the container: a
+//! repeated ADD that fails must leave the running container its addresses.
 
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -18,7 +18,7 @@ use crate::ranges::{Range, RangeSet, RangeSets};
 
 /// What an ADD does for an attachment that has addresses already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Again {
+pub enum RepeatPolicy {
     /// It is refused, as the specification has it: an attachment is added once.
     Refuse,
     /// It gets the same addresses.
@@ -42,7 +42,8 @@ pub struct Made {
 }
 
 impl Lease {
-    /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it found.
+    /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it
+    /// found.
     pub fn made(&self) -> Vec<Made> {
         self.made.clone()
     }
@@ -68,13 +69,15 @@ impl Occupied for Asking<'_> {
 }
 
 impl Locked {
-    /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What an earlier boot has
-    /// left is taken away first, as the options say; and with [`Again::Reuse`] what the owner has of a set is its address.
+    /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What
+    /// an earlier boot has left is taken away first, as the options say; and with
+    /// [`RepeatPolicy::Reuse`] what the owner has of a set is its address.
     ///
     /// # Errors
-    /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an address of a set,
-    /// or a requested address is held, and the message names the holder; 7: what is requested is a gateway or in no set;
-    /// 5: a file could not be made. The messages begin with Go's texts.
+    /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an
+    /// address of a set, or a requested address is held, and the message names the holder; 7: what
+    /// is requested is a gateway or in no set; 5: a file could not be made. The messages begin with
+    /// Go's texts.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
         self.asking = Some(sets.clone());
@@ -117,7 +120,7 @@ impl Locked {
     ) -> Result<Pick, Trouble> {
         let [exact, old] = owner.hashes();
         let mut held = self.held(exact, owner.content().trim().as_bytes())?.all()?;
-        if self.store.options.again == Again::Reuse {
+        if self.store.options.again == RepeatPolicy::Reuse {
             // Of the exact form only: one of the container's ID alone may be another interface's.
             let wanted = |address: &IpAddr| requested.is_none_or(|requested| requested == *address);
             let usable = |address: &IpAddr| set.find(*address).is_some() && !set.is_gateway(*address);
@@ -135,15 +138,15 @@ impl Locked {
                 return Err(Error::new(Code::CONFLICT, msg).into());
             }
         }
-        // Both forms: whoever holds an address of the set in either gets no second one.
+        // Both forms: an owner that has an address of the set in either form gets no second one.
         held.extend(self.held(old, owner.id().as_bytes())?.all()?);
         if let Some(address) = held.iter().find(|address| set.find(**address).is_some()) {
             let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
             let held: Vec<String> = held.iter().take(NAMED).map(|address| self.describe(*address)).collect();
             let advice = match self.store.options.again {
-                Again::Refuse => "DEL releases, and \"reuse\": true in ipam gives again",
-                Again::Reuse => {
-                    "DEL releases; \"reuse\" gives no other address, no gateway, and none without an interface's name"
+                RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
+                RepeatPolicy::Reuse => {
+                    "run DEL to release it; \"reuse\" returns no other address, no gateway, and no address recorded without an interface name"
                 }
             };
             let details = format!("{}; {advice}", held.join(", "));
@@ -155,7 +158,8 @@ impl Locked {
         let last = self.folder.last_reserved(position);
         match allocator::next(set, last, &mut Asking(self.index()?))? {
             Some(address) => Ok(Pick { address, held: false }),
-            // Something may have been removed without the lock and unseen; reading the folder once will tell.
+            // Something may have been removed without the lock and unseen; reading the folder once
+            // will tell.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }
@@ -194,7 +198,7 @@ impl Locked {
         }
     }
 
-    /// Makes the files, then tells the index. The order is the one that `index` proves.
+    /// Creates the files, then updates the index, in the order that the head of `index` explains.
     fn carry_out(&mut self, owner: &Owner, picked: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
         if !self.begin()? {
             return Err(Trouble::Stale);
@@ -209,10 +213,13 @@ impl Locked {
                     for record in &made {
                         if let Err(error) = self.folder.unlink(&record.address.to_string()) {
                             let name = name(&record.address);
-                            self.store.options.notes.note(format_args!("failed to take back {name}: {error}"));
+                            self.store
+                                .options
+                                .notes
+                                .note(format_args!("failed to undo the reservation of {name}: {error}"));
                         }
                     }
-                    // The header is dirty: whoever comes next reads the folder.
+                    // The header is dirty, so the next process reads the folder.
                     self.index = None;
                     return Err(match outcome {
                         Err(error) => {
@@ -239,15 +246,17 @@ impl Locked {
         Ok(made)
     }
 
-    /// Makes one reservation; a blank file of that name is replaced. What became of telling the index beforehand is
-    /// `announced`: no reason not to go on, for an index in doubt is given up at the end.
+    /// Makes one reservation; a blank file of that name is replaced. What became of telling the
+    /// index beforehand is `announced`: no reason not to go on, for an index in doubt is given up
+    /// at the end.
     pub(super) fn create(
         &mut self,
         owner: &Owner,
         address: IpAddr,
         announced: &mut Result<(), TableError>,
     ) -> std::io::Result<Linked> {
-        // What is reserved from afar outlives a boot of the machine that has the disk, even if that bears our ID.
+        // A reservation on a shared disk survives a reboot of the machine with the disk, even if
+        // that machine has the same ID.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
         let (content, boot) = (owner.content(), if is_shared { 0 } else { self.store.options.host.boot() });
         let index = &mut self.index;
@@ -266,7 +275,8 @@ impl Locked {
         }
     }
 
-    /// Takes back what [`reserve`](Locked::reserve) made: only files that are still those, unchanged.
+    /// Takes back what [`reserve`](Locked::reserve) made: only files that are still those,
+    /// unchanged.
     ///
     /// # Errors
     /// Code 5, after trying all of them.

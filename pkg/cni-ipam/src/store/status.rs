@@ -91,7 +91,8 @@ impl Store {
         self.note_foreign(&mut foreign.unwrap_or_default());
     }
 
-    /// How many names in the folder are addresses. Takes no lock and opens no file; a missing folder has none.
+    /// How many names in the folder are addresses. Takes no lock and opens no file; a missing
+    /// folder has none.
     ///
     /// # Errors
     /// Code 5 if the folder is there but cannot be read.
@@ -99,8 +100,8 @@ impl Store {
         self.names().map(|names| names.len())
     }
 
-    /// The addresses whose files are no blanks. Only files that the index, true or not, does not know are read. `None` if
-    /// the folder cannot be read.
+    /// Returns the addresses whose files are not blank. Only files that the index, true or not,
+    /// does not know are read. `None` if the folder cannot be read.
     fn occupied(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
         let (known, _) = index::old_records(&self.index_path(), &self.options.host);

@@ -1,12 +1,15 @@
-//! Connections the kernel remembers, and forgetting those that a changed port mapping has made wrong.
+//! Connections the kernel remembers, and forgetting those that a changed port mapping has made
+//! wrong.
 //!
-//! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a container that is
-//! gone, or to nobody, until its entry is deleted here; then its next packet is a first one.
+//! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a
+//! removed container, or to no container, until its entry is deleted here; then its next packet is
+//! a first one.
 //!
-//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is tracked. The
-//! kernel can be asked for one entry only by all there is of its addresses and ports, so there is no way around the pass.
-//! Never waits, never runs a program. A newcomer's mistake: matching the port alone. The connections of other hosts'
-//! clients to that port *elsewhere* pass through this table too, and must live.
+//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is
+//! tracked. The kernel can be asked for one entry only by all there is of its addresses and ports,
+//! so there is no way around the pass. Never waits, never runs a program. The port alone does not
+//! identify an entry: connections to the same port of *other* hosts pass through this table too,
+//! and must stay.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -24,7 +27,8 @@ mod text;
 
 pub use claim::{Claim, Protocol};
 
-/// How often a dump the kernel calls incomplete is begun anew. What is still missed then stays: nothing worse.
+/// How often a dump that the kernel reports as incomplete is repeated. Entries missed after that
+/// stay, which does no other harm.
 const DUMPS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
@@ -45,7 +49,7 @@ const CTA_TUPLE_PROTO: u16 = 2;
 /// Which of the connections to a claimed port are forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Forget {
-    /// Those that are answered by somebody else than the claim's container: at its ADD.
+    /// Those that another peer than the claim's container answers: at its ADD.
     Others,
     /// Those that are answered by the claim's container: at its DEL.
     Own,
@@ -91,8 +95,9 @@ impl Conntrack {
         Ok(Conntrack { socket })
     }
 
-    /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim without a host address is
-    /// for every address this host has. Returns how many. A kernel without connection tracking has none.
+    /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim
+    /// without a host address is for every address this host has. Returns how many. A kernel
+    /// without connection tracking has none.
     ///
     /// # Errors
     /// The first; of those that could be read all the others have been tried.
@@ -161,8 +166,9 @@ impl Conntrack {
         }
     }
 }
-/// How many connections are tracked in the calling thread's namespace, where the kernel tells. A pass over the table
-/// costs something even if it is none, because the kernel walks every bucket that all namespaces share.
+/// How many connections are tracked in the calling thread's namespace, if the kernel reports it. A
+/// pass over the table costs something even if it is none, because the kernel walks every bucket
+/// that all namespaces share.
 fn count() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
@@ -182,7 +188,7 @@ fn is_wrong(entry: &Entry, claims: &[Claim], forget: Forget, local: &mut Local) 
     Ok(wrong)
 }
 
-/// Whether the entry's first packet was one for the claim, as far as the entry tells.
+/// Whether the entry's first packet was one for the claim, according to the entry.
 fn is_about(entry: &Entry, claim: &Claim) -> bool {
     (entry.protocol, entry.destination.port()) == (claim.protocol, claim.host_port)
         && entry.destination.is_ipv4() == claim.container.is_ipv4()
@@ -232,8 +238,9 @@ impl Wanted {
         Wanted { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// The body of the request for a list. Where all have a family and a protocol in common, and perhaps the port, the
-    /// kernel is asked to choose (since 5.8; older ones send everything, and all is looked at again here anyway).
+    /// The body of the request for a list. Where all have a family and a protocol in common, and
+    /// perhaps the port, the kernel is asked to choose (since 5.8; older ones send everything, and
+    /// all is looked at again here anyway).
     fn filter(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
@@ -268,7 +275,7 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
     let original = attribute(body, CTA_TUPLE_ORIG)?;
     let (protocol, destination) = tuple(original)?;
     let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
-    // The family, then what tells this entry from all others.
+    // The family, then what identifies the entry.
     let mut key = vec![*header.first()?, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {

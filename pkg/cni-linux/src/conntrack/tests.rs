@@ -14,7 +14,7 @@ fn claim(host_ip: Option<&str>, port: u16, container: &str) -> Claim {
     Claim { protocol: Protocol::Udp, host_ip, host_port: port, container: container.parse().unwrap() }
 }
 
-/// Makes the kernel track: it does so only where somebody asks for it.
+/// Makes the kernel track connections: it does so only where a rule needs it.
 fn track() {
     let rules = "table inet t { chain c { type filter hook output priority 0; ct state new accept; }; }";
     let done = Command::new("nft").args([rules]).output().unwrap();
@@ -44,7 +44,7 @@ fn tracked(ports: &[u16]) -> Vec<String> {
 }
 
 #[test]
-fn of_others_connections_those_to_the_claimed_port_of_this_host_are_forgotten() {
+fn only_foreign_connections_to_the_claimed_port_are_deleted() {
     in_new_netns(|| {
         track();
         let all = ["127.0.0.1:53", "192.0.2.1:53", "192.0.2.1:54", "192.0.2.2:53", "192.0.2.77:53", "[fd00::1]:53"];

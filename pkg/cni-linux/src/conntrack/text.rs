@@ -1,9 +1,11 @@
-//! The table as text, `/proc/net/nf_conntrack`: for a short table much cheaper than a list over netlink.
+//! The table as text, `/proc/net/nf_conntrack`: for a short table much cheaper than a list over
+//! netlink.
 //!
-//! A list over netlink takes a lock for each bucket of a table that all namespaces share, empty or not (262,144 of them: 3.5
-//! ms); the text is made without one (0.16 ms, and 0.7 µs for each entry). But it is handed out by pages, and kernels
-//! differ in how far back they begin to count for each. So it is read only where the entries are few for the size of the
-//! table, and a kernel that does not have it at all (`CONFIG_NF_CONNTRACK_PROCFS`) is no worse off than before.
+//! A list over netlink takes a lock for each bucket of a table that all namespaces share, empty or
+//! not (262,144 of them: 3.5 ms); the text is made without one (0.16 ms, and 0.7 µs for each
+//! entry). But it is handed out by pages, and kernels differ in how far back they begin to count
+//! for each. So it is read only where the entries are few for the size of the table, and a kernel
+//! that does not have it at all (`CONFIG_NF_CONNTRACK_PROCFS`) loses nothing.
 
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
@@ -21,10 +23,11 @@ pub(super) fn is_cheaper(entries: u64) -> bool {
     buckets.is_some_and(|buckets: u64| entries <= buckets / BUCKETS)
 }
 
-/// The wanted entries of the calling thread's namespace. `None` if there is no such text, or something in it is not
-/// understood: then the list over netlink tells.
+/// The wanted entries of the calling thread's namespace. `None` if there is no such text, or
+/// something in it is not understood: then the caller lists over netlink.
 pub(super) fn entries(wanted: &Wanted) -> Option<Vec<Entry>> {
-    // In as few reads as there are pages: each begins anew, and a file without a length is else read in small steps first.
+    // In as few reads as there are pages: each starts from the beginning, and a file without a
+    // length is else read in small steps first.
     let mut text = Vec::with_capacity(ROOM);
     std::fs::File::open("/proc/thread-self/net/nf_conntrack").ok()?.read_to_end(&mut text).ok()?;
     // The kernel never writes anything but ASCII, and this must not fail if it does.
@@ -32,7 +35,8 @@ pub(super) fn entries(wanted: &Wanted) -> Option<Vec<Entry>> {
 }
 
 /// ```text
-/// ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED] src=10.0.0.2 dst=10.0.0.9 ... zone=0
+/// ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED]
+///     src=10.0.0.2 dst=10.0.0.9 ... zone=0
 /// ```
 pub(super) fn parse(text: &str, wanted: &Wanted) -> Option<Vec<Entry>> {
     let mut entries = Vec::new();
@@ -75,8 +79,8 @@ fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
     let number = new_attribute(1, &[protocol.number()]);
     let ports = [new_attribute(2, &from.to_be_bytes()), new_attribute(3, &to.to_be_bytes())].concat();
     let tuple = [new_nest(CTA_TUPLE_IP, &ip), new_nest(CTA_TUPLE_PROTO, &[number, ports].concat())];
-    // Without the entry's number a new connection from the same port in this very moment would be meant too; its next
-    // packet makes it anew, by the same rules.
+    // Without the entry's number a new connection from the same port in this very moment would be
+    // meant too; its next packet creates the entry again, by the same rules.
     let mut key = vec![family, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, &tuple.concat()));
     Some(Entry { protocol, destination: SocketAddr::new(destination, to), answered_by, key })

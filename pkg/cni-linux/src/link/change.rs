@@ -1,6 +1,7 @@
 //! Changing and deleting interfaces.
 //!
-//! Every verb is one request and says the interface's name when it fails (it is looked up only then).
+//! Every verb is one request and says the interface's name when it fails (it is looked up only
+//! then).
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 
@@ -94,12 +95,12 @@ impl Netlink {
         self.set(index, [attribute], |link| format!("failed to rename {link} to {name}"))
     }
 
-    /// Moves an interface into another namespace, where it gets this name and alias. It is down there and has lost its
-    /// addresses and routes; its index may be another one.
+    /// Moves an interface into another namespace, where it gets this name and alias. It is down
+    /// there and has lost its addresses and routes; its index may be another one.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken there. The interface may then be there already, under its former name and
-    /// with its former alias.
+    /// [`Error::is_exists`] if the name is taken there. The interface may then be there already,
+    /// under its former name and with its former alias.
     pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
         let attributes = [
             LinkAttribute::NetNsFd(to.as_fd().as_raw_fd()),
@@ -115,8 +116,8 @@ impl Netlink {
         self.set(index, [attribute], |link| format!("failed to set the transmit queue of {link} to {packets}"))
     }
 
-    /// Makes an interface a port of a bridge or VRF. A VRF takes it down and up again, which costs its IPv6 addresses
-    /// and its routes.
+    /// Makes an interface a port of a bridge or VRF. A VRF takes it down and up again, which costs
+    /// its IPv6 addresses and its routes.
     pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
         let attribute = LinkAttribute::Controller(master_index);
         self.set(index, [attribute], |link| format!("failed to connect {link} to {}", self.label(master_index)))

@@ -16,8 +16,9 @@ use cni::AttachmentId;
 
 /// Whether the kernel has noticed that the interface has a carrier.
 ///
-/// A bridge that has never lost its carrier is in state "unknown" until it loses it, and works. A veth is in that state for a moment
-/// after it was made, before the kernel has noticed that it has none.
+/// A bridge that has never lost its carrier is in state "unknown" until it loses it, and works. A
+/// veth is in that state for a moment after it was made, before the kernel has noticed that it has
+/// none.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
@@ -26,7 +27,8 @@ impl Netlink {
     /// Makes a dummy interface, down, in this connection's namespace.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel has no dummies.
+    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel
+    /// has no dummies.
     pub fn create_dummy(&self, name: &str, mac: Mac) -> Result<Link> {
         let mut message = LinkMessage::default();
         message.attributes.push(LinkAttribute::IfName(name.to_owned()));
@@ -36,10 +38,12 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
     }
 
-    /// Makes a VRF, up, with this routing table. With the first one the kernel adds a rule for all of them.
+    /// Makes a VRF, up, with this routing table. With the first one the kernel adds a rule for all
+    /// of them.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel has no VRFs.
+    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel
+    /// has no VRFs.
     pub fn create_vrf(&self, name: &str, table: u32) -> Result<Link> {
         let mut message = LinkMessage::default();
         (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
@@ -50,11 +54,12 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
     }
 
-    /// Makes an intermediate functional block: what is redirected to it waits in its queue, and is then received where it came
-    /// from. It is up and marked.
+    /// Makes an intermediate functional block: what is redirected to it waits in its queue, and is
+    /// then received where it came from. It is up and marked.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name. Nothing is left behind, unless the kernel's answer was lost.
+    /// [`Error::is_exists`] if any interface has that name. Nothing is left behind, unless the
+    /// kernel's answer was lost.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, mark: &AttachmentId) -> Result<Link> {
         let mut message = LinkMessage::default();
         (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
@@ -85,11 +90,12 @@ impl Netlink {
         }
     }
 
-    /// Waits until an interface has its carrier and takes frames. `watch` must have been opened in this connection's
-    /// namespace, before anything was done about the carrier.
+    /// Waits until an interface has its carrier and takes frames. `watch` must have been opened in
+    /// this connection's namespace, before anything was done about the carrier.
     ///
-    /// A bridge needs this as much as its ports: without any of them it has no carrier, and until the kernel's worker
-    /// has noticed the first one, everything the host sends through it is dropped (its queue is the one that drops).
+    /// A bridge needs this as much as its ports: without any of them it has no carrier, and until
+    /// the kernel's worker has noticed the first one, everything the host sends through it is
+    /// dropped (its queue is the one that drops).
     ///
     /// # Errors
     /// [`Error::is_deadline`], [`Error::is_terminated`], or the interface is gone.
@@ -100,8 +106,8 @@ impl Netlink {
         })
     }
 
-    /// Waits for the carrier of an interface in `netns`, this connection's namespace, which is visited only if the
-    /// interface has no carrier yet.
+    /// Waits for the carrier of an interface in `netns`, this connection's namespace, which is
+    /// visited only if the interface has no carrier yet.
     ///
     /// # Errors
     /// Those of [`wait_carrier`](Netlink::wait_carrier).

@@ -1,9 +1,10 @@
 //! Interfaces: what they are (here), how they are created (`create`) and changed (`change`);
 //! `stacked` is about those on top of another one.
 //!
-//! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can be given away and
-//! indexes, within a boot, practically cannot. The newcomer's mistake: reading [`Link::up`] as "works". It is the
-//! administrator's wish; [`Link::running`] and, for a bridge's port, [`PortState::Forwarding`] are the fact.
+//! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can
+//! be given away and indexes, within a boot, practically cannot. [`Link::up`] is the
+//! administrator's setting; whether the link works is [`Link::running`] and, for a bridge's port,
+//! [`PortState::Forwarding`].
 
 mod change;
 mod create;
@@ -39,11 +40,12 @@ pub struct Link {
     pub mac: Option<Mac>,
     /// The largest packet in bytes.
     pub mtu: u32,
-    /// Whether it was told to be up.
+    /// Whether it is administratively up.
     pub up: bool,
     /// Whether it works, by the kernel's judgement.
     pub oper_state: OperState,
-    /// Whether it works or, where the kernel does not know (`lo`), is up. A link just made is not known either.
+    /// Whether it works or, where the kernel does not know (`lo`), is up. A link just made is not
+    /// known either.
     pub running: bool,
     /// How many want all frames. A packet capture and a bridge's port count too.
     pub promiscuity: u32,
@@ -120,7 +122,8 @@ pub struct Port {
     pub state: PortState,
     /// Whether a frame may leave by the port it came in by.
     pub hairpin: bool,
-    /// Whether it exchanges no frames with other isolated ports. Always false on a kernel without the feature.
+    /// Whether it exchanges no frames with other isolated ports. Always false on a kernel without
+    /// the feature.
     pub isolated: bool,
 }
 
@@ -138,7 +141,7 @@ pub enum PortState {
 /// A bridge's own settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BridgeInfo {
-    /// Whether it tells VLANs apart. `false` too if the kernel cannot.
+    /// Whether it filters by VLAN. `false` too if the kernel cannot.
     pub vlan_filtering: bool,
     /// The VLAN every new port is put into, untagged; 0 for none. A port just added is in no other.
     pub default_pvid: u16,
@@ -265,8 +268,8 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
 
 /// A link out of an answer. `None` for other messages.
 ///
-/// By hand: the packet crate reads everything that any kind of link can say of itself, and fails altogether where one
-/// attribute is not as it expects. See ARCHITECTURE.md, "Dependencies".
+/// By hand: the packet crate reads everything that any kind of link can say of itself, and fails
+/// altogether where one attribute is not as it expects. See ARCHITECTURE.md, "Dependencies".
 pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     let (header, all) = parts(reply)?;
     let mut link = Link {

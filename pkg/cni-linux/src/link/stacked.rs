@@ -1,8 +1,8 @@
 //! Interfaces on top of another one, their master: macvlan, ipvlan and vlan.
 //!
-//! The kernel (6.1) looks the name of a new interface up in the namespace of the socket as well as in the one that the
-//! interface is created in. A name that is to be free in the container alone can only be given afterwards, by
-//! [`Netlink::set_first_name`].
+//! The kernel (6.1) looks the name of a new interface up in the namespace of the socket as well as
+//! in the one that the interface is created in. A name that is to be free in the container alone
+//! can only be given afterwards, by [`Netlink::set_first_name`].
 
 use std::fmt;
 use std::os::fd::{AsFd as _, AsRawFd as _};
@@ -22,7 +22,8 @@ use crate::netns::Netns;
 pub enum Stacked {
     /// It has a hardware address of its own.
     Macvlan(MacvlanMode),
-    /// It has the master's hardware address. The mode is the master's: all interfaces on top of it get the last one set.
+    /// It has the master's hardware address. The mode is the master's: all interfaces on top of it
+    /// get the last one set.
     Ipvlan(IpvlanMode),
     /// The master's frames with this VLAN ID.
     Vlan(u16),
@@ -153,7 +154,8 @@ impl Netlink {
     /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has one of that ID;
     /// [`Error::is_unsupported`] if the kernel has no such interfaces.
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
-        // The kernel would send an echo to the socket of that port in the other namespace, which is another connection.
+        // The kernel would send an echo to the socket of that port in the other namespace, which is
+        // another connection.
         let made = self.request(Kind::NewLink, &message(spec), NLM_F_CREATE | NLM_F_EXCL);
         made.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
@@ -198,7 +200,8 @@ mod tests {
     use crate::{Link, VethSpec};
     use cni_testkit::{probe, require};
 
-    /// A master `eth0` in the calling thread's namespace, and a container whose link gets the same name.
+    /// A master `eth0` in the calling thread's namespace, and a container whose link gets the same
+    /// name.
     fn play(test: impl FnOnce(&Netlink, &Link, &Netns) + Send + 'static) {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
@@ -220,7 +223,7 @@ mod tests {
         let link = container.link(spec.name).unwrap();
         assert_eq!((link.stacked, link.up), (Some(spec.stacked), false));
         assert_eq!(link.kind.to_string(), spec.stacked.kind());
-        // 6.1 looks first whether the master may have another interface, and a passthru's may not.
+        // 6.1 checks first whether the master allows another interface; with passthru it does not.
         let again = host.create_stacked(spec).unwrap_err();
         assert!(again.is_exists() || spec.stacked == Stacked::Macvlan(MacvlanMode::Passthru), "{again}");
         container.set_first_name(link.index, "eth0", "cni:net/c1/eth0").unwrap();

@@ -1,7 +1,8 @@
 //! A connection to the kernel's routing tables, and how a question is asked.
 //!
-//! One [socket](socket::Socket) and no runtime, because nothing here ever waits for an event. This module knows requests,
-//! replies and errors; what links, addresses and routes are is known to the modules named after them.
+//! One [socket](socket::Socket) and no runtime, because nothing here ever waits for an event. This
+//! module knows requests, replies and errors; what links, addresses and routes are is known to the
+//! modules named after them.
 //!
 //! A connection belongs for life to the namespace in which it was opened, wherever its user
 //! goes later. Open one per namespace, with [`Netlink::open_in`], and never switch.
@@ -48,8 +49,8 @@ impl Netlink {
         Netlink { connection: Arc::new(Mutex::new(connection)) }
     }
 
-    /// Sends a request that changes something, with `flags` beside REQUEST and ACK, and returns what came before the
-    /// acknowledgement.
+    /// Sends a request that changes something, with `flags` beside REQUEST and ACK, and returns
+    /// what came before the acknowledgement.
     pub(crate) fn request(&self, kind: Kind, body: &dyn Body, flags: u16) -> Result<Vec<Reply>, Cause> {
         let request = Request { kind, body };
         self.exchange(request, flags | NLM_F_ACK).map(|answer| answer.messages)
@@ -60,8 +61,8 @@ impl Netlink {
         self.exchange(Request { kind, body }, 0).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for one thing of traffic control. Kernels before 6.8 announce the answer, and send it to the one who asked only
-    /// as an echo.
+    /// Asks for one thing of traffic control. Kernels before 6.8 announce the answer, and send it
+    /// to the one who asked only as an echo.
     pub(crate) fn get_echoed(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, NLM_F_ECHO).map(|answer| answer.messages.into_iter().next())
     }
@@ -74,7 +75,8 @@ impl Netlink {
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_heard() { request.name(flags) } else { String::new() };
-        // A panic of another user leaves nothing half done: what it did not read has another sequence number.
+        // A panic of another user leaves nothing half done: what it did not read has another
+        // sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut messages = Vec::new();
         let answer = connection
@@ -127,8 +129,8 @@ pub(crate) trait Body: Emitable {
     fn words(&self) -> Vec<String>;
 }
 
-/// A request. Not the packet crate's enum of all there are: a holder of that enum has the code to write, read and drop each
-/// of them, traffic control too.
+/// A request. Not the packet crate's enum of all there are: a holder of that enum has the code to
+/// write, read and drop each of them, traffic control too.
 #[derive(Clone, Copy)]
 struct Request<'a> {
     kind: Kind,
@@ -138,7 +140,7 @@ struct Request<'a> {
 impl Request<'_> {
     /// As the log names it.
     fn name(self, flags: u16) -> String {
-        // Of a list the words say how it is cut down, which is nobody's concern.
+        // The name of a list omits the list's filter.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
@@ -201,7 +203,7 @@ mod tests {
             ask.attributes.push(LinkAttribute::IfName("lo".to_owned()));
             let payload = &wire::emitted(&ask);
             let mut bytes = Vec::new();
-            // Sequence number 0: nobody waits for it.
+            // Sequence number 0: no caller waits for the answer.
             wire::Message { kind: Kind::GetLink as u16, flags: 1, sequence: 0, payload }.write(&mut bytes);
             netlink.connection.lock().unwrap().send(&bytes).unwrap();
             assert_eq!(netlink.find_link("not-there").unwrap(), None);

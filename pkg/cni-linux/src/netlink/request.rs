@@ -1,7 +1,7 @@
 //! What a request says, in words: of what and with what, as ip(8) would have it typed.
 //!
-//! Not by its `Debug`: the text of every message there is makes each binary half a megabyte larger. What is not put
-//! into words here is in the bytes.
+//! Not by its `Debug`: the text of every message there is makes each binary half a megabyte larger.
+//! What is not put into words here is in the bytes.
 
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::link::{AfSpecBridge, InfoData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};

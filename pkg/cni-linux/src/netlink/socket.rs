@@ -1,7 +1,8 @@
 //! The netlink socket that routing, nf_tables and connection tracking share: open, request, answer.
 //!
-//! The kernel works on a request inside the very `send` that brings it, so every answer is there when `send` returns, and
-//! each `recv` of a dump queues the next part. Nothing here ever waits: an answer that is not there does not come.
+//! The kernel works on a request inside the very `send` that brings it, so every answer is there
+//! when `send` returns, and each `recv` of a dump queues the next part. Nothing here ever waits: an
+//! answer that is not there does not come.
 
 use std::fmt;
 use std::io;
@@ -17,8 +18,8 @@ use super::wire::{self, Message, NLMSG_DONE, NLMSG_ERROR};
 use crate::error::Cause;
 use crate::patience;
 
-/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer); a link with hundreds of virtual functions
-/// takes a little more.
+/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer); a link with hundreds
+/// of virtual functions takes a little more.
 const RECEIVE: usize = 64 << 10;
 
 /// Which part of the kernel a socket talks to.
@@ -61,7 +62,8 @@ impl Socket {
         let socket = protocol.socket()?;
         // Connected to the kernel, the socket receives from no other process.
         socket.connect(&SocketAddr::new(0, 0))?;
-        // Since 4.12, 4.2 and 4.20. An older kernel explains less and filters less; callers filter every list again.
+        // Since 4.12, 4.2 and 4.20. An older kernel explains less and filters less; callers filter
+        // every list again.
         let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
         if protocol == Protocol::Route {
             let _ = socket.set_netlink_get_strict_chk(true);
@@ -75,9 +77,9 @@ impl Socket {
         self.sequence
     }
 
-    /// Sends one request, with `flags` beside REQUEST, and hands over each message of the answer: those before the
-    /// acknowledgement, a whole list, or without ACK and DUMP the one message asked for. Returns whether a list was read
-    /// undisturbed.
+    /// Sends one request, with `flags` beside REQUEST, and hands over each message of the answer:
+    /// those before the acknowledgement, a whole list, or without ACK and DUMP the one message
+    /// asked for. Returns whether a list was read undisturbed.
     pub fn ask(
         &mut self,
         kind: u16,
@@ -114,7 +116,8 @@ impl Socket {
         Err(Cause::text("the kernel ended its answer early"))
     }
 
-    /// Sends messages as they are. Without an answer in the queue, [`receive`](Socket::receive) returns at once.
+    /// Sends messages as they are. Without an answer in the queue, [`receive`](Socket::receive)
+    /// returns at once.
     pub fn send(&mut self, bytes: &[u8]) -> Result<(), Cause> {
         if self.pending {
             while let Ok(true) = self.fill() {}
@@ -122,8 +125,8 @@ impl Socket {
         self.pending = true;
         let mut grown = false;
         patience::again(|| match self.socket.send(bytes, 0) {
-            // Some 2,000 rules to delete are more than a socket takes at once by default. Root may have any size; without
-            // that privilege the first error is returned.
+            // Some 2,000 rules to delete are more than a socket takes at once by default. Root may
+            // have any size; without that privilege the first error is returned.
             Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !grown => {
                 grown = true;
                 let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
@@ -158,7 +161,8 @@ impl Socket {
     }
 }
 
-/// A socket that hears of changes in the calling thread's network namespace, for [`Watch`](crate::Watch).
+/// A socket that hears of changes in the calling thread's network namespace, for
+/// [`Watch`](crate::Watch).
 #[derive(Debug)]
 pub(crate) struct Events(netlink_sys::Socket);
 
@@ -170,7 +174,8 @@ impl Events {
         Ok(Events(socket))
     }
 
-    /// Subscribes to links of all namespaces that have a number in the calling thread's, and to the numbers.
+    /// Subscribes to links of all namespaces that have a number in the calling thread's, and to the
+    /// numbers.
     pub(crate) fn open_everywhere() -> io::Result<Events> {
         const RTMGRP_LINK: u32 = 1;
         const RTNLGRP_NSID: u32 = 28;
@@ -181,7 +186,8 @@ impl Events {
         Ok(Events(socket))
     }
 
-    /// Takes every event out of the queue. Whether something went (a link, a namespace's number), or events were lost.
+    /// Takes every event out of the queue. Whether something went (a link, a namespace's number),
+    /// or events were lost.
     pub(crate) fn forget(&self) -> bool {
         const GOING: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;

@@ -130,7 +130,8 @@ pub fn number(bytes: &[u8], wanted: u16) -> Option<u32> {
     attribute(bytes, wanted).and_then(u32_be)
 }
 
-/// The kernel's answer to one message, or the end of a dump: an errno, 0 if all went well, and the extended text.
+/// The kernel's answer to one message, or the end of a dump: an errno, 0 if all went well, and the
+/// extended text.
 pub fn answer(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     const NLM_F_CAPPED: u16 = 0x100;
     const NLM_F_ACK_TLVS: u16 = 0x200;
@@ -138,8 +139,8 @@ pub fn answer(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     let code = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
     let mut said = None;
     if message.flags & NLM_F_ACK_TLVS != 0 {
-        // The request comes back before the attributes: its header alone if capped, else all of it. The end of a dump
-        // carries no request.
+        // The request comes back before the attributes: its header alone if capped, else all of it.
+        // The end of a dump carries no request.
         let request = match message.flags & NLM_F_CAPPED {
             _ if message.kind == NLMSG_DONE => 0,
             0 => usize::try_from(u32_ne(message.payload, 4)?).ok()?,

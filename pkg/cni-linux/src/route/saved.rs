@@ -1,7 +1,8 @@
-//! Routes with everything that the kernel reported of them: to be moved to another table, or put back as they were.
+//! Routes with everything that the kernel reported of them: to be moved to another table, or put
+//! back as they were.
 //!
-//! A route is written with `NLM_F_APPEND`. Exclusively, the second of two IPv4 routes to one destination would not come
-//! back. A kernel that has the very same route answers EEXIST.
+//! A route is written with `NLM_F_APPEND`. Exclusively, the second of two IPv4 routes to one
+//! destination would not come back. A kernel that has the very same route answers EEXIST.
 
 use std::net::IpAddr;
 
@@ -49,7 +50,8 @@ impl SavedRoute {
         long.unwrap_or(self.0.header.table.into())
     }
 
-    /// What it says of each of its gateways, if it is a unicast route. Each has the route's source address.
+    /// What it says of each of its gateways, if it is a unicast route. Each has the route's source
+    /// address.
     pub fn routes(&self) -> Vec<Route> {
         let source = self.0.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::PrefSource(address) => ip(address),
@@ -64,7 +66,8 @@ impl SavedRoute {
         !routes.is_empty() && routes.iter().all(|route| route.oif == index)
     }
 
-    /// Whether packets along it have this address, or one of its network, as their source or next station.
+    /// Whether packets along it have this address, or one of its network, as their source or next
+    /// station.
     pub fn belongs_to(&self, network: cni::Cidr) -> bool {
         let is_in = |address: Option<IpAddr>| address.is_some_and(|address| network.contains(address));
         self.routes().iter().any(|route| is_in(route.gw) || is_in(route.source))
@@ -76,8 +79,8 @@ impl SavedRoute {
 }
 
 impl Netlink {
-    /// Every route of one family in every table, in the kernel's order. Leaves out what the kernel remembers by itself
-    /// of a single destination.
+    /// Every route of one family in every table, in the kernel's order. Leaves out what the kernel
+    /// remembers by itself of a single destination.
     pub fn save_routes(&self, family: Family) -> Result<Vec<SavedRoute>> {
         let mut ask = RouteMessage::default();
         ask.header.address_family = family.number();
@@ -87,8 +90,8 @@ impl Netlink {
         Ok(saved.map(|message| SavedRoute(settable(message))).collect())
     }
 
-    /// Adds a route behind its [rivals](Route::is_rival_of); IPv6 makes one route over several gateways of them. Does
-    /// nothing if the very same route is there.
+    /// Adds a route behind its [rivals](Route::is_rival_of); IPv6 makes one route over several
+    /// gateways of them. Does nothing if the very same route is there.
     pub fn append_route(&self, route: &SavedRoute) -> Result<()> {
         let added = self.request(Kind::NewRoute, &route.0, NLM_F_CREATE | NLM_F_APPEND);
         let added = added.map(drop).map_err(|cause| self.failed("add", route, cause));
@@ -108,7 +111,7 @@ impl Netlink {
     }
 }
 
-/// Takes away what the kernel only reports and refuses to be told.
+/// Removes the attributes that the kernel reports but refuses in a request.
 fn settable(mut message: RouteMessage) -> RouteMessage {
     if message.header.kind == RouteType::Unicast {
         message.header.flags &= RouteFlags::Onlink;

@@ -3,7 +3,8 @@ use crate::testing::{in_new_netns, machine, output};
 use crate::{BridgeSpec, Dad, Watch};
 use std::time::{Duration, Instant};
 
-/// A connection to a fresh namespace with a bridge that has addresses of both families, and its index.
+/// A connection to a fresh namespace with a bridge that has addresses of both families, and its
+/// index.
 fn with_bridge(body: impl FnOnce(&Netlink, u32) + Send) {
     in_new_netns(|| {
         let netlink = Netlink::open().unwrap();

@@ -1,17 +1,20 @@
 //! The plugins' allocator.
 //!
-//! This file needs nothing but std, so that `scripts/test --soak` can build it alone, for Miri and ThreadSanitizer.
+//! This file needs nothing but std, so that `scripts/test --soak` can build it alone, for Miri and
+//! ThreadSanitizer.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::UnsafeCell;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// An allocator for a program of a few milliseconds: it hands out memory from the front of one block, and takes back only
-/// what was handed out last. Large memory, and all memory once the block is full, is the C library's.
+/// An allocator for a program of a few milliseconds: it hands out memory from the front of one
+/// block, and takes back only what was handed out last. Large memory, and all memory once the block
+/// is full, is the C library's.
 ///
-/// musl maps and unmaps memory page by page: with it alone a bridge + host-local ADD makes 12 % more system calls, and takes
-/// 8 % more CPU time, a DEL 17 %. Never taking memory back would be simpler, and costs up to 8 %: more pages are touched.
+/// musl maps and unmaps memory page by page: with it alone a bridge + host-local ADD makes 12 %
+/// more system calls, and takes 8 % more CPU time, a DEL 17 %. Never taking memory back would be
+/// simpler, and costs up to 8 %: more pages are touched.
 #[derive(Debug)]
 pub struct Arena {
     used: AtomicUsize,
@@ -29,7 +32,8 @@ const LARGE: usize = 16 << 10;
 #[repr(C, align(16))]
 struct Block([u8; BLOCK]);
 
-// SAFETY: the bytes of the block are only reached through pointers that `alloc` has handed out, each range to one owner.
+// SAFETY: the bytes of the block are only reached through pointers that `alloc` has handed out,
+// each range to one owner.
 unsafe impl Sync for Arena {}
 
 impl Default for Arena {
@@ -50,23 +54,26 @@ impl Arena {
         (place < BLOCK).then_some(place)
     }
 
-    /// Returns the pointer to a place of the block, usable for all that follows it: the block's own, never a caller's.
+    /// Returns the pointer to a place of the block, usable for all that follows it: the block's
+    /// own, never a caller's.
     fn at(&self, place: usize) -> *mut u8 {
         self.block.get().cast::<u8>().wrapping_add(place)
     }
 
     /// Moves the end of the used part from `from` to `to`, if it is at `from`.
     ///
-    /// Release: the owner has done with what it gives back. Acquire: what former owners did is done before the next one
-    /// uses the bytes. All changes are read-modify-write, so this holds with any number of moves between the two.
+    /// Release: the owner has done with what it gives back. Acquire: what former owners did is done
+    /// before the next one uses the bytes. All changes are read-modify-write, so this holds with
+    /// any number of moves between the two.
     fn move_end(&self, from: usize, to: usize) -> bool {
         to <= BLOCK && self.used.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 }
 
-// SAFETY: a range is handed out by moving `used` from its beginning to its end, in one atomic step, and never again before
-// its owner has given it back; it lies in the block, whose address does not change while the allocator is in use, and it
-// begins at a multiple of the layout's alignment. Whatever does not lie in the block is, and was, left to `System`.
+// SAFETY: a range is handed out by moving `used` from its beginning to its end, in one atomic step,
+// and never again before its owner has given it back; it lies in the block, whose address does not
+// change while the allocator is in use, and it begins at a multiple of the layout's alignment.
+// Whatever does not lie in the block is, and was, left to `System`.
 unsafe impl GlobalAlloc for Arena {
     // Inlined into every place that allocates, these few lines were 30 kB of each plugin.
     #[inline(never)]
@@ -105,7 +112,7 @@ unsafe impl GlobalAlloc for Arena {
         // SAFETY: the caller keeps the contract.
         let ptr = unsafe { self.alloc(layout) };
         if !ptr.is_null() {
-            // SAFETY: so many bytes have just been handed out, to nobody but us.
+            // SAFETY: so many bytes have just been allocated, and only for this caller.
             unsafe { ptr.write_bytes(0, layout.size()) };
         }
         ptr
@@ -120,12 +127,14 @@ unsafe impl GlobalAlloc for Arena {
             // SAFETY: it does not lie in the block, so it came from `System`, with this layout.
             None => return unsafe { System.realloc(ptr, layout, size) },
         }
-        // SAFETY: the caller vouches that `size` is not 0 and, rounded up to the alignment, fits an `isize`.
+        // SAFETY: the caller vouches that `size` is not 0 and, rounded up to the alignment, fits an
+        // `isize`.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         // SAFETY: its size is not 0.
         let new = unsafe { self.alloc(wanted) };
         if !new.is_null() {
-            // SAFETY: both have at least so many bytes, and a range just handed out overlaps with none in use.
+            // SAFETY: both have at least so many bytes, and a range just handed out overlaps with
+            // none in use.
             unsafe { ptr::copy_nonoverlapping(ptr, new, layout.size().min(size)) };
             // SAFETY: the caller gives it up, with its layout.
             unsafe { self.dealloc(ptr, layout) };
@@ -147,7 +156,8 @@ mod tests {
         static ARENA: Arena = Arena::new();
         let arena = &ARENA;
         let mut owned: Vec<(*mut u8, Layout, u8)> = Vec::new();
-        // Until the block is full and beyond, sizes and alignments mixed, every third given back, every fifth resized.
+        // Until the block is full and beyond, sizes and alignments mixed, every third given back,
+        // every fifth resized.
         for round in 1..4_000_usize {
             let wanted = layout(1 + round * 37 % 700, 1 << (round % 7));
             let byte = u8::try_from(round % 251).unwrap();
@@ -165,7 +175,8 @@ mod tests {
             if round % 5 == 0 {
                 let last = owned.last_mut().unwrap();
                 let grown = layout(last.1.size() * (1 + round % 90), last.1.align());
-                // SAFETY: allocated with this layout; the new bytes are written before they are read.
+                // SAFETY: allocated with this layout; the new bytes are written before they are
+                // read.
                 unsafe {
                     last.0 = arena.realloc(last.0, last.1, grown.size());
                     last.0.add(last.1.size()).write_bytes(last.2, grown.size() - last.1.size());
@@ -224,12 +235,14 @@ mod tests {
         assert!(different.iter().all(|addr| (**addr - arena.block.get().addr()).is_multiple_of(24)));
     }
 
-    /// The pointer that is handed back may be used for less than the new size, as that of a slice is: Miri would object.
+    /// The pointer that is handed back may be used for less than the new size, as that of a slice
+    /// is: Miri would object.
     #[test]
     fn memory_grown_in_place_is_usable_to_its_end() {
         static ARENA: Arena = Arena::new();
         let small = layout(100, 8);
-        // SAFETY: given back with its layout, once; bytes beyond the first hundred are written after the growth.
+        // SAFETY: given back with its layout, once; bytes beyond the first hundred are written
+        // after the growth.
         unsafe {
             let first = ARENA.alloc_zeroed(small);
             let narrow = std::slice::from_raw_parts_mut(first, small.size()).as_mut_ptr();
@@ -240,8 +253,9 @@ mod tests {
         }
     }
 
-    /// The threads share one relaxed counter, which orders nothing else: a data race here is the arena's. It is seen by
-    /// Miri and by ThreadSanitizer, in which `scripts/test --soak` runs this file.
+    /// The threads share one relaxed counter, which orders nothing else: a data race here is the
+    /// arena's. It is seen by Miri and by ThreadSanitizer, in which `scripts/test --soak` runs this
+    /// file.
     #[test]
     fn another_thread_can_reuse_freed_memory() {
         static ARENA: Arena = Arena::new();
@@ -253,7 +267,8 @@ mod tests {
         }
         fn use_and_free(byte: u8) {
             let small = layout(64, 8);
-            // SAFETY: the size is not 0, all bytes are written before they are read, and it is given back once.
+            // SAFETY: the size is not 0, all bytes are written before they are read, and it is
+            // given back once.
             unsafe {
                 let ptr = ARENA.alloc(small);
                 ptr.write_bytes(byte, small.size());

@@ -1,7 +1,7 @@
 //! ADD: the link, the address, what the host does for it, and only then an interface that is up.
 //!
-//! The order is the point: no frame passes before the plugin's protection is in force, and no address is announced
-//! before frames can reach it.
+//! The order is the point: no frame passes before the plugin's protection is in force, and no
+//! address is announced before frames can reach it.
 
 use cni::Result;
 use cni::delegate::Delegate;
@@ -17,12 +17,14 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     let earlier = plugin.earlier(call)?;
     let site = Site::open(call, conf, earlier)?;
     let in_kernel = plugin.is_in_kernel(&site.conf)?;
-    // The kernel would refuse this too, but only after links that are shared have been created for it.
+    // The kernel would refuse this too, but only after links that are shared have been created for
+    // it.
     if in_kernel && site.earlier.is_none() && site.container.find_link(&call.ifname)?.is_some() {
         return Err(name_taken::<I>(&site.mark));
     }
     let policy = plugin.layer3(&site.conf);
-    // Dropped in reverse on failure: an address in `lease` is given back only after the interface that had it is gone.
+    // Dropped in reverse on failure: an address in `lease` is given back only after the interface
+    // that had it is gone.
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
     let mut made = plugin.create(&site, &mut rollback)?;
@@ -87,12 +89,14 @@ fn bring_up<'a, I: Interface>(
     if let Some(inner) = &inner {
         layer3::wait_for_dad(&site.container, inner, made.index, site.call.machine)?;
     } else {
-        // With duplicate address detection the gateway's takes seconds more, and is nobody's first packet's business.
+        // Duplicate address detection of the gateway's address takes seconds. ADD does not wait for
+        // it, because no first packet of the container depends on it.
         layer3::wait_for_own(&site.host, served.added, site.call, Watch::open)?;
     }
     let own = layer3.ips.iter().map(|ip| ip.address.address());
     layer3::wait_for_own(&site.container, own, site.call, || Watch::open_in(&site.netns))?;
-    // An address that another container had a moment ago: its neighbours, and the host, still know the old MAC.
+    // An address that another container had a moment ago: its neighbours, and the host, still know
+    // the old MAC.
     if !made.mac.is_zero() {
         site.container.announce(made.index, made.mac)?;
     }

@@ -6,12 +6,14 @@ use cni::AttachmentId;
 use cni::Cidr;
 use cni_linux::{Link, Netlink};
 
-/// The alias of a host's end that another plugin made: `cni-port:<mark> <first>+<count> <alias it had before>`.
+/// The alias of a host's end that another plugin made: `cni-port:<mark> <first>+<count> <alias it
+/// had before>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortMark {
     /// The mark it would have if we had made it.
     pub mark: String,
-    /// Which of the result's addresses are ours: the first one's place, and how many. The earlier plugin's stay.
+    /// Which of the result's addresses are ours: the first one's place, and how many. The earlier
+    /// plugin's stay.
     pub addresses: (usize, usize),
     /// What to put back.
     pub before: String,

@@ -1,7 +1,7 @@
 //! CHECK: is the attachment as ADD left it?
 //!
-//! What a later plugin of the list may have changed (MAC, MTU, addresses, routes) is judged by `prevResult` alone; the
-//! plugin's own things by its configuration.
+//! What a later plugin of the list may have changed (MAC, MTU, addresses, routes) is judged by
+//! `prevResult` alone; the plugin's own things by its configuration.
 
 use std::time::{Duration, Instant};
 
@@ -193,8 +193,8 @@ impl<'a, C> Check<'a, C> {
         Ok(())
     }
 
-    /// By destination, table, metric and gateway. Not by MTU and MSS: Go never sets them. Later plugins, sbr and vrf for
-    /// example, move routes of the main table into others.
+    /// By destination, table, metric and gateway. Not by MTU and MSS: Go never sets them. Later
+    /// plugins, sbr and vrf for example, move routes of the main table into others.
     fn routes(&self) -> Result<()> {
         for wanted in self.layer3.kernel_routes(self.inner.index) {
             let wanted = cni_linux::Route { dst: wanted.dst.network(), ..wanted };
@@ -229,7 +229,8 @@ impl<'a, C> Check<'a, C> {
         Ok(Some(masquerade::open(self.site.call).check(&self.site.mark, addresses)?))
     }
 
-    /// Writes the masquerade rules of these addresses again, if some are missing. `None` if the configuration asks for none.
+    /// Writes the masquerade rules of these addresses again, if some are missing. `None` if the
+    /// configuration asks for none.
     ///
     /// # Errors
     /// What keeps the rules from being compared or written.
@@ -255,7 +256,8 @@ impl<'a, C> Check<'a, C> {
     pub fn settle(&self, deadline: Instant) -> Result<()> {
         let Site { container, netns, call, .. } = &self.site;
         let unsettled = || -> cni_linux::Result<bool> {
-            // The kernel's own link-local address is not part of the attachment, and may take its time.
+            // The kernel's own link-local address is not part of the attachment, and may take its
+            // time.
             let ours = |cidr| self.layer3.ips.iter().any(|ip| ip.address == cidr);
             let there = container.list_addresses(self.inner.index)?;
             Ok(there.iter().any(|address| ours(address.cidr) && (address.tentative || address.dad_failed)))

@@ -1,8 +1,9 @@
-//! GC: what has this network's mark and belongs to no valid attachment, and links whose ADD was killed before it set the
-//! mark.
+//! GC: what has this network's mark and belongs to no valid attachment, and links whose ADD was
+//! killed before it set the mark.
 //!
-//! Links are known by their alias; what Go made has none. Masquerade rules name network and container in their comments,
-//! Go's too. IPAM gets the same request. A link without an end on the host ends with its container.
+//! Links are known by their alias; what Go made has none. Masquerade rules name network and
+//! container in their comments, Go's too. IPAM gets the same request. A link without an end on the
+//! host ends with its container.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;

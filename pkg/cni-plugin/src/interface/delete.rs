@@ -1,11 +1,12 @@
 //! DEL: everything of the attachment that can be found, in whatever state it is.
 //!
-//! Nothing here needs an ADD to have worked, a namespace to exist or the configuration to be what it was: the host's
-//! end is found by its mark, rules by the attachment's name, and IPAM is always asked. Every step runs, whatever the ones
-//! before it met; the errors are reported together.
+//! Nothing here needs an ADD to have worked, a namespace to exist or the configuration to be what
+//! it was: the host's end is found by its mark, rules by the attachment's name, and IPAM is always
+//! asked. Every step runs, whatever the ones before it met; the errors are reported together.
 //!
-//! The masquerade rules go first: the kernel frees them after an RCU grace period, for which the closing of their sockets waits.
-//! The deletion of the link, which comes next, waits for one too, and so they wait together.
+//! The masquerade rules go first: the kernel frees them after an RCU grace period, for which the
+//! closing of their sockets waits. The deletion of the link, which comes next, waits for one too,
+//! and so they wait together.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -24,8 +25,8 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let mark = call.attachment();
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
-    // Dropped last: closing a socket that has removed rules waits until the kernel has freed them, and the link's removal
-    // waits for the same.
+    // Dropped last: closing a socket that has removed rules waits until the kernel has freed them,
+    // and the link's removal waits for the same.
     let masquerade = masquerade::open(call);
     if I::HOST_END != HostEnd::None {
         // Also without `ipMasq`: it may have been on at the time of the ADD.
@@ -93,8 +94,8 @@ impl<I: Interface> Links<'_, '_, I> {
             Error::join([inner.err(), unnamed.err()].into_iter().flatten()).map(|()| true)
         };
         let inside = inside();
-        // And the host's end of an earlier ADD whose DEL was lost. Where there is no CNI_IFNAME either, somebody may have
-        // renamed both ends.
+        // Also removes the host's end of an earlier ADD whose DEL was lost. If CNI_IFNAME does not
+        // exist either, both ends may have been renamed.
         let outside = match inside {
             Ok(true) => self.by_name(&host).map(drop),
             Ok(false) => self.by_mark(&host, Port::GivenBack),
@@ -114,8 +115,8 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Deletes CNI_IFNAME if it is this attachment's as far as can be determined: by the mark of its end on the host, else by the
-    /// MAC in `prevResult`. Another interface stays, with a note.
+    /// Deletes CNI_IFNAME if it is this attachment's as far as can be determined: by the mark of
+    /// its end on the host, else by the MAC in `prevResult`. Another interface stays, with a note.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         let outer = match inner.peer_index {
             Some(index) if I::HOST_END != HostEnd::None => {
@@ -128,7 +129,8 @@ impl<I: Interface> Links<'_, '_, I> {
                 let (first, count) = port_mark.addresses;
                 let ours = self.prev.into_iter().flat_map(|prev| prev.ips.iter().skip(first).take(count));
                 let ours: Vec<Cidr> = ours.map(|ip| ip.address).collect();
-                // Where one cannot be taken away the port is taken off the bridge by its mark, and keeps that.
+                // Where one cannot be taken away the port is taken off the bridge by its mark, and
+                // keeps that.
                 purge_addresses(container, inner.index, &ours)?;
                 give_back(host, outer)?;
             }
@@ -158,13 +160,14 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Whether a link that a Go plugin made, or whose ADD was cut off before it was marked, is ours.
+    /// Whether a link that a Go plugin made, or whose ADD was cut off before it was marked, is
+    /// ours.
     fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(place) = outer.and_then(|outer| self.place_in_prev(outer))
         {
-            // What stands further ahead was made by an earlier plugin, and a chained use of ours has given it back
-            // already.
+            // An entry further ahead was created by an earlier plugin; a chained use of this plugin
+            // has already given that interface back.
             return Ok(place >= listed_after);
         }
         match self.expected_mac() {
@@ -173,8 +176,9 @@ impl<I: Interface> Links<'_, '_, I> {
         }
     }
 
-    /// Where `prevResult` names the host's end among the interfaces of the host. It knows it by name, which no later plugin
-    /// changes; the container end's MAC it may give as `tuning` set it, and has set it back since.
+    /// Where `prevResult` names the host's end among the interfaces of the host. It knows it by
+    /// name, which no later plugin changes; the container end's MAC it may give as `tuning` set it,
+    /// and has set it back since.
     fn place_in_prev(&self, outer: &Link) -> Option<usize> {
         let mut on_host = self.prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
         on_host.position(|interface| interface.name == outer.name)
@@ -187,8 +191,8 @@ impl<I: Interface> Links<'_, '_, I> {
         prev.interfaces[place].mac.parse().ok()
     }
 
-    /// The host's end by the names it may have; several, where an ADD was cut off and another one followed. Returns whether
-    /// there was one.
+    /// The host's end by the names it may have; several, where an ADD was cut off and another one
+    /// followed. Returns whether there was one.
     fn by_name(&self, host: &Netlink) -> Result<bool> {
         let mut found = false;
         if I::HOST_END == HostEnd::None {
@@ -201,8 +205,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(found)
     }
 
-    /// Without a namespace: the host's end by its names. If there is none, somebody may have renamed it, or a port that
-    /// another plugin made may still be on the bridge; either can have any name, so all links are looked at.
+    /// Removes the host's end by its names, without a namespace. If no link has such a name, the
+    /// end may have been renamed, or a port that another plugin created may still be on the bridge.
+    /// Either can have any name, so all links are searched.
     fn by_mark(&self, host: &Netlink, port: Port) -> Result<()> {
         if I::HOST_END == HostEnd::None {
             return Ok(());
@@ -237,9 +242,9 @@ impl<I: Interface> Links<'_, '_, I> {
 /// What becomes of a port that another plugin made.
 #[derive(Clone, Copy)]
 enum Port {
-    /// It is off the bridge and has its own alias: nothing of ours is left on it.
+    /// It is off the bridge and has its former alias again.
     GivenBack,
-    /// It is off the bridge, so that our addresses, which may still be in the container, answer nobody. By the mark that it
-    /// keeps the next DEL finds them.
+    /// It is off the bridge, so that addresses that may still be in the container are unreachable.
+    /// It keeps its mark, by which the next DEL finds the addresses.
     TakenOff,
 }

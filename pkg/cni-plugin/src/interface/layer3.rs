@@ -34,11 +34,12 @@ pub struct Layer3 {
 }
 
 impl Layer3 {
-    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's index. `before`: the
-    /// addresses that the container has from earlier plugins.
+    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's
+    /// index. `before`: the addresses that the container has from earlier plugins.
     ///
     /// # Errors
-    /// 7 for an answer without addresses and for routes that could not work, before anything is configured.
+    /// 7 for an answer without addresses and for routes that could not work, before anything is
+    /// configured.
     pub(super) fn new(
         ipam: &AddResult,
         policy: &Layer3Policy<'_>,
@@ -176,7 +177,8 @@ impl Layer3 {
         }))
     }
 
-    /// The routes to the gateways and, through them, to the subnets, where the kernel adds none with the addresses.
+    /// The routes to the gateways and, through them, to the subnets, where the kernel adds none
+    /// with the addresses.
     fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes: Vec<Route> = Vec::new();
         if self.subnet == SubnetRoute::OnLink {
@@ -189,7 +191,8 @@ impl Layer3 {
                 Route { scope: Some(SCOPE_LINK), source, ..Route::new(Cidr::host(gateway), None, interface_index) };
             let to_subnet = Route { source, ..Route::new(ip.address.network(), Some(gateway), interface_index) };
             for route in [to_gateway, to_subnet] {
-                // Several addresses may share a gateway or a subnet, and a subnet may have no other address.
+                // Several addresses may share a gateway or a subnet, and a subnet may have no other
+                // address.
                 if route.dst != Cidr::host(ip.address.address()) && !routes.iter().any(|other| other.dst == route.dst) {
                     routes.push(route);
                 }
@@ -199,7 +202,8 @@ impl Layer3 {
     }
 }
 
-/// Settings of the container's namespace that must stand before the interface is up and has an address.
+/// Settings of the container's namespace that must stand before the interface is up and has an
+/// address.
 ///
 /// # Errors
 /// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
@@ -247,7 +251,8 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         if done.contains(&position) {
             continue;
         }
-        // Routes of this result to one destination with several gateways are one route over several paths.
+        // Routes of this result to one destination with several gateways are one route over several
+        // paths.
         let mut paths = vec![*route];
         let mut places = vec![position];
         for (other, rival) in wanted.iter().enumerate().skip(position + 1) {
@@ -275,7 +280,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
                 if !(route.dst.is_default_route() && other_network) {
                     return Err(error.into());
                 }
-                notes.note(format_args!("{route} was not added: another network's default route is there already"));
+                notes.note(format_args!("{route} was not added: the default route of another network exists already"));
                 skipped.extend(places);
             }
             Err(error) => return Err(error.into()),
@@ -293,7 +298,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
 /// Waits until duplicate address detection has let every address pass.
 ///
 /// # Errors
-/// 102 for an address that somebody else has, 11 if it takes too long.
+/// 102 for an address that another host on the link has, 11 if it takes too long.
 pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: MachineRef<'_>) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
     let failed = watch.wait("duplicate address detection", deadline, machine.0, || {
@@ -305,13 +310,14 @@ pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
     })?;
     match failed {
         None => Ok(()),
-        Some(cidr) => Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host of the link"))
+        Some(cidr) => Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host on the link"))
             .with_details("duplicate address detection failed (DADFAILED state)")),
     }
 }
 
-/// Waits until each of these addresses takes packets in. `listen` is called if one does not yet. One that keeps not to is
-/// noted, no more: its route may be in another table than the one that is asked, as in a VRF.
+/// Waits until each of these addresses takes packets in. `listen` is called if one does not yet.
+/// One that keeps not to is noted, no more: its route may be in another table than the one that is
+/// asked, as in a VRF.
 ///
 /// # Errors
 /// The kernel's.
@@ -324,7 +330,7 @@ pub(super) fn wait_for_own(
     // An IPv4 address takes them in from the start.
     for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
         if !netlink.is_own(address)? {
-            let what = format!("{address} to take packets in");
+            let what = format!("{address} to become usable");
             let check = || Ok(netlink.is_own(address)?.then_some(()));
             match listen()?.wait(&what, call.machine.now() + OWN_DEADLINE, call.machine.0, check) {
                 Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
@@ -385,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subnet_through_its_gateway_has_two_routes_for_all_addresses() {
+    fn a_subnet_behind_its_gateway_has_two_routes() {
         let ipam = r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"},{"address":"10.1.0.6/24","gateway":"10.1.0.1"},
             {"address":"fd00::5/128","gateway":"fe80::1"}],"routes":[{"dst":"0.0.0.0/0"}]}"#;
         let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();

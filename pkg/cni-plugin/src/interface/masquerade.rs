@@ -1,8 +1,8 @@
 //! `ipMasq`: what leaves the network goes with the host's address.
 //!
-//! Only ADD asks what the configuration wants; DEL and GC take away whatever there is, in both backends, since the
-//! configuration may have changed. The rules know addresses, not interfaces, so they can be there before the interface is
-//! up: its first packet is masqueraded already.
+//! Only ADD asks what the configuration wants; DEL and GC take away whatever there is, in both
+//! backends, since the configuration may have changed. The rules know addresses, not interfaces, so
+//! they can be there before the interface is up: its first packet is masqueraded already.
 
 use std::rc::Rc;
 

@@ -1,14 +1,17 @@
 //! Plugins that create an interface.
 //!
-//! bridge, ptp, dummy and their like differ in how their link comes to be; everything around the link is the same. A
-//! plugin implements [`Interface`], which says what is special about its link, and [`InterfacePlugin`] makes a whole
-//! [`Plugin`] of it: `add`, `check`, `delete` (DEL) and `collect` (GC) are the verbs, in each of which the plugin's own
-//! steps are called; `layer3` configures addresses and routes, `masquerade` the rules for what leaves the network, `veth` creates
-//! a pair with one end on the host, `stacked` an interface on top of another one, `adopted` marks an interface that an earlier plugin of the list created.
+//! bridge, ptp, dummy and their like differ in how their link comes to be; everything around the
+//! link is the same. A plugin implements [`Interface`], which says what is special about its link,
+//! and [`InterfacePlugin`] makes a whole [`Plugin`] of it: `add`, `check`, `delete` (DEL) and
+//! `collect` (GC) are the verbs, in each of which the plugin's own steps are called; `layer3`
+//! configures addresses and routes, `masquerade` the rules for what leaves the network, `veth`
+//! creates a pair with one end on the host, `stacked` an interface on top of another one, `adopted`
+//! marks an interface that an earlier plugin of the list created.
 //!
-//! ADD calls the steps in this order: [`parse`](Interface::parse), [`create`](Interface::create), then, if there is an
-//! IPAM plugin, its ADD and [`serve`](Interface::serve), and once the interface is up
-//! [`wait_for_frames`](Interface::wait_for_frames) and [`finish`](Interface::finish).
+//! ADD calls the steps in this order: [`parse`](Interface::parse), [`create`](Interface::create),
+//! then, if there is an IPAM plugin, its ADD and [`serve`](Interface::serve), and once the
+//! interface is up [`wait_for_frames`](Interface::wait_for_frames) and
+//! [`finish`](Interface::finish).
 
 mod add;
 mod adopted;
@@ -44,7 +47,8 @@ pub use site::{Site, host_interface};
 
 /// What is special about a plugin's link.
 pub trait Interface {
-    /// The plugin's keys as they stand in the JSON. Keys that this type does not have are unknown to `cnitool validate`.
+    /// The plugin's keys as they stand in the JSON. Keys that this type does not have are unknown
+    /// to `cnitool validate`.
     type Keys: DeserializeOwned;
     /// The configuration, sound: after [`parse`](Interface::parse) nothing is validated again.
     type Conf;
@@ -71,7 +75,8 @@ pub trait Interface {
     /// What the configuration says about addresses, routes and name resolution.
     fn layer3<'c>(&self, conf: &'c Self::Conf) -> Layer3Policy<'c>;
 
-    /// Whether the container gets a link. Otherwise a program drives the device (DPDK): what IPAM answers is only reported.
+    /// Whether the container gets a link. Otherwise a program drives the device (DPDK): what IPAM
+    /// answers is only reported.
     ///
     /// # Errors
     /// The device cannot be found.
@@ -87,7 +92,8 @@ pub trait Interface {
     /// Creates the link, down, with CNI_IFNAME as its name in the container. The name is free.
     ///
     /// # Errors
-    /// The plugin's and the kernel's. Each effect is behind its undo on `rollback`, so nothing needs cleaning here.
+    /// The plugin's and the kernel's. Each effect is behind its undo on `rollback`, so nothing
+    /// needs cleaning here.
     fn create<'a>(&self, site: &Site<'a, Self::Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Self::Link>>;
 
     /// Sets up what the host does for the addresses, before the container gets them.
@@ -104,8 +110,9 @@ pub trait Interface {
         Ok(Served::default())
     }
 
-    /// Waits until frames pass between host and container, whose interface has just been set up. Called for a link with
-    /// an end on the host. `watch` listens to the host, since before the interface was up.
+    /// Waits until frames pass between host and container, whose interface has just been set up.
+    /// Called for a link with an end on the host. `watch` listens to the host, since before the
+    /// interface was up.
     ///
     /// # Errors
     /// The kernel's; code 11 at the deadline.
@@ -121,8 +128,8 @@ pub trait Interface {
         Ok(())
     }
 
-    /// Returns an earlier plugin's result, if this plugin is to use that one's interface instead of creating its own:
-    /// then [`create`](Interface::create) finds it in [`Site::earlier`].
+    /// Returns an earlier plugin's result, if this plugin is to use that one's interface instead of
+    /// creating its own: then [`create`](Interface::create) finds it in [`Site::earlier`].
     ///
     /// # Errors
     /// A `prevResult` that is meant and cannot be read.
@@ -130,8 +137,8 @@ pub trait Interface {
         Ok(None)
     }
 
-    /// CHECK: compares the attachment with `prevResult` and the configuration. The kind of CNI_IFNAME and IPAM have been
-    /// checked.
+    /// CHECK: compares the attachment with `prevResult` and the configuration. The kind of
+    /// CNI_IFNAME and IPAM have been checked.
     ///
     /// # Errors
     /// Code 101 for what differs.
@@ -142,11 +149,11 @@ pub trait Interface {
         check.settle(check.settle_deadline())
     }
 
-    /// DEL: whether CNI_IFNAME, of this plugin's kind, is this attachment's where neither a mark nor `prevResult` tells.
-    /// `outer` is its end on the host.
+    /// Whether DEL removes CNI_IFNAME, a link of this plugin's kind that neither a mark nor
+    /// `prevResult` identifies. `outer` is its end on the host.
     ///
-    /// In a namespace that is the container's alone it is, unless the plugin knows better: the Go plugins leave nothing
-    /// on an interface but its name, and a runtime gives no result to a DEL before specification 0.4.0.
+    /// The default is yes in a namespace of the container's own: the Go plugins leave nothing but
+    /// the name on an interface, and before specification 0.4.0 DEL gets no result.
     ///
     /// # Errors
     /// The kernel's.
@@ -154,7 +161,8 @@ pub trait Interface {
         Ok(call.netns.as_deref().is_some_and(|path| call.machine.is_own_netns(path).is_ok_and(|own| !own)))
     }
 
-    /// DEL: says whose `inner`, which is CNI_IFNAME, is; `None` lets kind, mark and `prevResult` tell.
+    /// DEL: says whose `inner`, which is CNI_IFNAME, is; `None` lets kind, mark and `prevResult`
+    /// tell.
     fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Claim> {
         None
     }
@@ -168,8 +176,8 @@ pub trait Interface {
         Ok(())
     }
 
-    /// DEL: removes what the plugin made besides links and masquerade rules. The links have been removed, the addresses
-    /// have not been released yet.
+    /// DEL: removes what the plugin made besides links and masquerade rules. The links have been
+    /// removed, the addresses have not been released yet.
     ///
     /// # Errors
     /// What could not be removed.
@@ -177,7 +185,8 @@ pub trait Interface {
         Ok(())
     }
 
-    /// GC: removes what the plugin made besides links and masquerade rules for attachments that are not `valid`.
+    /// GC: removes what the plugin made besides links and masquerade rules for attachments that are
+    /// not `valid`.
     ///
     /// # Errors
     /// What could not be removed.
@@ -207,7 +216,8 @@ pub trait Interface {
 pub enum HostEnd {
     /// None: all of the link is in the container, and its [mark](AttachmentId) too.
     None,
-    /// An end of a veth pair, with the mark. The result lists it after this many other interfaces of the host.
+    /// An end of a veth pair, with the mark. The result lists it after this many other interfaces
+    /// of the host.
     Veth {
         /// How many.
         listed_after: usize,
@@ -233,7 +243,8 @@ pub enum Release {
 }
 
 impl Release {
-    /// Returns when an attachment's address is given back. With dhcp that is a message that leaves over the link.
+    /// Returns when an attachment's address is released. With dhcp, the release is a message that
+    /// leaves over the link.
     fn order<I: Interface>(call: &Call<'_>) -> Release {
         if call.conf.ipam_type() == "dhcp" { Release::BeforeLink } else { I::RELEASE }
     }
@@ -244,7 +255,8 @@ impl Release {
 pub struct Layer3Policy<'c> {
     /// The IPAM plugin; `None` is layer 2 alone.
     pub ipam: Option<&'c str>,
-    /// The result of an earlier plugin, whose addresses and routes the interface gets where there is no IPAM plugin.
+    /// The result of an earlier plugin. Without an IPAM plugin, the interface gets the addresses
+    /// and routes of this result.
     pub earlier: Option<&'c AddResult>,
     /// Replaces IPAM's name resolution.
     pub dns: Option<&'c Dns>,
@@ -326,7 +338,8 @@ pub struct Made<L> {
 pub struct Served {
     /// The addresses that the host has got for it.
     pub added: Vec<IpAddr>,
-    /// The host's link on which the container is a neighbour, if the host may know the addresses as another's.
+    /// The host's link on which the container is a neighbour, if the host may know the addresses as
+    /// another's.
     pub neighbours_on: Option<u32>,
 }
 
@@ -359,7 +372,8 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, 0, &earlier).err()).collect())
     }
 
-    /// Those of the delegation are read where the delegate is run, and those of `ipam` and `args` belong to others.
+    /// Those of the delegation are read where the delegate is run, and those of `ipam` and `args`
+    /// belong to others.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         let mut unknown = json.unknown_keys::<I::Keys>();
         unknown.retain(|key| {

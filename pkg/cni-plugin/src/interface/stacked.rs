@@ -1,8 +1,9 @@
 //! An interface on top of another one, its master: macvlan, ipvlan and vlan.
 //!
-//! Nothing of it is ever on the host. It gets CNI_IFNAME only in its namespace, because old kernels want a new
-//! interface's name to be free in the host's namespace too; until then its name is derived from the attachment, as that
-//! of a veth's host end is. DEL removes an interface of either name.
+//! Nothing of it is ever on the host. It gets CNI_IFNAME only in its namespace, because old kernels
+//! want a new interface's name to be free in the host's namespace too; until then its name is
+//! derived from the attachment, as that of a veth's host end is. DEL removes an interface of either
+//! name.
 
 use std::fmt;
 use std::rc::Rc;
@@ -72,8 +73,8 @@ impl Choices {
         })
     }
 
-    /// Returns the name of the master, which may not exist. `None` if it is not on the host, or if there is neither a
-    /// `master` nor a default route.
+    /// Returns the name of the master, whether it exists or not. `None` if it is not on the host, or
+    /// if there is neither a `master` nor a default route.
     pub fn host_master(&self) -> Option<String> {
         match (&self.master, self.place) {
             (_, Place::Container) => None,
@@ -110,7 +111,8 @@ pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollb
         broadcast_queue: choices.broadcast_queue,
         netns: &site.netns,
     };
-    // The name is this attachment's alone. An interface that is called CNI_IFNAME already is found by its index.
+    // The name is this attachment's alone. An interface that is called CNI_IFNAME already is found
+    // by its index.
     let created = undo_creation(&container, spec.name, move |link| is_of(link, stacked), rollback);
     socket.create_stacked(&spec).map_err(|error| exists(error, &master, stacked))?;
     let link = container.link(spec.name)?;

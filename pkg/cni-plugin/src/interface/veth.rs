@@ -1,4 +1,5 @@
-//! A veth pair with one end in the container, under its final name, and the other, marked, on the host.
+//! A veth pair with one end in the container, under its final name, and the other, marked, on the
+//! host.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -100,16 +101,17 @@ pub(super) fn name_taken(ifname: &str, host_name: &str) -> Error {
     Error::new(Code::CONFLICT, msg).with_details(UNTOUCHED)
 }
 
-/// Sets a link's `accept_ra` to 0, as Go does: an interface of a node must not learn its routes from its containers.
-/// Kernels without IPv6 have no such file, and that is fine.
+/// Sets a link's `accept_ra` to 0, as Go does: an interface of a node must not learn its routes
+/// from its containers. Kernels without IPv6 have no such file, and that is fine.
 pub fn no_router_advertisements(link: &str) {
     let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
 }
 
-/// Returns a random MAC, to be given to a link at its creation, so that no policy of udev's rewrites it.
+/// Returns a random MAC, to be given to a link at its creation, so that no policy of udev's
+/// rewrites it.
 ///
 /// # Errors
 /// Code 5 if the kernel has no random bytes.
 pub fn made_up_mac() -> Result<Mac> {
-    Mac::random().map_err(|error| Error::caused(Code::IO, "failed to make up a MAC", error))
+    Mac::random().map_err(|error| Error::caused(Code::IO, "failed to generate a MAC address", error))
 }

@@ -1,4 +1,4 @@
-//! What others put into the folder or the sidecar: it does no harm and comes to none, and nobody is waited for.
+//! Foreign files in the folder or the sidecar do no harm, stay unchanged, and never block a verb.
 
 use std::os::unix::fs::symlink;
 
@@ -37,7 +37,7 @@ fn fifo(path: &Path) {
     nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
 }
 
-/// Runs what must not wait for anybody. If it does, the thread is left behind.
+/// Runs code that must not block. If it blocks, the thread is left behind.
 fn at_once<T: Send + 'static>(doing: &str, run: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || sender.send(run()));
@@ -87,7 +87,7 @@ fn fifos_in_the_folder_are_never_waited_for_and_get_nothing() {
     for name in ["lock", "10.0.0.2", "last_reserved_ip.0"] {
         fifo(&net.path(name));
     }
-    // With somebody at the other end, one could write to it.
+    // With a reader at the other end, the file could be written to.
     let mut reader = fs::OpenOptions::new();
     let mut reader =
         reader.read(true).custom_flags(nix::libc::O_NONBLOCK).open(net.path("last_reserved_ip.0")).unwrap();

@@ -1,5 +1,5 @@
-//! The store on a real file system: what it writes, what it leaves alone, and against a model with killed, foreign
-//! and racing users. Here is what the tests share: a store in a folder of its own.
+//! The store on a real file system: what it writes, what it leaves alone, and against a model with
+//! killed, foreign and racing users. Here is what the tests share: a store in a folder of its own.
 
 mod hostile;
 

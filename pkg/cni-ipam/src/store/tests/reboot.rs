@@ -30,7 +30,10 @@ fn store(net: &Net, host: Host) -> (Store, Lines) {
     let lines = Lines::default();
     let sink = Rc::clone(&lines);
     let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
-    (Store::open(net.data.path(), "net", Options { earlier: Earlier::Reclaim, ..Options::new(notes, host) }), lines)
+    (
+        Store::open(net.data.path(), "net", Options { earlier: RebootPolicy::Reclaim, ..Options::new(notes, host) }),
+        lines,
+    )
 }
 
 fn add(store: &Store, id: &str, sets: &RangeSets) -> Result<String> {
@@ -43,7 +46,7 @@ fn header(net: &Net) -> index::header::Header {
 }
 
 #[test]
-fn the_first_add_of_a_boot_says_what_it_released_and_the_second_has_nothing_to_look_for() {
+fn only_the_first_add_of_a_boot_releases_and_reports() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29"]));
     require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
@@ -52,7 +55,7 @@ fn the_first_add_of_a_boot_says_what_it_released_and_the_second_has_nothing_to_l
     }
     net.write("10.0.0.5", "go\r\neth0");
     let (second, lines) = store(&net, booted(root.path(), "two", "0"));
-    assert_eq!(second.usage(&pool).unwrap()[0].used, 4, "not full, so nobody asks whose they are");
+    assert_eq!(second.usage(&pool).unwrap()[0].used, 4, "not full, so no search for old reservations");
     assert_eq!(add(&second, "d", &pool).unwrap(), "10.0.0.6");
     let path = net.store.path().display();
     let told = format!("3 reservations in {path} were made before this boot and are released: 10.0.0.2 to 10.0.0.4");
@@ -65,7 +68,7 @@ fn the_first_add_of_a_boot_says_what_it_released_and_the_second_has_nothing_to_l
 }
 
 #[test]
-fn status_counts_what_the_next_add_would_release_as_free_and_releases_nothing() {
+fn status_counts_reclaimable_addresses_as_free() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29", "10.1.0.0/24"]));
     require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
@@ -84,12 +87,12 @@ fn status_counts_what_the_next_add_would_release_as_free_and_releases_nothing() 
     assert_eq!(used(&second), [2, 0]);
     assert_eq!(net.names().len(), 11);
     let mut keep = second.clone();
-    keep.options.earlier = Earlier::Keep;
+    keep.options.earlier = RebootPolicy::Keep;
     assert_eq!(used(&keep), [5, 3]);
 }
 
 #[test]
-fn a_clock_that_is_set_late_puts_it_off_without_a_search_each_time() {
+fn a_clock_set_late_postpones_the_search_without_repeating_it() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
     require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
@@ -119,7 +122,7 @@ fn very_many_are_released_at_once_and_leave_a_true_index() {
 }
 
 #[test]
-fn a_reservation_whose_maker_was_killed_before_the_index_had_it_dies_with_its_boot() {
+fn a_reservation_of_a_killed_add_is_reclaimed_after_reboot() {
     let pool = sets(&["10.0.0.0/24"]);
     for (name, between) in [("nothing", None), ("another ADD", Some("b"))] {
         let (net, root) = (Net::new(), tempfile::tempdir().unwrap());
@@ -131,15 +134,15 @@ fn a_reservation_whose_maker_was_killed_before_the_index_had_it_dies_with_its_bo
         for address in ["10.0.0.3", "10.0.0.4"] {
             locked.create(&owner("killed"), address.parse().unwrap(), &mut Ok(())).unwrap();
         }
-        // Dropped without a word to the index, as by SIGKILL. One of the two is then changed by somebody.
+        // Dropped without an update of the index, as by SIGKILL. One of the two is then changed.
         drop(locked);
-        net.write("10.0.0.4", "somebody\r\neth0");
+        net.write("10.0.0.4", "foreign\r\neth0");
         between.map(|id| add(&first, id, &pool).unwrap());
         let (second, _) = store(&net, booted(root.path(), "two", "0"));
         add(&second, "c", &pool).unwrap();
         let names = net.names().into_iter().filter(|name| name.starts_with("10."));
         let mut held: Vec<String> = names.map(|name| fs::read_to_string(net.path(&name)).unwrap()).collect();
         held.sort();
-        assert_eq!(held, ["c\r\neth0", "somebody\r\neth0"], "after {name}");
+        assert_eq!(held, ["c\r\neth0", "foreign\r\neth0"], "after {name}");
     }
 }

@@ -9,7 +9,7 @@ fn del_takes_the_exact_owner_and_the_old_form_only_without_one() {
     net.write("10.0.0.8", "both\n");
     net.write("10.0.0.9", "both\r\neth0");
     net.write("10.0.0.10", "both\r\neth1");
-    assert_eq!(net.del("nobody"), [""; 0]);
+    assert_eq!(net.del("absent"), [""; 0]);
     assert_eq!(net.del("both"), ["10.0.0.9"]);
     assert_eq!(net.del("both"), ["10.0.0.8"]);
     assert_eq!(net.del("old"), ["10.0.0.7"]);
@@ -27,7 +27,7 @@ fn gc_judges_by_what_the_file_says() {
 }
 
 #[test]
-fn gc_keeps_the_valid_the_old_form_of_a_valid_id_and_what_is_foreign() {
+fn gc_keeps_valid_and_old_form_reservations_and_foreign_files() {
     let net = Net::new();
     for (name, content) in [
         ("10.0.0.2", "a\r\neth0"),

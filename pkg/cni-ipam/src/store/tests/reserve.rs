@@ -55,13 +55,14 @@ fn a_requested_address_that_is_held_names_its_holder() {
 }
 
 #[test]
-fn exhaustion_is_code_11_with_figures_and_is_found_again_without_reading_the_folder() {
+fn exhaustion_is_code_11_and_is_remembered_by_the_index() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/29"]);
     for id in ["a", "b", "c", "d", "e"] {
         net.add(id, &pool).unwrap();
     }
-    // Its age is the whole seconds since the whole second of its ctime: 1 s as soon as a new second has begun.
+    // Its age is the whole seconds since the whole second of its ctime: 1 s as soon as a new second
+    // has begun.
     let made = UNIX_EPOCH + Duration::from_secs(fs::metadata(net.path("10.0.0.2")).unwrap().ctime() as u64);
     let age = || SystemTime::now().duration_since(made).unwrap().as_secs();
     let youngest = age();
@@ -102,7 +103,7 @@ fn two_full_sets_do_not_have_the_folder_read_for_one_another() {
 }
 
 #[test]
-fn a_set_of_gateways_alone_does_not_have_the_folder_read_each_time() {
+fn a_set_with_only_gateways_does_not_reread_the_folder() {
     let net = Net::new();
     let gateway = || Some("10.0.0.1".to_owned());
     let subnet = Some("10.0.0.0/29".to_owned());
@@ -117,7 +118,7 @@ fn a_set_of_gateways_alone_does_not_have_the_folder_read_each_time() {
 }
 
 #[test]
-fn exhaustion_names_those_who_have_held_longest_and_not_those_next_in_turn() {
+fn exhaustion_names_the_longest_holders() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/29"]);
     for id in ["a", "b", "c", "d", "e"] {
@@ -161,7 +162,7 @@ fn undoing_an_add_frees_what_it_made_and_nothing_else() {
     let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
     net.write("10.5.0.1", "a\r\neth0");
     let made = net.lock().reserve(&owner("a"), &pools, &Requested::none()).unwrap().made();
-    // Meanwhile somebody released the second address, and another container got it.
+    // Meanwhile the second address was released, and another container got it.
     fs::remove_file(net.path("10.1.0.2")).unwrap();
     net.write("10.1.0.2", "b\r\neth0");
     net.lock().undo(&made).unwrap();
@@ -170,7 +171,7 @@ fn undoing_an_add_frees_what_it_made_and_nothing_else() {
 }
 
 #[test]
-fn undoing_an_add_does_not_take_a_later_reservation_of_the_same_owner() {
+fn undoing_an_add_keeps_a_later_reservation_of_the_owner() {
     let net = Net::new();
     let made = net.lock().reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap().made();
     // The inode stays in use, so that the new file cannot get it.
@@ -188,13 +189,13 @@ fn a_refusal_names_what_is_held_and_the_ways_out() {
     let error = net.add("a", &sets(&["10.0.0.0/24"])).unwrap_err();
     assert_eq!(
         error.details(),
-        "10.0.0.2 is held by a eth0, 10.1.0.2 is held by a eth0, 10.7.0.9 is held by a; DEL releases, and \"reuse\": true \
-         in ipam gives again"
+        "10.0.0.2 is held by a eth0, 10.1.0.2 is held by a eth0, 10.7.0.9 is held by a; run DEL to release it, or set \"reuse\": true in ipam \
+         to get it again"
     );
 }
 
 fn reusing(net: &Net) -> Locked {
-    let options = Options { again: Again::Reuse, ..Options::new(Notes::silent(), Host::new("m", "b")) };
+    let options = Options { again: RepeatPolicy::Reuse, ..Options::new(Notes::silent(), Host::new("m", "b")) };
     Store::open(net.data.path(), "net", options).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap()
 }
 
@@ -220,14 +221,14 @@ fn reuse_gives_the_same_addresses_and_what_is_missing() {
 }
 
 #[test]
-fn reuse_is_refused_where_it_would_be_another_address_or_another_s() {
+fn reuse_of_another_address_or_another_owners_is_refused() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     net.add("a", &pool).unwrap();
     let error = again(&net, "a", &pool, &asking("10.0.0.9")).unwrap_err();
     assert_eq!(error.code(), Code::CONFLICT);
     assert!(!error.details().contains("true"), "no advice to set what is set: {error:?}");
-    // Whose interface this is nobody knows.
+    // The interface of this reservation is unknown.
     net.write("10.0.0.3", "old");
     assert_eq!(again(&net, "old", &pool, &Requested::none()).unwrap_err().code(), Code::CONFLICT);
     // The configuration has made a gateway of it since.

@@ -7,7 +7,7 @@ fn status_survives_a_counter_that_counts_less_than_the_gateway() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     net.add("a", &pool).unwrap();
-    net.write("10.0.0.1", "somebody has the gateway");
+    net.write("10.0.0.1", "another has the gateway");
     let mut locked = net.lock();
     locked.reserved_by(&owner("a")).unwrap();
     drop(locked);
@@ -26,7 +26,7 @@ fn status_counts_with_and_without_an_index_and_makes_nothing() {
     let pools = sets(&["10.0.0.0/29", "fd00::/64"]);
     assert_eq!(net.store.usage(&pools).unwrap()[0].to_string(), "10.0.0.1-10.0.0.6: 0 of 5 used");
     assert!(!net.store.path().exists());
-    net.write("10.0.0.1", "somebody has the gateway");
+    net.write("10.0.0.1", "another has the gateway");
     for id in ["a", "b", "c", "d"] {
         net.add(id, &pools).unwrap();
     }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_changes_between_reading_the_index_and_changing_the_folder_is_seen() {
+fn a_change_after_reading_the_index_is_noticed() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     net.add("a", &pool).unwrap();
@@ -16,7 +16,7 @@ fn what_changes_between_reading_the_index_and_changing_the_folder_is_seen() {
 }
 
 #[test]
-fn a_removal_that_nobody_could_see_is_found_before_a_range_is_called_exhausted() {
+fn an_unnoticed_removal_is_found_before_reporting_exhaustion() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/29"]);
     for id in ["a", "b", "c", "d"] {
