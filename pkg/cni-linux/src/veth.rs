@@ -110,10 +110,10 @@ impl Netlink {
     }
 
     /// Returns the host's end of an attachment, found by the names it may have
-    /// ([`AttachmentId::host_name`], attempts 0 to [`HOST_NAME_ATTEMPTS`]): one request if it has the
-    /// first, and the table of links is never read.
+    /// ([`AttachmentId::host_name`], attempts 0 to [`HOST_NAME_ATTEMPTS`]): one request if it has
+    /// the first, and the table of links is never read.
     ///
-    /// A veth of such a name without any alias counts too: the ADD was killed before it set the alias.
+    /// A veth of such a name without any alias counts too: the ADD was killed before it set one.
     pub fn find_host_end(&self, mark: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
             let is_ours = |link: &Link| link.is_veth() && (link.alias.is_none() || mark.is_on(link.alias.as_deref()));

@@ -73,8 +73,8 @@ impl Choices {
         })
     }
 
-    /// Returns the name of the master, whether it exists or not. `None` if it is not on the host, or
-    /// if there is neither a `master` nor a default route.
+    /// Returns the name of the master, whether it exists or not. `None` if the master is not on the
+    /// host, or if there is neither a `master` nor a default route.
     pub fn host_master(&self) -> Option<String> {
         match (&self.master, self.place) {
             (_, Place::Container) => None,
