@@ -105,7 +105,7 @@ release_multicall() (
     [ "$(stat -c %s bridge)" -lt 5242880 ]
     [ "$plugins" = "$(sed 's/.*  //' "$(release_unpack amd64)/SHA256SUMS")" ]
     ln bridge no-plugin
-    ! CNI_COMMAND=VERSION ./no-plugin </dev/null 2>no-plugin.err
+    if CNI_COMMAND=VERSION ./no-plugin </dev/null 2>no-plugin.err; then exit 1; fi
     grep -q "no-plugin: no plugin has this name" no-plugin.err
     rm no-plugin no-plugin.err
 )
