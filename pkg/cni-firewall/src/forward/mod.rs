@@ -1,6 +1,6 @@
 //! Forwarding: packets from and to containers pass the node's filter, and bridges can be isolated from each other.
 //!
-//! [`Forward`] is what the plugin sees: one attachment ([`Mark`]) and its addresses, kept by one of two [`Backend`]s:
+//! [`Forward`] is what the plugin sees: one attachment ([`AttachmentId`]) and its addresses, kept by one of two [`Backend`]s:
 //! `iptables` in the shapes of the Go plugin, `nftables` in sets. Both record whose an address is (`owner`), so that
 //! removing needs no address and no knowledge of how the rules were made.
 //!

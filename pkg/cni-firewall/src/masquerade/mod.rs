@@ -1,6 +1,6 @@
 //! Masquerading: what leaves a container for outside its network goes with the host's address.
 //!
-//! [`Masquerade`] is what plugins see: one attachment ([`Mark`]) and its addresses, kept by one of two
+//! [`Masquerade`] is what plugins see: one attachment ([`AttachmentId`]) and its addresses, kept by one of two
 //! [`Backend`]s in the shapes of the Go plugins. Where new rules go is chosen once, at ADD; everything else
 //! looks at both, since configuration and host may have changed since.
 //!

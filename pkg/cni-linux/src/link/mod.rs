@@ -57,7 +57,7 @@ pub struct Link {
     pub txqlen: u32,
     /// The group; 0 unless it was given one.
     pub group: u32,
-    /// The alias: where ours carry their [mark](crate::mark).
+    /// The alias; of a link of these plugins it names the [attachment](cni::attachment).
     pub alias: Option<String>,
     /// The index of the bridge (or other device) it is a port of.
     pub master: Option<u32>,
