@@ -112,7 +112,8 @@ impl Lan {
     /// No server.
     pub fn silent() -> Lan {
         let node = Node::new();
-        // Kea does not listen on an interface without carrier, so the bridge has a port from the start.
+        // Kea does not listen on an interface without carrier, so the bridge has a port from the
+        // start.
         node.expect_left("port");
         node.expect_left("peer");
         node.ip(&[
@@ -126,7 +127,8 @@ impl Lan {
         Lan { node, server: Mutex::default(), kind: Server::Dnsmasq }
     }
 
-    /// Starts the server, in the place of the one that runs. It has an address for each of these hardware addresses.
+    /// Starts the server, in the place of the one that runs. It has an address for each of these
+    /// hardware addresses.
     pub fn serve_for(&self, reserved: &[(&str, &str)]) {
         match self.kind {
             Server::Dnsmasq => {
@@ -139,7 +141,8 @@ impl Lan {
         }
     }
 
-    /// Starts dnsmasq, in the place of the server that runs, with ten addresses from 192.168.1.`first` on.
+    /// Starts dnsmasq, in the place of the server that runs, with ten addresses from
+    /// 192.168.1.`first` on.
     pub fn serve_from(&self, first: u8) {
         self.serve_range(first, 10, &[]);
     }
@@ -224,7 +227,8 @@ impl Lan {
         for line in text.lines() {
             match self.kind {
                 Server::Dnsmasq => leased.extend(line.split_whitespace().nth(2).map(str::to_owned)),
-                // One line for each change: the last one counts, and that of an address that is free again has no time.
+                // One line for each change: the last one counts, and that of an address that is
+                // free again has no time.
                 Server::Kea => {
                     let fields: Vec<&str> = line.split(',').collect();
                     leased.retain(|address| address != fields[0]);
@@ -313,7 +317,8 @@ impl Lan {
         let entries = fs::read_dir(self.node.dir().join("dhcp")).unwrap().map(|entry| entry.unwrap().path());
         let record = entries.into_iter().find(|path| path.extension().is_some_and(|it| it == "json")).unwrap();
         let mut json: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
-        // Not its start, which counts from the machine's: a virtual machine may be younger than that.
+        // Not its start, which counts from the machine's: a virtual machine may be younger than
+        // that.
         for time in ["seconds", "t1", "t2"] {
             let time = &mut json["held"]["Bound"]["terms"][time];
             *time = json!(time.as_u64().unwrap().saturating_sub(seconds));

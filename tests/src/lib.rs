@@ -1,8 +1,8 @@
 //! The networks the suite plays with, and how to read a result.
 //!
-//! The tests themselves are in `tests/suite/`: one binary, one file per subject. They know the plugins only by
-//! their executables (`CNI_BIN_DIR`), so they run against the Go plugins just as well; where those differ by
-//! intent, `divergences.txt` says so.
+//! The tests themselves are in `tests/suite/`: one binary, one file per subject. They know the
+//! plugins only by their executables (`CNI_BIN_DIR`), so they run against the Go plugins just as
+//! well; where those differ by intent, `divergences.txt` says so.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
@@ -15,7 +15,8 @@ use serde_json::{Map, Value, json};
 /// Every version of the specification that a plugin must speak, oldest first.
 pub const VERSIONS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
 
-/// The version of tests that are not about versions: the newest that every plugin in the field understands.
+/// The version of tests that are not about versions: the newest that every plugin in the field
+/// understands.
 pub const VERSION: &str = "1.0.0";
 
 /// The plugins of the suite, as far as every release of the Go plugins has them.
@@ -43,7 +44,8 @@ pub const HOST: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
 /// The addresses of what is [beyond](uplink) it.
 pub const OUTSIDE: [&str; 2] = ["192.0.2.9", "2001:db8::9"];
 
-/// Gives the node a link `name` to the world, and returns the machine beyond it, which has no way back to any container.
+/// Gives the node a link `name` to the world, and returns the machine beyond it, which has no way
+/// back to any container.
 pub fn uplink(node: &Node, name: &str) -> Container {
     let outside = node.container();
     node.expect_left(name);

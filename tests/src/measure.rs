@@ -18,8 +18,8 @@ pub fn patience() -> Duration {
     Duration::from_secs(60 * minutes)
 }
 
-/// `CNI_SEED`, else for an ordinary run always the same, so that what passes today passes tomorrow; a soak run looks
-/// elsewhere each hour.
+/// `CNI_SEED`, else for an ordinary run always the same, so that what passes today passes tomorrow;
+/// a soak run looks elsewhere each hour.
 pub fn seed() -> u64 {
     match std::env::var("CNI_SEED") {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("CNI_SEED={text}: a number is expected")),
@@ -28,7 +28,8 @@ pub fn seed() -> u64 {
     }
 }
 
-/// One line for whoever runs the tests, past libtest, which swallows what passing tests print; `scripts/test` shows it.
+/// One line for whoever runs the tests, past libtest, which swallows what passing tests print;
+/// `scripts/test` shows it.
 pub fn figure(text: &str) {
     let line = format!("\nFIGURE {text}\n");
     let _ = std::io::stderr().write_all(line.as_bytes());

@@ -1,7 +1,9 @@
-//! Go's encoding `gob`: any value is read by the type definitions that precede it, and structures are written.
+//! Go's encoding `gob`: any value is read by the type definitions that precede it, and structures
+//! are written.
 //!
-//! A stream is a sequence of messages, each preceded by its length. A message with a negative type number defines a type.
-//! Fields are matched by name, and a field that is zero is absent, so both sides may be of different releases.
+//! A stream is a sequence of messages, each preceded by its length. A message with a negative type
+//! number defines a type. Fields are matched by name, and a field that is zero is absent, so both
+//! sides may be of different releases.
 
 use std::collections::HashMap;
 
@@ -176,7 +178,8 @@ impl Reader {
     }
 }
 
-/// Reads a type: which of seven shapes, then the shape's own fields. The first of them is always the name and number.
+/// Reads a type: which of seven shapes, then the shape's own fields. The first of them is always
+/// the name and number.
 fn definition(input: &mut Input<'_>) -> Result<Type> {
     let mut kind = None;
     input.fields(|input, shape| {

@@ -1,7 +1,8 @@
 //! The life of a lease, as RFC 2131 has it: when to send what to whom, and what an answer means.
 //!
-//! Nothing here waits or sends. The caller gives the time, sends what [`Session::step`] returns, and hands in what arrives.
-//! Time is counted from the machine's boot, so that a record is still true after the daemon's restart.
+//! Nothing here waits or sends. The caller gives the time, sends what [`Session::step`] returns,
+//! and hands in what arrives. Time is counted from the machine's boot, so that a record is still
+//! true after the daemon's restart.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -11,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::message::{Ask, Client, Reply, Terms, v4};
 
-/// The time until a first message is repeated; doubled each time. Short, because the first message or its answer may be lost
-/// where both ends of the link have only just come up.
+/// The time until a first message is repeated; doubled each time. Short, because the first message
+/// or its answer may be lost where both ends of the link have only just come up.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 /// The pause after a refused request.
 const REFUSED_WAIT: Duration = Duration::from_secs(1);

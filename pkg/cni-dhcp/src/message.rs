@@ -1,6 +1,7 @@
 //! DHCP messages: what a client sends, and what of a server's answer is used.
 //!
-//! The crate smoltcp lays messages out and divides answers into options. The values of options are read here.
+//! The crate smoltcp lays messages out and divides answers into options. The values of options are
+//! read here.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -9,7 +10,8 @@ use cni::result::{AddResult, Dns, IpConfig, Route};
 use serde::{Deserialize, Serialize};
 use smoltcp::wire::{ArpHardware, DhcpFlags, DhcpMessageType, DhcpOpCode, DhcpOption, DhcpPacket, EthernetAddress};
 
-/// The options that are requested unless the configuration says otherwise. Classless routes come first, as RFC 3442 says.
+/// The options that are requested unless the configuration says otherwise. Classless routes come
+/// first, as RFC 3442 says.
 pub const DEFAULT_REQUEST: [u8; 8] = [121, 3, 1, 33, 6, 15, 119, 26];
 /// The lease time of a server that names none.
 const DEFAULT_LEASE: u32 = 3600;
@@ -124,7 +126,8 @@ impl Client {
         Ok(bytes)
     }
 
-    /// Returns a server's answer to this client's message `xid`. `None` for everything else that may arrive.
+    /// Returns a server's answer to this client's message `xid`. `None` for everything else that
+    /// may arrive.
     pub fn read(&self, bytes: &[u8], xid: u32) -> Option<Reply> {
         let message = DhcpPacket::new_checked(bytes).ok()?;
         let mac = message.client_hardware_address();
@@ -163,7 +166,8 @@ impl Client {
         }
         let network = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
         let (half, most) = (seconds / 2, u32::try_from(u64::from(seconds) * 7 / 8).ok()?);
-        // RFC 2131 4.4.5: T1 before T2 before the end. Contradictory times are the server's mistake.
+        // RFC 2131 4.4.5: T1 before T2 before the end. Contradictory times are the server's
+        // mistake.
         let (t1, t2) = match (number(58).unwrap_or(half), number(59).unwrap_or(most)) {
             (t1, t2) if t1 < t2 && t2 < seconds => (t1, t2),
             _ => (half, most),

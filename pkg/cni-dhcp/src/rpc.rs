@@ -1,6 +1,7 @@
 //! The two calls between plugin and daemon, as Go's `net/rpc` sends them: a line of HTTP, then gob.
 //!
-//! Both directions are here, because a Go plugin may talk to this daemon and this plugin to a Go daemon.
+//! Both directions are here, because a Go plugin may talk to this daemon and this plugin to a Go
+//! daemon.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -82,8 +83,8 @@ const ROUTES: i64 = 72;
 const DNS: i64 = 73;
 const TEXTS: i64 = 74;
 
-/// Returns a call as a client sends it after [`CONNECT`], once the daemon has answered that: a Go daemon loses what comes
-/// earlier.
+/// Returns a call as a client sends it after [`CONNECT`], once the daemon has answered that: a Go
+/// daemon loses what comes earlier.
 pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     let mut out = Vec::new();
     let request = [("ServiceMethod", TEXT), ("Seq", UINT)];
@@ -111,7 +112,8 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     out
 }
 
-/// Returns the answer to a call as a daemon sends it after [`CONNECTED`]. `outcome` has no result for a release.
+/// Returns the answer to a call as a daemon sends it after [`CONNECTED`]. `outcome` has no result
+/// for a release.
 pub fn write_response(request: &Request, outcome: Result<Option<&AddResult>, &str>) -> Vec<u8> {
     let mut out = Vec::new();
     let response = [("ServiceMethod", TEXT), ("Seq", UINT), ("Error", TEXT)];
@@ -332,7 +334,8 @@ impl Conversation {
         Ok(Some(Request { method: Method::find(&name), name, seq, args }))
     }
 
-    /// The daemon's answer, at a client: the result, or the error's text. `None` if more must be received first.
+    /// The daemon's answer, at a client: the result, or the error's text. `None` if more must be
+    /// received first.
     ///
     /// # Errors
     /// [`RpcError`]; the connection is of no use after one.

@@ -1,6 +1,8 @@
-//! `macspoofchk`: frames that come out of a container pass only with the container's own MAC as their source.
+//! `macspoofchk`: frames that come out of a container pass only with the container's own MAC as
+//! their source.
 //!
-//! In table `bridge nat`, shared with ebtables-nft, as Go has it, with `ID` for `<containerID>-<ifname>`:
+//! In table `bridge nat`, shared with ebtables-nft, as Go has it, with `ID` for
+//! `<containerID>-<ifname>`:
 //! ```text
 //! chain PREROUTING { type filter hook prerouting priority -300; policy accept;
 //!     iifname "<host veth>" jump cni-br-iface-ID comment "macspoofchk-ID"        }
@@ -17,11 +19,12 @@
 //! interface exists. Nor is the namespace in the key: an ADD into another one does not replace the
 //! rules of an interface that exists.
 //!
-//! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags together; `nft` itself
-//! takes comments of up to 128 bytes, so IDs over 116 bytes are beyond Go's ADD. Up to 231 bytes ours have the plain
-//! form all the same (Go's DEL can remove them, `nft` lists them, but cannot load that list again). From there on the
-//! ID is cut to 83 bytes and ends in `-` and 128 bits of the whole ID's SHA-512 in hex: no Go plugin can have made
-//! such an attachment, and ours finds it again.
+//! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags
+//! together; `nft` itself takes comments of up to 128 bytes, so IDs over 116 bytes are beyond Go's
+//! ADD. Up to 231 bytes ours have the plain form all the same (Go's DEL can remove them, `nft`
+//! lists them, but cannot load that list again). From there on the ID is cut to 83 bytes and ends
+//! in `-` and 128 bits of the whole ID's SHA-512 in hex: no Go plugin can have made such an
+//! attachment, and ours finds it again.
 
 use std::collections::BTreeMap;
 
@@ -92,14 +95,15 @@ impl Object {
 }
 
 impl SpoofCheck {
-    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a kernel without
-    /// netfilter's netlink, where there is nothing to purge either.
+    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a
+    /// kernel without netfilter's netlink, where there is nothing to purge either.
     pub fn open() -> Result<SpoofCheck> {
         Ok(SpoofCheck { nft: Nft::open()? })
     }
 
-    /// Whether [`ensure`](SpoofCheck::ensure) can work here: else [`Error::is_unsupported`], or a missing privilege.
-    /// Some 0.1 ms where spoof rules or ebtables are or were in use, some 10 ms (a rehearsal) elsewhere.
+    /// Whether [`ensure`](SpoofCheck::ensure) can work here: else [`Error::is_unsupported`], or a
+    /// missing privilege. Some 0.1 ms where spoof rules or ebtables are or were in use, some 10 ms
+    /// (a rehearsal) elsewhere.
     pub fn probe(&mut self) -> Result<()> {
         if self.is_hooked_in()? {
             return Ok(());
@@ -109,16 +113,18 @@ impl SpoofCheck {
         self.nft.rehearse(batch)
     }
 
-    /// Puts the attachment's rules in force, in one transaction; what it had before is replaced in the same one, so
-    /// that no frame passes unjudged. Some 0.3 ms where the attachment has no rules yet, however many others have.
+    /// Puts the attachment's rules in force, in one transaction; what it had before is replaced in
+    /// the same one, so that no frame passes unjudged. Some 0.3 ms where the attachment has no
+    /// rules yet, however many others have.
     ///
-    /// On failure everything is as it was. [`Error::is_unsupported`] on a kernel without nf_tables for bridges; code 102
-    /// where these rules guard another interface, which lives.
+    /// On failure everything is as it was. [`Error::is_unsupported`] on a kernel without nf_tables
+    /// for bridges; code 102 where these rules guard another interface, which lives.
     pub fn ensure(&mut self, mark: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&mark.container_id, &mark.ifname);
         let jump = jump_rule(&id, mark, host_veth)?;
         retry(|| {
-            // A jump cannot be without the chain it leads to: no chains, nothing old, and no list to read.
+            // A jump cannot be without the chain it leads to: no chains, nothing old, and no list
+            // to read.
             let mut old = self.chains(&id)?;
             if !old.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
@@ -129,7 +135,8 @@ impl SpoofCheck {
                 old = self.everything(&id, &rules)?;
             }
             match self.replace(&id, &jump, mac, &old) {
-                // Kernels before 5.0 count a jump until its removal has been committed: remove first, then make.
+                // Kernels before 5.0 count a jump until its removal has been committed: remove
+                // first, then make.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
@@ -160,12 +167,14 @@ impl SpoofCheck {
         for object in old {
             object.remove(&mut batch);
         }
-        // Not asked of the kernel needlessly: it takes "ensure" of an existing base chain for a change of it, whose
-        // remains it frees after an RCU grace period, for which the socket's closing then waits (6.18: 12 ms).
+        // Not asked of the kernel needlessly: it takes "ensure" of an existing base chain for a
+        // change of it, whose remains it frees after an RCU grace period, for which the socket's
+        // closing then waits (6.18: 12 ms).
         if !self.is_hooked_in()? {
             shared(&mut batch);
         }
-        // `create`: of two processes that make the same attachment's rules one fails here, and replaces the other's.
+        // `create`: of two processes that make the same attachment's rules one fails here, and
+        // replaces the other's.
         batch.create_chain(TABLE, &id.chain(), None);
         batch.create_chain(TABLE, &id.mac_chain(), None);
         batch.append_rule(TABLE, PREROUTING, jump);
@@ -176,17 +185,19 @@ impl SpoofCheck {
         self.nft.commit(batch)
     }
 
-    /// Removes whatever there is of the attachment, in one transaction, Go's too, however much is left of it. Nothing
-    /// there, or a kernel without nf_tables: that is fine. Table and PREROUTING stay. Rules that another attachment made
-    /// stay as they are, and it is returned: without them its container could send as anybody.
+    /// Removes whatever there is of the attachment, in one transaction, Go's too, however much is
+    /// left of it. Nothing there, or a kernel without nf_tables: that is fine. Table and PREROUTING
+    /// stay. Rules that another attachment made stay as they are, and it is returned: without them
+    /// its container could send as anybody.
     ///
-    /// The kernel frees the removed rules after an RCU grace period, for which the closing of the socket waits (6.18:
-    /// 10 ms, one closing after the other). Purging before the link is deleted and dropping `self` after it would hide
-    /// that behind the link's own grace period, but let the container's last frames pass unjudged.
+    /// The kernel frees the removed rules after an RCU grace period, for which the closing of the
+    /// socket waits (6.18: 10 ms, one closing after the other). Purging before the link is deleted
+    /// and dropping `self` after it would hide that behind the link's own grace period, but let the
+    /// container's last frames pass unjudged.
     pub fn purge(&mut self, mark: &AttachmentId) -> Result<Option<Owner>> {
         let id = Id::new(&mark.container_id, &mark.ifname);
-        // The rules of the Go plugins name no network. The caller has deleted the interfaces of this attachment, so an
-        // interface that such rules still guard is another one.
+        // The rules of the Go plugins name no network. The caller has deleted the interfaces of
+        // this attachment, so an interface that such rules still guard is another one.
         let of_go = |owner: &Owner| matches!(owner.network, Network::Unknown);
         let guarded = |rules: &[Listed]| living(&id, rules, "").ok().flatten().filter(of_go);
         self.purge_id(&id, |rules| id.rival(rules, mark).or_else(|| guarded(rules)))
@@ -221,7 +232,8 @@ impl SpoofCheck {
                 object.remove(&mut whole);
             }
             match self.nft.commit(whole) {
-                // A kernel before 5.0, or a stranger's rule that leads into our chain. Then what can go goes.
+                // A kernel before 5.0, or a stranger's rule that leads into our chain. Then what
+                // can go goes.
                 Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects),
                 done => done,
             }
@@ -246,8 +258,8 @@ impl SpoofCheck {
         first
     }
 
-    /// What is not as [`ensure`](SpoofCheck::ensure) would have it, one sentence each; empty if all is well. Rules made
-    /// by Go pass, doubled ones too.
+    /// What is not as [`ensure`](SpoofCheck::ensure) would have it, one sentence each; empty if all
+    /// is well. Rules made by Go pass, doubled ones too.
     pub fn check(&mut self, container_id: &str, ifname: &str, host_veth: &str, mac: Mac) -> Result<Vec<String>> {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
@@ -276,7 +288,8 @@ impl SpoofCheck {
         Ok(differences)
     }
 
-    /// Every attachment that has spoof rules or remains of them, ours and Go's. Empty on a kernel without nf_tables.
+    /// Every attachment that has spoof rules or remains of them, ours and Go's. Empty on a kernel
+    /// without nf_tables.
     pub fn list(&mut self) -> Result<Vec<Owner>> {
         let listed = self.nft.rules(TABLE, PREROUTING).and_then(|rules| Ok((rules, self.nft.chains(TABLE)?)));
         let (rules, chains) = match listed {
@@ -310,7 +323,8 @@ impl SpoofCheck {
         Ok(self.nft.find_chain(TABLE, PREROUTING)?.is_some_and(|chain| chain.base == Some(BASE)))
     }
 
-    /// What there is of the attachment, PREROUTING's `rules` known, in an order in which the kernel lets it be removed.
+    /// What there is of the attachment, PREROUTING's `rules` known, in an order in which the kernel
+    /// lets it be removed.
     fn everything(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump(listed.handle)).collect();

@@ -1,8 +1,9 @@
-//! Every rule that CNI plugins keep for a container, of whatever network: for those who look at a node.
+//! Every rule that CNI plugins keep for a container, of whatever network: for those who look at a
+//! node.
 //!
-//! It only reads. No plugin uses it: theirs look for one attachment's rules and never read the rest. What a newcomer
-//! gets wrong: few rules name all of network, container and interface, so an owner is compared, not parsed; the names
-//! are for people.
+//! It only reads. No plugin uses it: theirs look for one attachment's rules and never read the
+//! rest. What a newcomer gets wrong: few rules name all of network, container and interface, so an
+//! owner is compared, not parsed; the names are for people.
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
@@ -87,7 +88,8 @@ enum Sign {
 }
 
 impl Owner {
-    /// Whether it is this attachment, or cannot be told from it: some rules name the container alone.
+    /// Whether it is this attachment, or cannot be told from it: some rules name the container
+    /// alone.
     pub fn is(&self, mark: &AttachmentId) -> bool {
         match &self.sign {
             Sign::MasqueradeNft(comment) => {
@@ -110,8 +112,8 @@ impl Owner {
     }
 }
 
-/// Every rule that plugins keep for a container in the calling thread's network namespace. What cannot be read (a
-/// variant of iptables whose programs are not installed) is told to `notes`.
+/// Every rule that plugins keep for a container in the calling thread's network namespace. What
+/// cannot be read (a variant of iptables whose programs are not installed) is told to `notes`.
 ///
 /// # Errors
 /// The kernel's; a kernel without nf_tables has no rules there, which is none.
@@ -272,7 +274,8 @@ fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) -> 
     Ok(())
 }
 
-/// The interface that the chain a rule leads to names: the first, if it holds several attachments of the container.
+/// The interface that the chain a rule leads to names: the first, if it holds several attachments
+/// of the container.
 fn named_in(nat: &mut Chains<'_>, rule: &Rule) -> Result<Option<String>> {
     let Some(chain) = rule.target() else { return Ok(None) };
     let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);

@@ -1,5 +1,6 @@
-//! CNI_ARGS. What is accepted is read again from its own pairs as the same; of duplicates the last counts; nothing is
-//! refused but pieces without a value, and no key is unknown to who ignores unknown ones.
+//! CNI_ARGS. What is accepted is read again from its own pairs as the same; of duplicates the last
+//! counts; nothing is refused but pieces without a value, and no key is unknown to who ignores
+//! unknown ones.
 
 use cni::args::CniArgs;
 

@@ -1,6 +1,6 @@
-//! The runtime's memory of attachments. No key leads out of its folder; whatever a file holds, only an entry of this
-//! very key is found under it; an entry that is found can be written, and is then found as it was; nothing but the file
-//! of the key is ever changed.
+//! The runtime's memory of attachments. No key leads out of its folder; whatever a file holds, only
+//! an entry of this very key is found under it; an entry that is found can be written, and is then
+//! found as it was; nothing but the file of the key is ever changed.
 //!
 //! The input: network, container and interface, a line each; the rest is the file.
 

@@ -1,11 +1,14 @@
-//! A whole call, environment and configuration, through the skeleton and the configuration reader of each plugin.
+//! A whole call, environment and configuration, through the skeleton and the configuration reader
+//! of each plugin.
 //!
-//! Whatever comes in, one JSON document goes out, no fault of the program's own (999) among them, and what was accepted
-//! keeps what the readers promise. A key that nobody knows changes nothing, nor does the case of keys. DEL gets as far
-//! as its cleaning with every key of a plugin's own wrong but those that say where to clean. The program that would be run
-//! for its IPAM is a file of that very name, in a folder of CNI_PATH.
+//! Whatever comes in, one JSON document goes out, no fault of the program's own (999) among them,
+//! and what was accepted keeps what the readers promise. A key that nobody knows changes nothing,
+//! nor does the case of keys. DEL gets as far as its cleaning with every key of a plugin's own
+//! wrong but those that say where to clean. The program that would be run for its IPAM is a file of
+//! that very name, in a folder of CNI_PATH.
 //!
-//! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each; the rest is stdin.
+//! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each;
+//! the rest is stdin.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt as _;
@@ -153,7 +156,8 @@ pub fn run(data: &[u8]) {
     let outcome = call(plugin, &environment, stdin);
     if let (Ok(json @ Json::Object(_)), false) = (Json::parse(stdin), verb == "VERSION") {
         let again = written(&json, |_, key| key.to_owned());
-        // serde_json may miss a float by its last bit, and the other one next time. None is of use to any plugin.
+        // serde_json may miss a float by its last bit, and the other one next time. None is of use
+        // to any plugin.
         if Json::parse(&again).as_ref() != Ok(&json) {
             return;
         }

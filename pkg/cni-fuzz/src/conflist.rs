@@ -1,6 +1,7 @@
-//! Network lists, as a runtime reads them, and what each plugin is then given. An accepted list has plugins, each with
-//! a type; a request is a configuration of the list's name and version that keeps every key nobody replaces, in order
-//! and to the letter, and gives a capability only to who has declared it.
+//! Network lists, as a runtime reads them, and what each plugin is then given. An accepted list has
+//! plugins, each with a type; a request is a configuration of the list's name and version that
+//! keeps every key nobody replaces, in order and to the letter, and gives a capability only to who
+//! has declared it.
 
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
@@ -64,7 +65,8 @@ fn request(list: &NetworkList, plugin: &PluginConf) {
     assert_eq!(sent.into_iter().filter(is_own).collect::<Vec<_>>(), own);
     match NetConf::parse(bytes) {
         Ok(conf) => assert_eq!(conf.name(), list.name()),
-        // A version or a name that only the verbs judge, or keys of a wrong type, which are the plugin's to refuse.
+        // A version or a name that only the verbs judge, or keys of a wrong type, which are the
+        // plugin's to refuse.
         Err(error) => assert!([Code::INCOMPATIBLE_VERSION, Code::INVALID_CONFIG, Code::DECODE].contains(&error.code())),
     }
 }

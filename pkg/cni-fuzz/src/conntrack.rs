@@ -1,5 +1,5 @@
-//! What the kernel says of a tracked connection. The key that an entry is deleted by names that very entry, and no
-//! other: its tuple, byte for byte, and its identity.
+//! What the kernel says of a tracked connection. The key that an entry is deleted by names that
+//! very entry, and no other: its tuple, byte for byte, and its identity.
 
 use cni_linux::conntrack::entry;
 use cni_linux::fuzzing::conntrack_key;

@@ -1,4 +1,5 @@
-//! A DHCP server's answer. What is used of it is the offered address and the requested options; the times are in order.
+//! A DHCP server's answer. What is used of it is the offered address and the requested options; the
+//! times are in order.
 
 use cni_dhcp::message::{Answers, Client, DEFAULT_REQUEST, Reply, Terms};
 

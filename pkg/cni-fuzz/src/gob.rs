@@ -1,4 +1,5 @@
-//! What plugin and daemon of dhcp say to each other. Where the bytes are divided makes no difference.
+//! What plugin and daemon of dhcp say to each other. Where the bytes are divided makes no
+//! difference.
 
 use cni_dhcp::rpc::Conversation;
 

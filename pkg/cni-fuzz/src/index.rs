@@ -1,7 +1,9 @@
-//! The index of host-local's store. A header that is believed is written again as the same; a table whose every check
-//! holds answers or is found damaged, whatever lies it tells; an index that heard the truth agrees with a model.
+//! The index of host-local's store. A header that is believed is written again as the same; a table
+//! whose every check holds answers or is found damaged, whatever lies it tells; an index that heard
+//! the truth agrees with a model.
 //!
-//! The input: one byte for what follows: a page, entries, changes, or a page without its checksum, which is then right.
+//! The input: one byte for what follows: a page, entries, changes, or a page without its checksum,
+//! which is then right.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

@@ -1,8 +1,10 @@
-//! What goes to `iptables-restore`, and users' conditions in it. Read by an independent reader, the text is the commands
-//! that were asked for, in order, each of the very words, and no other; what `iptables-save` would print of it is read
-//! back as those words. No condition that is let pass holds a command, a target or a table in either language.
+//! What goes to `iptables-restore`, and users' conditions in it. Read by an independent reader, the
+//! text is the commands that were asked for, in order, each of the very words, and no other; what
+//! `iptables-save` would print of it is read back as those words. No condition that is let pass
+//! holds a command, a target or a table in either language.
 //!
-//! The input: lines `command chain word word...`, the words apart by 0x01; those of `?` and `!` are conditions.
+//! The input: lines `command chain word word...`, the words apart by 0x01; those of `?` and `!` are
+//! conditions.
 
 use cni_firewall::fuzzing;
 use cni_firewall::iptables::{Chain, Edit, check_conditions};
@@ -83,7 +85,8 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// A line as iptables-restore reads it: `:CHAIN POLICY COUNTERS`, or words apart by blanks, quoted or not.
+/// A line as iptables-restore reads it: `:CHAIN POLICY COUNTERS`, or words apart by blanks, quoted
+/// or not.
 fn read(line: &str) -> Vec<String> {
     assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']));
     if let Some(chain) = line.strip_prefix(':') {
@@ -134,7 +137,8 @@ fn conditions(words: &[String]) {
     }
 }
 
-/// As getopt would take the word with iptables' own options: those without a value may have another one behind them.
+/// As getopt would take the word with iptables' own options: those without a value may have another
+/// one behind them.
 fn is_order_of_iptables(word: &str) -> bool {
     let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
     if let Some(long) = options.strip_prefix('-') {
@@ -169,16 +173,17 @@ fn is_order_of_iptables(word: &str) -> bool {
     false
 }
 
-/// Whether hexadecimal digits with two colons or more among them are an address: the scanner knows which are one, this not,
-/// so both are tried.
+/// Whether hexadecimal digits with two colons or more among them are an address: the scanner knows
+/// which are one, this not, so both are tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Colons {
     Apart,
     InAddresses,
 }
 
-/// As nft's scanner has it, the longest that fits: words of letters, digits and `_/.-` that begin with a letter, strings,
-/// numbers (`7`, `0x1e`), times (`1h5ms`) and addresses whole, all else by itself.
+/// As nft's scanner has it, the longest that fits: words of letters, digits and `_/.-` that begin
+/// with a letter, strings, numbers (`7`, `0x1e`), times (`1h5ms`) and addresses whole, all else by
+/// itself.
 fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
     let mut tokens = Vec::new();
     let mut rest = text;

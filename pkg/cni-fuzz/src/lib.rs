@@ -1,12 +1,14 @@
-//! Test only: for each thing that comes from outside, a function that takes any bytes and fails by panicking if what
-//! must hold does not.
+//! Test only: for each thing that comes from outside, a function that takes any bytes and fails by
+//! panicking if what must hold does not.
 //!
-//! libFuzzer calls them (the crate `fuzz/`, outside the workspace, which needs a nightly compiler), and so does
-//! `tests/corpus.rs` for each file of `fuzz/corpus/`, with the rest of `scripts/test`. What the plugins' crates keep
-//! private they open in their modules `fuzzing`, behind a feature that nothing but this crate turns on.
+//! libFuzzer calls them (the crate `fuzz/`, outside the workspace, which needs a nightly compiler),
+//! and so does `tests/corpus.rs` for each file of `fuzz/corpus/`, with the rest of `scripts/test`.
+//! What the plugins' crates keep private they open in their modules `fuzzing`, behind a feature
+//! that nothing but this crate turns on.
 //!
-//! Nothing here touches the kernel's network state or any file but in temporary folders of its own. A newcomer's
-//! mistake: a target that only looks for panics. Each has a property; what it is stands at its head.
+//! Nothing here touches the kernel's network state or any file but in temporary folders of its own.
+//! A newcomer's mistake: a target that only looks for panics. Each has a property; what it is
+//! stands at its head.
 
 #![allow(
     clippy::unwrap_used,

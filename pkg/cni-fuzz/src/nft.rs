@@ -1,7 +1,9 @@
-//! Rules of nf_tables as netlink has them. Any bytes are read without a panic; any rule that can be written is read
-//! back as it was, with its comment and its tags; and what is put into the words of iptables has target and comment.
+//! Rules of nf_tables as netlink has them. Any bytes are read without a panic; any rule that can be
+//! written is read back as it was, with its comment and its tags; and what is put into the words of
+//! iptables has target and comment.
 //!
-//! The input: if the first byte is odd a rule is made of the rest, else the rest is what the kernel said.
+//! The input: if the first byte is odd a rule is made of the rest, else the rest is what the kernel
+//! said.
 
 use cni_firewall::fuzzing;
 use cni_firewall::iptables::{Edit, split};

@@ -1,5 +1,5 @@
-//! A resolver's configuration file. No value has white space in it or is empty, and what was read, written as such a
-//! file again, is read as the same; so is it as the `dns` of a result.
+//! A resolver's configuration file. No value has white space in it or is empty, and what was read,
+//! written as such a file again, is read as the same; so is it as the `dns` of a result.
 
 use std::fmt::Write as _;
 

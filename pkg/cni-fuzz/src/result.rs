@@ -1,5 +1,5 @@
-//! Results. What one version reads, every version writes, or says why not; what it wrote it reads back as the same less
-//! what it has no words for, and writes the same bytes again.
+//! Results. What one version reads, every version writes, or says why not; what it wrote it reads
+//! back as the same less what it has no words for, and writes the same bytes again.
 
 use cni::json::Json;
 use cni::result::{AddResult, Interface, ResultError, Route};

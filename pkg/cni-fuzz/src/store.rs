@@ -1,6 +1,7 @@
-//! host-local's folder with anything in it, and verbs upon it. An ADD gives only addresses that nobody held, and writes
-//! them as files of the owner's alone; DEL and GC take exactly what they should and succeed; nothing else changes, in
-//! the folder or outside, whatever files, links, pipes, and forged indexes that are believed lie there.
+//! host-local's folder with anything in it, and verbs upon it. An ADD gives only addresses that
+//! nobody held, and writes them as files of the owner's alone; DEL and GC take exactly what they
+//! should and succeed; nothing else changes, in the folder or outside, whatever files, links,
+//! pipes, and forged indexes that are believed lie there.
 //!
 //! The input: what lies in the folder, then what is done.
 
@@ -104,7 +105,8 @@ pub fn run(data: &[u8]) {
                 let mut removed: Vec<String> =
                     locked.release(&owner).expect("DEL").iter().map(ToString::to_string).collect();
                 removed.sort();
-                // A forged index may hide what is there until the next rebuild; it may never add to it.
+                // A forged index may hide what is there until the next rebuild; it may never add to
+                // it.
                 assert!(removed.iter().all(|name| mine_now.contains(name)), "{removed:?} of {mine_now:?}");
                 assert_eq!(files(&folder), without(&before, &removed));
             }

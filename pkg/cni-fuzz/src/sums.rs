@@ -1,6 +1,6 @@
-//! `SHA256SUMS`, the list of a set of programs to be installed. Every name in what is read is a plain file name, of a file
-//! beside the list that is not the list itself, and no name is there twice; the list that is written from it is read as
-//! the same.
+//! `SHA256SUMS`, the list of a set of programs to be installed. Every name in what is read is a
+//! plain file name, of a file beside the list that is not the list itself, and no name is there
+//! twice; the list that is written from it is read as the same.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path};

@@ -1,6 +1,6 @@
-//! tuning's names of sysctls, allow-list and backup. No key leads out of `/proc/sys/net`; what a list permits, the key
-//! alone permits too; one pattern more never permits less, a list of comments nothing; a backup is read as it was
-//! written.
+//! tuning's names of sysctls, allow-list and backup. No key leads out of `/proc/sys/net`; what a
+//! list permits, the key alone permits too; one pattern more never permits less, a list of comments
+//! nothing; a backup is read as it was written.
 //!
 //! The input: the key, the interface, then the list, or a backup if the first line is `backup`.
 

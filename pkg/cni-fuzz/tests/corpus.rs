@@ -1,4 +1,5 @@
-//! Every input of `fuzz/corpus` through its target: what fuzzing once reached is reached again, without libFuzzer.
+//! Every input of `fuzz/corpus` through its target: what fuzzing once reached is reached again,
+//! without libFuzzer.
 
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 

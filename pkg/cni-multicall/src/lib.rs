@@ -1,9 +1,11 @@
-//! The table of all plugins. The program of this crate runs each of them; cnitool reads configurations with them.
+//! The table of all plugins. The program of this crate runs each of them; cnitool reads
+//! configurations with them.
 
 use cni::skel::Plugin;
 use cni_plugin::InterfacePlugin;
 
-/// Every plugin, in the order of the names. One more line here, and the program has it and `cnitool validate` covers it.
+/// Every plugin, in the order of the names. One more line here, and the program has it and `cnitool
+/// validate` covers it.
 pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_bandwidth::Bandwidth,
     &InterfacePlugin(plugin_bridge::Bridge),

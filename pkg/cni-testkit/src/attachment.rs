@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 
 use crate::{Container, Invocation, Node, Outcome};
 
-/// A (network, container, interface) and how it is called. Cheap to clone and to change between verbs.
+/// A (network, container, interface) and how it is called. Cheap to clone and to change between
+/// verbs.
 #[derive(Clone, Debug)]
 pub struct Attachment<'n> {
     node: &'n Node,

@@ -6,9 +6,10 @@ use nix::time::{ClockId, clock_gettime};
 
 /// Asserts that `large` takes less than `times` as long as `small`.
 ///
-/// It is a ratio, so it does not matter how fast the machine is. It is the CPU time of the calling thread, the least of
-/// several runs of each, so it hardly matters who else is at work. What that still leaves is met by another run: the
-/// least values come closer to the truth with each, and what grows too fast stays above for ever.
+/// It is a ratio, so it does not matter how fast the machine is. It is the CPU time of the calling
+/// thread, the least of several runs of each, so it hardly matters who else is at work. What that
+/// still leaves is met by another run: the least values come closer to the truth with each, and
+/// what grows too fast stays above for ever.
 ///
 /// # Panics
 /// If it takes longer.

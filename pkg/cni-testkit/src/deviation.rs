@@ -30,7 +30,8 @@ impl Deviation {
     }
 }
 
-/// Whether the test of this thread is listed for the release that `scripts/test` always compares with.
+/// Whether the test of this thread is listed for the release that `scripts/test` always compares
+/// with.
 pub(crate) fn is_expected_to_fail() -> bool {
     std::thread::current().name().is_some_and(|name| listed().contains(name))
 }

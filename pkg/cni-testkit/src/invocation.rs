@@ -17,7 +17,8 @@ use serde_json::Value;
 
 use crate::{Container, Node, Outcome, schema};
 
-/// A plugin about to be run in a node. Starts with `CNI_PATH` alone in its environment, besides `PATH`.
+/// A plugin about to be run in a node. Starts with `CNI_PATH` alone in its environment, besides
+/// `PATH`.
 #[derive(Clone, Debug)]
 #[must_use = "nothing happens before `run` or `start`"]
 pub struct Invocation<'n> {
@@ -152,7 +153,8 @@ impl<'n> Invocation<'n> {
         self
     }
 
-    /// Whoever should read what the plugin writes to its standard output does not: writing it waits.
+    /// Whoever should read what the plugin writes to its standard output does not: writing it
+    /// waits.
     pub fn with_stuck_stdout(mut self) -> Self {
         self.stdout = Stdout::Stuck;
         self
@@ -161,8 +163,8 @@ impl<'n> Invocation<'n> {
     /// Runs the plugin to its end.
     ///
     /// # Panics
-    /// If it cannot be started, if it outlives its deadline (it is killed then, its children with it), or if it
-    /// succeeds with a 1.x result that the schema refuses.
+    /// If it cannot be started, if it outlives its deadline (it is killed then, its children with
+    /// it), or if it succeeds with a 1.x result that the schema refuses.
     #[track_caller]
     pub fn run(self) -> Outcome {
         let stdin = file_with(&self.stdin);
@@ -170,8 +172,9 @@ impl<'n> Invocation<'n> {
         started.end()
     }
 
-    /// Starts the plugin and keeps its standard input open: it waits for its configuration to end, as every plugin
-    /// must, until [`Started::finish`] closes it. So a crowd of them can be let go at one moment.
+    /// Starts the plugin and keeps its standard input open: it waits for its configuration to end,
+    /// as every plugin must, until [`Started::finish`] closes it. So a crowd of them can be let go
+    /// at one moment.
     pub fn start(self) -> Started {
         let config = self.stdin.clone();
         let mut started = self.spawn(Stdio::piped());
@@ -204,7 +207,8 @@ impl<'n> Invocation<'n> {
         };
         let mut command = Command::new(&self.program);
         command.args(&self.args).env_clear().envs(&self.env).stdin(stdin).stdout(out).stderr(err);
-        // A group of its own, so that a deadline takes Go's delegates too. Ours die with their plugin.
+        // A group of its own, so that a deadline takes Go's delegates too. Ours die with their
+        // plugin.
         command.process_group(0).current_dir("/");
         let child = self.node.enter(|| command.spawn());
         let child = child.unwrap_or_else(|error| panic!("to run {}: {error}", self.program.display()));

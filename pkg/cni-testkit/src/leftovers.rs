@@ -1,7 +1,8 @@
 //! What is still on a node when its test is over: links, reservations, firewall rules.
 //!
-//! Bridges without ports stay by design, and so do the empty base chains of the firewall and what all host ports, and all
-//! forwarded packets, share: nobody's container is in them. Everything else must have gone with the last DEL.
+//! Bridges without ports stay by design, and so do the empty base chains of the firewall and what
+//! all host ports, and all forwarded packets, share: nobody's container is in them. Everything else
+//! must have gone with the last DEL.
 
 use std::fs;
 use std::path::Path;
@@ -12,8 +13,9 @@ use serde_json::Value;
 
 use crate::Node;
 
-/// One line for each thing left. Waits a little where something is: the kernel ends namespaces, and the links in
-/// them, some time after their last holder has gone, one after the other for all tests that run.
+/// One line for each thing left. Waits a little where something is: the kernel ends namespaces, and
+/// the links in them, some time after their last holder has gone, one after the other for all tests
+/// that run.
 pub(crate) fn of(node: &Node) -> Vec<String> {
     let deadline = Instant::now() + crate::patience(Duration::from_secs(10)).min(Duration::from_secs(60));
     loop {
@@ -82,7 +84,8 @@ pub(crate) fn reservations(dir: &Path) -> Vec<(String, String)> {
     found
 }
 
-/// Rules, and chains that are somebody's alone, in nf_tables: what `iptables-nft` makes is seen here too.
+/// Rules, and chains that are somebody's alone, in nf_tables: what `iptables-nft` makes is seen
+/// here too.
 fn nft(node: &Node) -> Vec<String> {
     const BASE: [&str; 5] = ["PREROUTING", "POSTROUTING", "INPUT", "FORWARD", "OUTPUT"];
     if !crate::probe::has_tool("nft") {

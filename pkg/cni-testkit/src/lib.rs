@@ -1,24 +1,29 @@
 //! Test only: a node to play on, plugins to run there, and the truth about what they left behind.
 //!
-//! - [`Node`]: one host network namespace with a private mount namespace, its [`Container`]s, its own data
-//!   folder. Its drop asserts that nothing is left of any attachment.
-//! - [`Invocation`]: one run of a plugin binary in a node; [`Outcome`]: what came back, with assertions that
-//!   print the whole call when they fail. Configurations sent and results received are validated by JSON Schema.
-//! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a whole life.
+//! - [`Node`]: one host network namespace with a private mount namespace, its [`Container`]s, its
+//!   own data folder. Its drop asserts that nothing is left of any attachment.
+//! - [`Invocation`]: one run of a plugin binary in a node; [`Outcome`]: what came back, with
+//!   assertions that print the whole call when they fail. Configurations sent and results received
+//!   are validated by JSON Schema.
+//! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a
+//!   whole life.
 //! - [`trace`]: a run in which one system call is a program's last, or fails.
 //! - [`locks`]: who holds one and who waits, as the kernel tells.
 //! - [`program`]: scripts and copies that can be run as soon as they are written.
-//! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a test a visible
-//!   skip, or a failure with `CNI_TEST_REQUIRE=all`.
+//! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a
+//!   test a visible skip, or a failure with `CNI_TEST_REQUIRE=all`.
 //! - [`patience`]: deadlines of tests, longer where everything is slower.
-//! - [`assert_cost_below`]: how the time that something takes grows, which does not depend on the machine.
+//! - [`assert_cost_below`]: how the time that something takes grows, which does not depend on the
+//!   machine.
 //! - [`deviation`]: what is known to be different in the plugins under test, as data.
 //!
-//! Nothing here is named on the machine: namespaces live by file descriptors, paths to them are symlinks in the
-//! node's temporary folder, and several nodes live side by side in one process. Never shipped.
+//! Nothing here is named on the machine: namespaces live by file descriptors, paths to them are
+//! symlinks in the node's temporary folder, and several nodes live side by side in one process.
+//! Never shipped.
 //!
-//! The fact a newcomer would get wrong: a namespace is a property of a *thread*. Programs are started, and
-//! closures run, on throw-away threads that have entered the node; the test's own thread never leaves home.
+//! The fact a newcomer would get wrong: a namespace is a property of a *thread*. Programs are
+//! started, and closures run, on throw-away threads that have entered the node; the test's own
+//! thread never leaves home.
 
 #![allow(
     clippy::unwrap_used,
@@ -54,7 +59,8 @@ pub use skip::{skipped, unprovoked};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Says that it is over when it goes, by a panic too: to threads that work until then, and are waited for.
+/// Says that it is over when it goes, by a panic too: to threads that work until then, and are
+/// waited for.
 pub struct Ended<'a>(pub &'a AtomicBool);
 
 impl Drop for Ended<'_> {

@@ -24,7 +24,8 @@ pub fn wait_until_locked(path: &Path) {
     });
 }
 
-/// Waits until the process stands in the kernel's queue for a lock: `12: -> FLOCK ADVISORY WRITE 4711 …`.
+/// Waits until the process stands in the kernel's queue for a lock: `12: -> FLOCK ADVISORY WRITE
+/// 4711 …`.
 ///
 /// # Panics
 /// If it never does.
@@ -37,8 +38,8 @@ pub fn wait_until_waiting(pid: u32) {
     });
 }
 
-/// Asserts that `refused`, who is told that a lock is held, is told by whom. A look at the kernel's list can miss a line, as
-/// other tests' locks come and go: then once more.
+/// Asserts that `refused`, who is told that a lock is held, is told by whom. A look at the kernel's
+/// list can miss a line, as other tests' locks come and go: then once more.
 ///
 /// # Panics
 /// If the holder is named in none of twenty.

@@ -1,7 +1,8 @@
 //! Making and entering namespaces, on threads that are thrown away.
 //!
-//! A namespace is held by the open file of `/proc/thread-self/ns/*`; it ends when the last holder closes it.
-//! `self` instead of `thread-self` would name the main thread's namespace, which is never the one meant.
+//! A namespace is held by the open file of `/proc/thread-self/ns/*`; it ends when the last holder
+//! closes it. `self` instead of `thread-self` would name the main thread's namespace, which is
+//! never the one meant.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -18,7 +19,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Runs `f` on a fresh thread and returns what it returns; a panic in it continues here.
 ///
-/// With hundreds of plugins at once the kernel may refuse a thread for a moment (EAGAIN): then it is asked again.
+/// With hundreds of plugins at once the kernel may refuse a thread for a moment (EAGAIN): then it
+/// is asked again.
 fn on_a_thread<T: Send>(f: impl FnOnce() -> T + Send) -> T {
     let deadline = Instant::now() + Duration::from_secs(10);
     let f = Mutex::new(Some(f));
@@ -52,8 +54,8 @@ pub(crate) fn network() -> File {
     })
 }
 
-/// Runs `body` on a fresh thread in a fresh namespace. Without the privilege it says so and skips, unless
-/// `CNI_TEST_REQUIRE=all` forbids that.
+/// Runs `body` on a fresh thread in a fresh namespace. Without the privilege it says so and skips,
+/// unless `CNI_TEST_REQUIRE=all` forbids that.
 #[track_caller]
 pub fn in_new_netns(body: impl FnOnce() + Send) {
     thread::scope(|scope| {
@@ -67,7 +69,8 @@ pub fn in_new_netns(body: impl FnOnce() + Send) {
     });
 }
 
-/// What another program sees in the calling thread's namespace: its output. Arguments are separated by one space.
+/// What another program sees in the calling thread's namespace: its output. Arguments are separated
+/// by one space.
 pub fn output(command: &str) -> String {
     let mut words = command.split(' ');
     let output = Command::new(words.next().unwrap()).args(words).output().unwrap();
@@ -75,8 +78,8 @@ pub fn output(command: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A new network namespace and, with it, a mount namespace in which the folders that CNI writes to by default are
-/// empty and private, and `/sys` shows the new network namespace.
+/// A new network namespace and, with it, a mount namespace in which the folders that CNI writes to
+/// by default are empty and private, and `/sys` shows the new network namespace.
 pub(crate) fn node() -> (File, File) {
     static LIMIT: Once = Once::new();
     LIMIT.call_once(allow_many_descriptors);
@@ -91,14 +94,16 @@ pub(crate) fn node() -> (File, File) {
         if Path::new("/etc/cni").exists() {
             mount(Some("tmpfs"), "/etc/cni", Some("tmpfs"), MsFlags::empty(), none).expect("a private /etc/cni");
         }
-        // Refused inside some user namespaces; only `/sys/class/net` would be wrong then, and no plugin relies on it.
+        // Refused inside some user namespaces; only `/sys/class/net` would be wrong then, and no
+        // plugin relies on it.
         let _ = mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), none);
         (open("net"), open("mnt"))
     })
 }
 
-/// Each running plugin and each container takes some of this process's descriptors, and 1024, the usual soft limit, is
-/// less than what a crowd of plugins needs beside other tests. The hard limit is what the administrator allows.
+/// Each running plugin and each container takes some of this process's descriptors, and 1024, the
+/// usual soft limit, is less than what a crowd of plugins needs beside other tests. The hard limit
+/// is what the administrator allows.
 fn allow_many_descriptors() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("a process has limits");
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).expect("a process may raise its soft limit to the hard one");
@@ -107,7 +112,8 @@ fn allow_many_descriptors() {
 /// Runs `f` on a fresh thread inside the two namespaces. Programs that it starts are born there.
 pub(crate) fn within<T: Send>(net: &File, mnt: &File, f: impl FnOnce() -> T + Send) -> T {
     on_a_thread(|| {
-        // A thread that shares its root and working directory with others may not change its mount namespace.
+        // A thread that shares its root and working directory with others may not change its mount
+        // namespace.
         unshare(CloneFlags::CLONE_FS).expect("to have a root of one's own");
         setns(net, CloneFlags::CLONE_NEWNET).expect("to enter a network namespace");
         setns(mnt, CloneFlags::CLONE_NEWNS).expect("to enter a mount namespace");

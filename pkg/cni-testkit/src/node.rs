@@ -19,9 +19,11 @@ use tempfile::TempDir;
 
 use crate::{leftovers, namespace, program};
 
-/// A host: a network namespace, a mount namespace with private `/run` and `/var/lib`, and a temporary folder.
+/// A host: a network namespace, a mount namespace with private `/run` and `/var/lib`, and a
+/// temporary folder.
 ///
-/// Its drop asserts that no link, reservation or firewall rule is left, unless the test is failing already.
+/// Its drop asserts that no link, reservation or firewall rule is left, unless the test is failing
+/// already.
 #[derive(Debug)]
 pub struct Node {
     pub(crate) inner: Arc<Inner>,
@@ -33,8 +35,8 @@ pub(crate) struct Inner {
     net: File,
     mnt: File,
     made: AtomicUsize,
-    /// Containers' namespaces, kept to the end: a namespace that ends takes its links with it, host ends included,
-    /// and would hide what a plugin left behind.
+    /// Containers' namespaces, kept to the end: a namespace that ends takes its links with it, host
+    /// ends included, and would hide what a plugin left behind.
     kept: Mutex<Vec<Arc<File>>>,
     pub(crate) expected: Mutex<Vec<String>>,
     abandoned: AtomicBool,
@@ -140,14 +142,15 @@ impl Node {
         self.run(argv).success()
     }
 
-    /// Asserts that an address answers from the node. Asks again and again: under load the kernel answers for a new address
-    /// some seconds late, and `ping` itself ends at the first error.
+    /// Asserts that an address answers from the node. Asks again and again: under load the kernel
+    /// answers for a new address some seconds late, and `ping` itself ends at the first error.
     #[track_caller]
     pub fn ping(&self, address: &str) {
         answered(|| self.run(&["ping", "-nqc1", "-W2", address]));
     }
 
-    /// Like [`exec`](Node::exec), for programs that print JSON (`ip -j`); nothing printed is `null`.
+    /// Like [`exec`](Node::exec), for programs that print JSON (`ip -j`); nothing printed is
+    /// `null`.
     #[track_caller]
     pub fn json(&self, argv: &[&str]) -> Value {
         parse(argv, &self.exec(argv))
@@ -165,8 +168,8 @@ impl Node {
         ports.filter_map(|link| link["ifname"].as_str().map(str::to_owned)).collect()
     }
 
-    /// Has one `ip` do all of this, a line each without the word `ip`, and asserts success. Half of what a test costs
-    /// where programs start slowly is a dozen of them that set the scene.
+    /// Has one `ip` do all of this, a line each without the word `ip`, and asserts success. Half of
+    /// what a test costs where programs start slowly is a dozen of them that set the scene.
     #[track_caller]
     pub fn ip(&self, lines: &[&str]) {
         self.enter(|| ip(lines)).success();
@@ -184,14 +187,15 @@ impl Node {
         self.enter(|| write_sysctl(path, value));
     }
 
-    /// The processes on this node, this one's threads aside: plugins, what they have started, what outlives them.
-    /// Those that have ended and wait to be reaped are gone.
+    /// The processes on this node, this one's threads aside: plugins, what they have started, what
+    /// outlives them. Those that have ended and wait to be reaped are gone.
     pub fn processes(&self) -> Vec<u32> {
         self.inner.processes()
     }
 
-    /// All rules of nf_tables as `nft` writes them, those of `iptables-nft` among them, without counters: packets that the
-    /// kernel sends by itself change those at any time (a new bridge's IGMP report, within its first second).
+    /// All rules of nf_tables as `nft` writes them, those of `iptables-nft` among them, without
+    /// counters: packets that the kernel sends by itself change those at any time (a new bridge's
+    /// IGMP report, within its first second).
     #[track_caller]
     pub fn ruleset(&self) -> String {
         self.exec(&["nft", "--stateless", "list", "ruleset"])
@@ -213,8 +217,8 @@ impl Inner {
     }
 }
 
-/// Ends what still runs on the node: a test that fails does not wait for what it has started, and a program that makes a
-/// file while the folder is being removed leaves both behind.
+/// Ends what still runs on the node: a test that fails does not wait for what it has started, and a
+/// program that makes a file while the folder is being removed leaves both behind.
 impl Drop for Inner {
     fn drop(&mut self) {
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -241,7 +245,8 @@ impl Drop for Node {
     }
 }
 
-/// A container: a network namespace with a path. It lives as long as its node, or until [`destroy`](Self::destroy).
+/// A container: a network namespace with a path. It lives as long as its node, or until
+/// [`destroy`](Self::destroy).
 #[derive(Debug)]
 pub struct Container {
     inner: Arc<Inner>,
@@ -257,7 +262,8 @@ impl Container {
         &self.path
     }
 
-    /// Runs `f` on a fresh thread inside the container's network namespace and the node's mount namespace.
+    /// Runs `f` on a fresh thread inside the container's network namespace and the node's mount
+    /// namespace.
     pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
         namespace::within(&self.net, &self.inner.mnt, f)
     }
@@ -273,8 +279,9 @@ impl Container {
         self.run(argv).success()
     }
 
-    /// Asserts that an address answers from the container. Asks again and again: under load the kernel answers for a new address
-    /// some seconds late, and `ping` itself ends at the first error.
+    /// Asserts that an address answers from the container. Asks again and again: under load the
+    /// kernel answers for a new address some seconds late, and `ping` itself ends at the first
+    /// error.
     #[track_caller]
     pub fn ping(&self, address: &str) {
         answered(|| self.run(&["ping", "-nqc1", "-W2", address]));
@@ -317,19 +324,21 @@ impl Container {
         global.map(|info| format!("{}/{}", info["local"].as_str().unwrap(), info["prefixlen"])).collect()
     }
 
-    /// Makes the path what a runtime leaves after unmounting it: a plain file. The namespace itself lives on.
+    /// Makes the path what a runtime leaves after unmounting it: a plain file. The namespace itself
+    /// lives on.
     pub fn unmount(&self) {
         fs::remove_file(&self.path).expect("to remove the path");
         fs::write(&self.path, "").expect("to write a plain file");
     }
 
-    /// Removes the path alone: the namespace and the links in it live on, out of any plugin's reach.
+    /// Removes the path alone: the namespace and the links in it live on, out of any plugin's
+    /// reach.
     pub fn unlink(&self) {
         fs::remove_file(&self.path).expect("to remove the path");
     }
 
-    /// Removes the path and ends the namespace, and the links in it with it (a moment later: the kernel takes its
-    /// time).
+    /// Removes the path and ends the namespace, and the links in it with it (a moment later: the
+    /// kernel takes its time).
     pub fn destroy(self) {
         let _ = fs::remove_file(&self.path);
         self.inner.kept.lock().unwrap().retain(|kept| !Arc::ptr_eq(kept, &self.net));
@@ -422,7 +431,8 @@ fn write_sysctl(path: &str, value: &str) {
     fs::write(&path, value).unwrap_or_else(|error| panic!("to write {value} to {path}: {error}"));
 }
 
-/// A path to an open file that holds for as long as this process keeps the descriptor. Needs no mount and no name.
+/// A path to an open file that holds for as long as this process keeps the descriptor. Needs no
+/// mount and no name.
 fn fd_path(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd()))
 }

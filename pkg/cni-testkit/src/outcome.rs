@@ -52,7 +52,8 @@ impl Outcome {
         format!("--- {}\n{end}\nstdout: {}\nstderr: {}\n---", self.call, self.stdout, self.stderr)
     }
 
-    /// Asserts success and returns what an ADD printed, or `null` for a verb that must not print anything.
+    /// Asserts success and returns what an ADD printed, or `null` for a verb that must not print
+    /// anything.
     #[track_caller]
     pub fn success(&self) -> Value {
         assert!(self.status == Some(0), "{} should have succeeded\n{}", self.verb, self.report());

@@ -1,8 +1,9 @@
 //! How long tests wait, and how many they are at once.
 //!
-//! Under emulation programs start 20 times slower than on the machine that a test was written on. `CNI_TEST_SLOW` says by
-//! how much the tests' deadlines are longer. What the plugins themselves wait for stays as it is, and so a crowd that
-//! comes one after the other through a lock must be smaller there, and of what is tried over and over a share is enough.
+//! Under emulation programs start 20 times slower than on the machine that a test was written on.
+//! `CNI_TEST_SLOW` says by how much the tests' deadlines are longer. What the plugins themselves
+//! wait for stays as it is, and so a crowd that comes one after the other through a lock must be
+//! smaller there, and of what is tried over and over a share is enough.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -18,8 +19,8 @@ fn factor() -> u32 {
     })
 }
 
-/// `time` of a machine that is not slow, as this one needs it; a quarter in a test that is listed in
-/// tests/divergences.txt.
+/// `time` of a machine that is not slow, as this one needs it; a quarter in a test that is listed
+/// in tests/divergences.txt.
 ///
 /// # Panics
 /// If `CNI_TEST_SLOW` is no number.
@@ -29,7 +30,8 @@ pub fn patience(time: Duration) -> Duration {
     time * factor() / share
 }
 
-/// How many may be at once here where a machine that is not slow takes `count`: never less than 6 of them.
+/// How many may be at once here where a machine that is not slow takes `count`: never less than 6
+/// of them.
 ///
 /// # Panics
 /// If `CNI_TEST_SLOW` is no number.

@@ -1,7 +1,7 @@
 //! What this machine can do, found out by doing it, once per process, in a node of its own.
 //!
-//! `Ok` or the reason, ready for [`require!`](crate::require). Never a version comparison: kernels are
-//! configured, patched and confined.
+//! `Ok` or the reason, ready for [`require!`](crate::require). Never a version comparison: kernels
+//! are configured, patched and confined.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -102,7 +102,8 @@ pub fn go_plugins() -> Probed {
     missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
 }
 
-/// The DHCP server dnsmasq: this machine's, or the one that `scripts/test` has unpacked into the target folder.
+/// The DHCP server dnsmasq: this machine's, or the one that `scripts/test` has unpacked into the
+/// target folder.
 pub fn dnsmasq() -> Result<PathBuf, String> {
     let program = |root: PathBuf| root.join("usr/sbin/dnsmasq");
     let places = unpacked("dhcp-servers/dnsmasq-base/root")?.into_iter().map(program);
@@ -110,8 +111,8 @@ pub fn dnsmasq() -> Result<PathBuf, String> {
     places.find(|path| path.is_file()).ok_or_else(|| "no dnsmasq (Debian's package dnsmasq-base)".to_owned())
 }
 
-/// The folder below which the DHCP server Kea is, as `usr/sbin/kea-dhcp4`: this machine's root, or the one into which
-/// `scripts/test` has unpacked it.
+/// The folder below which the DHCP server Kea is, as `usr/sbin/kea-dhcp4`: this machine's root, or
+/// the one into which `scripts/test` has unpacked it.
 pub fn kea() -> Result<PathBuf, String> {
     let mut places = unpacked("dhcp-servers/kea-dhcp4-server/root")?.into_iter().chain(["/".into()]);
     let found = places.find(|root| root.join("usr/sbin/kea-dhcp4").is_file());

@@ -1,8 +1,9 @@
 //! Programs that tests write and run.
 //!
-//! What a newcomer gets wrong: a file that was open for writing a moment ago may be "busy" (ETXTBSY), though it was closed.
-//! Tests are threads of one process, and a child that another one forks has all its files, until it runs its own program.
-//! So a process of its own writes them, which forks nothing.
+//! What a newcomer gets wrong: a file that was open for writing a moment ago may be "busy"
+//! (ETXTBSY), though it was closed. Tests are threads of one process, and a child that another one
+//! forks has all its files, until it runs its own program. So a process of its own writes them,
+//! which forks nothing.
 
 use std::ffi::OsStr;
 use std::io::Write as _;

@@ -1,4 +1,5 @@
-//! The JSON Schemas of the network configuration and of the result, as the project keeps them in `tests/schema/`.
+//! The JSON Schemas of the network configuration and of the result, as the project keeps them in
+//! `tests/schema/`.
 
 use std::sync::OnceLock;
 

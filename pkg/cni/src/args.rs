@@ -1,7 +1,8 @@
 //! `CNI_ARGS`: `K=V;K=V`, the deprecated channel for per-container values.
 //!
-//! More lenient than Go where Go only hurts: a value may contain `=`, an empty piece (a trailing `;`) is skipped, and
-//! any key that begins with `K8S_` is known. Keys are case-sensitive; of duplicates the last one counts.
+//! More lenient than Go where Go only hurts: a value may contain `=`, an empty piece (a trailing
+//! `;`) is skipped, and any key that begins with `K8S_` is known. Keys are case-sensitive; of
+//! duplicates the last one counts.
 
 use crate::{Code, Error, Result};
 

@@ -1,9 +1,10 @@
 //! Which attachment: one interface of one container in one network.
 //!
-//! The links that these plugins create on the host have an alias that names the attachment, and a name that is derived
-//! from it. The alias is the proof. The name makes the link findable without listing all links, and stands in for the
-//! alias between the link's creation and the request that sets the alias: the kernel (6.18) ignores `IFLA_IFALIAS` in
-//! the request that creates a link. It accepts `IFLA_GROUP` there, so a link without its alias has its network's
+//! The links that these plugins create on the host have an alias that names the attachment, and a
+//! name that is derived from it. The alias is the proof. The name makes the link findable without
+//! listing all links, and stands in for the alias between the link's creation and the request that
+//! sets the alias: the kernel (6.18) ignores `IFLA_IFALIAS` in the request that creates a link. It
+//! accepts `IFLA_GROUP` there, so a link without its alias has its network's
 //! [group](AttachmentId::group), by which GC finds it.
 
 use crate::hash::{sha512, sha512_hex};
@@ -39,8 +40,9 @@ impl AttachmentId {
         AttachmentId { network: network.into(), container_id: container_id.into(), ifname: ifname.into() }
     }
 
-    /// Returns `cni:<network>/<containerID>/<ifname>`. Beyond 255 bytes, `#` and 128 bits of the container ID's SHA-512, in
-    /// hex, replace the container ID. Fits for every network name that ADD accepts (up to 200 bytes).
+    /// Returns `cni:<network>/<containerID>/<ifname>`. Beyond 255 bytes, `#` and 128 bits of the
+    /// container ID's SHA-512, in hex, replace the container ID. Fits for every network name that
+    /// ADD accepts (up to 200 bytes).
     pub fn alias(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         let full = format!("cni:{network}/{container_id}/{ifname}");
@@ -56,15 +58,16 @@ impl AttachmentId {
         alias.is_some_and(|alias| alias == self.alias())
     }
 
-    /// Returns what the alias of every link of `network` begins with, hashed or not. Without the final slash it would also
-    /// match networks whose name is longer.
+    /// Returns what the alias of every link of `network` begins with, hashed or not. Without the
+    /// final slash it would also match networks whose name is longer.
     pub fn network_prefix(network: &str) -> String {
         format!("cni:{network}/")
     }
 
     /// Returns the group of each link of `network` from its creation until its alias is set.
     ///
-    /// 31 bits, because iproute2 refuses more; above 255, because small numbers are the administrator's.
+    /// 31 bits, because iproute2 refuses more; above 255, because small numbers are the
+    /// administrator's.
     pub fn group(network: &str) -> u32 {
         let number =
             sha512(&[network.as_bytes()]).iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte))
@@ -83,8 +86,9 @@ impl AttachmentId {
         Some(Marked { network: network.to_owned(), container_id, ifname: ifname.to_owned() })
     }
 
-    /// Returns the name of the link on the host: `veth` and 8 hex digits like Go's, but derived from the attachment alone.
-    /// `attempt` counts from 0; the next one is tried only if another link has the name.
+    /// Returns the name of the link on the host: `veth` and 8 hex digits like Go's, but derived
+    /// from the attachment alone. `attempt` counts from 0; the next one is tried only if another
+    /// link has the name.
     pub fn host_name(&self, attempt: u32) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         // None of the three contains a slash, so no two marks have the same text.
@@ -97,12 +101,14 @@ impl AttachmentId {
         is_hash(name, "veth", 8)
     }
 
-    /// Returns the name of the ifb for what the container sends. It is Go's, which ignores the interface.
+    /// Returns the name of the ifb for what the container sends. It is Go's, which ignores the
+    /// interface.
     pub fn ifb_name(&self) -> String {
         format!("{IFB}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], 12))
     }
 
-    /// Returns the ifb's name for the case that another interface of the container has [`ifb_name`](AttachmentId::ifb_name).
+    /// Returns the ifb's name for the case that another interface of the container has
+    /// [`ifb_name`](AttachmentId::ifb_name).
     pub fn own_ifb_name(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         format!("{IFB}{}", sha512_hex(&[format!("{network}/{container_id}/{ifname}").as_bytes()], 12))

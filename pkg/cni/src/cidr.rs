@@ -1,7 +1,8 @@
 //! An address with its prefix length, parsed as strictly as Go's `net.ParseCIDR`.
 //!
-//! `ipnetwork` holds the value and does the arithmetic, but never the parsing: it takes a bare address, a dotted mask
-//! and a signed length, all of which Go, and therefore every configuration in the field, rejects.
+//! `ipnetwork` holds the value and does the arithmetic, but never the parsing: it takes a bare
+//! address, a dotted mask and a signed length, all of which Go, and therefore every configuration
+//! in the field, rejects.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -83,8 +84,8 @@ impl Cidr {
         self.0.contains(address)
     }
 
-    /// The address after the network's own, with the network's prefix: the gateway unless another one is
-    /// configured. `None` if the address is the highest one.
+    /// The address after the network's own, with the network's prefix: the gateway unless another
+    /// one is configured. `None` if the address is the highest one.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),

@@ -1,7 +1,8 @@
 //! The network configuration that a plugin reads from its standard input.
 //!
-//! Parsed once by the skeleton: the standard keys are checked here, a plugin decodes its own keys from the same tree
-//! with [`NetConf::decode`], and a delegate gets the very bytes that came in ([`NetConf::raw`]).
+//! Parsed once by the skeleton: the standard keys are checked here, a plugin decodes its own keys
+//! from the same tree with [`NetConf::decode`], and a delegate gets the very bytes that came in
+//! ([`NetConf::raw`]).
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -138,8 +139,8 @@ impl From<RuntimeDns> for Dns {
 
 /// Returns what replaces IPAM's name resolution in the result of a plugin that creates an
 /// interface: `runtimeConfig.dns` as a whole if it is present, else `dns` of the configuration as a
-/// whole if it has a value. `None` leaves IPAM's. Go's plugins ignore `runtimeConfig.dns`, so a value
-/// of a wrong type is ignored too, with a note.
+/// whole if it has a value. `None` leaves IPAM's. Go's plugins ignore `runtimeConfig.dns`, so a
+/// value of a wrong type is ignored too, with a note.
 pub fn dns_override(of_runtime: Option<&Json>, of_conf: Dns, notes: &Notes) -> Option<Dns> {
     let of_runtime = of_runtime.and_then(|json| match json.decode::<RuntimeDns>() {
         Ok(dns) => Some(Dns::from(dns)),
@@ -202,10 +203,12 @@ struct Attachment {
 }
 
 impl ValidAttachments {
-    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments`. `null` is an empty list, as Go's libcni sends it.
+    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments`. `null` is an empty list, as
+    /// Go's libcni sends it.
     ///
     /// # Errors
-    /// Code 7 without the key, if it is no list, or if one element lacks its ID or name: then nothing may be removed.
+    /// Code 7 without the key, if it is no list, or if one element lacks its ID or name: then
+    /// nothing may be removed.
     pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
         const KEY: &str = "cni.dev/valid-attachments";
         let list = json.get_or_null(KEY).or_else(|| json.get_or_null("cni.dev/attachments"));

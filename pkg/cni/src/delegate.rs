@@ -1,12 +1,13 @@
 //! Running another plugin: IPAM for the main plugins.
 //!
-//! The delegate gets our environment and the very bytes of our stdin, and only CNI_COMMAND differs. Its stderr is
-//! passed on, its errors keep their code. What it does when it misbehaves (is not there, dies, hangs, prints
-//! something else) is an error that names the file.
+//! The delegate gets our environment and the very bytes of our stdin, and only CNI_COMMAND differs.
+//! Its stderr is passed on, its errors keep their code. What it does when it misbehaves (is not
+//! there, dies, hangs, prints something else) is an error that names the file.
 //!
-//! Easy to get wrong: a delegate whose ADD was cut short may have done half of it, so DEL is run on it, here and not by
-//! the callers. One that answered with an error has undone its own, and must get no DEL: what it refused may have been
-//! the second ADD of a container that lives, whose address a DEL would free.
+//! Easy to get wrong: a delegate whose ADD was cut short may have done half of it, so DEL is run on
+//! it, here and not by the callers. One that answered with an error has undone its own, and must
+//! get no DEL: what it refused may have been the second ADD of a container that lives, whose
+//! address a DEL would free.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -24,7 +25,8 @@ use crate::rollback::Rollback;
 use crate::skel::{Call, Environment, MachineRef, Verb};
 use crate::{Code, Error, Result};
 
-/// How long a delegate may take unless `delegateTimeout` says otherwise. Longer than host-local waits for its lock.
+/// How long a delegate may take unless `delegateTimeout` says otherwise. Longer than host-local
+/// waits for its lock.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 
 /// A plugin found on CNI_PATH, ready to be run for one call.
@@ -62,7 +64,8 @@ impl<'a> Delegate<'a> {
     /// Finds the plugin `kind` for this call.
     ///
     /// # Errors
-    /// Code 4 with Go's text if it is not on CNI_PATH, 7 if `kind` is no file name or `delegateTimeout` is bad.
+    /// Code 4 with Go's text if it is not on CNI_PATH, 7 if `kind` is no file name or
+    /// `delegateTimeout` is bad.
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
         // A bad timeout must not keep a DEL from cleaning; ADD refuses it.
@@ -84,7 +87,8 @@ impl<'a> Delegate<'a> {
         })
     }
 
-    /// ADD: a lease that is released by `rollback` unless that is committed, or the attachment had one before.
+    /// ADD: a lease that is released by `rollback` unless that is committed, or the attachment had
+    /// one before.
     ///
     /// # Errors
     /// The delegate's own; if it died, hung or babbled, after a DEL of whatever it may have done.
@@ -108,8 +112,9 @@ impl<'a> Delegate<'a> {
         }
     }
 
-    /// Whether ADD would return what the attachment holds already: with `"reuse": true`, CHECK finds it. A DEL
-    /// would free what a container that lives may use; what ADD reserves beside it stays until the runtime's DEL.
+    /// Whether ADD would return what the attachment holds already: with `"reuse": true`, CHECK
+    /// finds it. A DEL would free what a container that lives may use; what ADD reserves beside it
+    /// stays until the runtime's DEL.
     fn reuses_a_lease(&self) -> Result<bool> {
         if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
             return Ok(false);
@@ -255,7 +260,8 @@ impl From<Failure> for Error {
 /// Turns the end of a plugin into its stdout or an error.
 ///
 /// # Errors
-/// What the plugin said, with its code; code 11 if it ran out of time; 5 or 999 if it gave no answer.
+/// What the plugin said, with its code; code 11 if it ran out of time; 5 or 999 if it gave no
+/// answer.
 pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());

@@ -1,7 +1,8 @@
 //! An error as a CNI plugin reports it: a code, a message, details.
 //!
-//! The code is chosen where the meaning is known; the cause stays a typed [`std::error::Error`] (with its errno)
-//! until the skeleton writes the message. A message says what was being done, to what, and why it failed.
+//! The code is chosen where the meaning is known; the cause stays a typed [`std::error::Error`]
+//! (with its errno) until the skeleton writes the message. A message says what was being done, to
+//! what, and why it failed.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -9,7 +10,8 @@ use std::fmt;
 /// The crate's result, with [`Error`] as the error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A CNI error code. A number and no enum: a delegate may return any code, and it is passed on unchanged.
+/// A CNI error code. A number and no enum: a delegate may return any code, and it is passed on
+/// unchanged.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Code(pub u32);
 
@@ -40,7 +42,8 @@ impl Code {
     pub const KERNEL: Code = Code(100);
     /// Ours, from CHECK: something of the attachment is not as it should be.
     pub const CHECK_FAILED: Code = Code(101);
-    /// Ours: what was asked for (an interface name, an address) is already held by somebody, who is named.
+    /// Ours: what was asked for (an interface name, an address) is already held by somebody, who is
+    /// named.
     pub const CONFLICT: Code = Code(102);
     /// A fault of the program itself.
     pub const INTERNAL: Code = Code(999);
@@ -79,7 +82,8 @@ impl Error {
         Error::new(Code::INVALID_CONFIG, msg)
     }
 
-    /// `doing: cause`, for example `failed to read /etc/resolv.conf: No such file or directory (os error 2)`.
+    /// `doing: cause`, for example `failed to read /etc/resolv.conf: No such file or directory (os
+    /// error 2)`.
     pub fn caused(code: Code, doing: impl fmt::Display, cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Error {
         let source = cause.into();
         Error { code, msg: format!("{doing}: {source}"), details: String::new(), source: Some(source) }
@@ -106,7 +110,8 @@ impl Error {
         self
     }
 
-    /// The outcome of work that continues after errors: the first error [`and`](Error::and) the others, if there are any.
+    /// The outcome of work that continues after errors: the first error [`and`](Error::and) the
+    /// others, if there are any.
     ///
     /// # Errors
     /// The joined one.

@@ -12,7 +12,8 @@ const LONGEST: u64 = 16 << 20;
 /// # Errors
 /// It cannot be read, is something else, or is longer.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    // Asked first, since opening a FIFO waits for its other end. A person does not swap them in between.
+    // Asked first, since opening a FIFO waits for its other end. A person does not swap them in
+    // between.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("it is no regular file"));
     }
@@ -24,8 +25,9 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A path without `.`, `..` and superfluous slashes, by its letters alone: as Go's `filepath.Clean`, and so all of Go's
-/// plugins, understand it. The kernel would follow a link before it goes up from there.
+/// A path without `.`, `..` and superfluous slashes, by its letters alone: as Go's
+/// `filepath.Clean`, and so all of Go's plugins, understand it. The kernel would follow a link
+/// before it goes up from there.
 pub fn clean(path: &str) -> PathBuf {
     let mut clean = PathBuf::new();
     for component in Path::new(path).components() {

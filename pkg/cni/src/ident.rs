@@ -1,11 +1,12 @@
 //! Identifiers: container IDs, network names, interface names.
 //!
-//! They end up in file names, chain names and link aliases, so they are checked once, at the door. The texts are
-//! Go's; other programs compare them.
+//! They end up in file names, chain names and link aliases, so they are checked once, at the door.
+//! The texts are Go's; other programs compare them.
 
 use crate::{Code, Error, Result};
 
-/// How long a network name may be, in bytes: longer ones do not fit into file names once something is added to them.
+/// How long a network name may be, in bytes: longer ones do not fit into file names once something
+/// is added to them.
 pub const MAX_NETWORK_NAME: usize = 200;
 
 /// A letter or a digit, then letters, digits, `_`, `.` and `-`.
@@ -99,7 +100,8 @@ pub fn check_interface_name(name: &str) -> Result<()> {
     if name == "." || name == ".." {
         return invalid("interface name is . or ..", name);
     }
-    // The environment cannot hold one, but a configuration can, and the kernel would see the name end there.
+    // The environment cannot hold one, but a configuration can, and the kernel would see the name
+    // end there.
     if name.contains('\0') {
         return invalid("interface name contains a NUL", name);
     }

@@ -1,6 +1,7 @@
 //! The few things the protocol needs of the operating system, as a value that `main` hands in.
 //!
-//! `cni-linux` provides the real one; so this crate stays free of the kernel, and protocol tests pass values.
+//! `cni-linux` provides the real one; so this crate stays free of the kernel, and protocol tests
+//! pass values.
 
 use std::ffi::OsString;
 use std::io;
@@ -9,10 +10,12 @@ use std::time::{Duration, Instant};
 
 /// What [`skel`](crate::skel), [`delegate`](crate::delegate) and `libcni` ask of the machine.
 pub trait Machine {
-    /// Whether `path` is the network namespace this process runs in. An error if it cannot be opened or is none.
+    /// Whether `path` is the network namespace this process runs in. An error if it cannot be
+    /// opened or is none.
     fn is_own_netns(&self, path: &Path) -> io::Result<bool>;
 
-    /// Whether SIGTERM has been received, or SIGINT or SIGHUP, which mean the same. Waits end early when it is.
+    /// Whether SIGTERM has been received, or SIGINT or SIGHUP, which mean the same. Waits end early
+    /// when it is.
     fn terminated(&self) -> bool;
 
     /// The monotonic clock.

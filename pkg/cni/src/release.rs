@@ -1,7 +1,7 @@
 //! Which release of this project a program is: what every plugin and tool says of itself.
 //!
-//! The version is the workspace's. The commit comes from `CNI_BUILD_COMMIT` in the environment of the build, which
-//! `scripts/build` sets; a build by bare cargo has none and does not pretend to.
+//! The version is the workspace's. The commit comes from `CNI_BUILD_COMMIT` in the environment of
+//! the build, which `scripts/build` sets; a build by bare cargo has none and does not pretend to.
 
 use std::sync::LazyLock;
 

@@ -52,7 +52,8 @@ impl Drop for Rollback<'_> {
     fn drop(&mut self) {
         while let Some((what, undo)) = self.undos.pop() {
             log::debug!("rollback={}", Quoted(&what));
-            // A panic in an undo must neither skip the remaining ones nor, while unwinding, abort the process.
+            // A panic in an undo must neither skip the remaining ones nor, while unwinding, abort
+            // the process.
             match catch_unwind(AssertUnwindSafe(undo)) {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => self.notes.note(format_args!("rollback: failed to {what}: {error}")),

@@ -1,7 +1,9 @@
-//! What a call tells the log of itself: one line per call at `info`, one per step, with its duration, at `debug`.
+//! What a call tells the log of itself: one line per call at `info`, one per step, with its
+//! duration, at `debug`.
 //!
-//! The facade of the crate `log` carries it; where it goes is decided by whoever installs a logger (`cni-linux` does,
-//! if CNI_LOG asks for one). Without one a step costs a comparison: no clock is read and no text made.
+//! The facade of the crate `log` carries it; where it goes is decided by whoever installs a logger
+//! (`cni-linux` does, if CNI_LOG asks for one). Without one a step costs a comparison: no clock is
+//! read and no text made.
 
 use std::fmt;
 use std::time::Instant;
@@ -37,7 +39,8 @@ impl Step {
         }
     }
 
-    /// The same with the request itself, as it went out, where its failure is to be understood by it.
+    /// The same with the request itself, as it went out, where its failure is to be understood by
+    /// it.
     pub fn end_request<T, E: fmt::Display>(
         self,
         what: impl fmt::Display,
@@ -54,8 +57,8 @@ impl Step {
         }
     }
 
-    /// The same for a program that ran to its end, which is no error by itself; one that failed with what it was given
-    /// and what it said.
+    /// The same for a program that ran to its end, which is no error by itself; one that failed
+    /// with what it was given and what it said.
     pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -89,7 +92,8 @@ impl Called {
         Called(log::log_enabled!(log::Level::Info).then(Instant::now))
     }
 
-    /// Tells the call: which plugin was asked for what, for whom, how it ended, how long it took in milliseconds.
+    /// Tells the call: which plugin was asked for what, for whom, how it ended, how long it took in
+    /// milliseconds.
     pub(crate) fn end(self, plugin: &str, environment: &Environment, network: &str, outcome: &Result<()>) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;

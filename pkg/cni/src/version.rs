@@ -1,7 +1,8 @@
 //! The specification's versions.
 //!
-//! A configuration's version must be one of [`Version::ALL`], to the letter; order alone matters for CHECK (0.4.0)
-//! and for GC and STATUS (1.1.0), which is why also versions we do not support must be comparable ([`parse_triple`]).
+//! A configuration's version must be one of [`Version::ALL`], to the letter; order alone matters
+//! for CHECK (0.4.0) and for GC and STATUS (1.1.0), which is why also versions we do not support
+//! must be comparable ([`parse_triple`]).
 
 use std::fmt;
 
@@ -52,7 +53,8 @@ impl Version {
         }
     }
 
-    /// The version a `cniVersion` names; empty or absent is 0.1.0. `None` for one that we do not speak.
+    /// The version a `cniVersion` names; empty or absent is 0.1.0. `None` for one that we do not
+    /// speak.
     pub fn find(text: &str) -> Option<Version> {
         if text.is_empty() {
             return Some(Version::V0_1_0);
@@ -94,7 +96,8 @@ impl Shape {
     }
 }
 
-/// `a.b.c` as numbers, with Go's leniency: one to three parts, missing ones are 0, an empty text is 0.1.0.
+/// `a.b.c` as numbers, with Go's leniency: one to three parts, missing ones are 0, an empty text is
+/// 0.1.0.
 ///
 /// # Errors
 /// Go's words for what is no version.

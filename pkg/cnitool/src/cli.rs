@@ -1,7 +1,9 @@
-//! What all verbs share: the tree of verbs, the options that are everybody's, variables of the environment.
+//! What all verbs share: the tree of verbs, the options that are everybody's, variables of the
+//! environment.
 //!
-//! The parser's own words are the help, the completions and the man pages; so each verb's arguments are declared, with
-//! their documentation, beside the verb. Options that are everybody's may stand anywhere.
+//! The parser's own words are the help, the completions and the man pages; so each verb's arguments
+//! are declared, with their documentation, beside the verb. Options that are everybody's may stand
+//! anywhere.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

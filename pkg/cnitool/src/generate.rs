@@ -1,4 +1,5 @@
-//! Completions and man pages, made from the parser itself, so that they cannot say anything else than it does.
+//! Completions and man pages, made from the parser itself, so that they cannot say anything else
+//! than it does.
 
 use std::fs;
 use std::path::PathBuf;

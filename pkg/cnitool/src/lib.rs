@@ -1,16 +1,20 @@
 //! cnitool: the operator's side of CNI.
 //!
-//! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin layer over
-//!   [`libcni`].
+//! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin
+//!   layer over [`libcni`].
 //! - `inspect`: attachments as they are, beside what their results said, and what is left over.
-//! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every file.
+//! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every
+//!   file.
 //! - `doctor`: what on the node keeps networks from working, and what mends it.
 //! - `explain`: a verb of a network with the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
-//! - `rules`: the packet filter rules of attachments, written again after something else has removed them.
+//! - `rules`: the packet filter rules of attachments, written again after something else has
+//!   removed them.
 //! - `plugins`: the plugins of this project, in one table.
-//! - `node`: what is configured, remembered and marked on this node, and whether an attachment is still in use.
-//! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the variables.
+//! - `node`: what is configured, remembered and marked on this node, and whether an attachment is
+//!   still in use.
+//! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the
+//!   variables.
 //! - `target`: a network namespace's path and the container ID that goes with it.
 //! - `report`: results and errors, for people or as JSON. `help`: every word of `--help`.
 //!
@@ -18,8 +22,8 @@
 //!
 //! A new verb is a module with its arguments and a `run`, and a line in `cli::Verb`.
 //!
-//! stdout carries results only; everything else goes to stderr. The whole tool works on values ([`Call`],
-//! [`Streams`]), so its tests start no process.
+//! stdout carries results only; everything else goes to stderr. The whole tool works on values
+//! ([`Call`], [`Streams`]), so its tests start no process.
 
 mod cli;
 mod doctor;

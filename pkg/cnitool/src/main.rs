@@ -1,4 +1,5 @@
-//! The operator's tool: runs a CNI network by hand. All of it is in the library; here the process becomes values.
+//! The operator's tool: runs a CNI network by hand. All of it is in the library; here the process
+//! becomes values.
 
 use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;

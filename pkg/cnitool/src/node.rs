@@ -1,8 +1,8 @@
-//! What the verbs that look at the node know of it: the networks that are configured, the attachments that are
-//! remembered, whose marks the host's links bear.
+//! What the verbs that look at the node know of it: the networks that are configured, the
+//! attachments that are remembered, whose marks the host's links bear.
 //!
-//! Every runtime that uses Go's libcni remembers its attachments in the same folder as cnitool, so an attachment that
-//! nobody remembers is rare; but it is no proof of anything.
+//! Every runtime that uses Go's libcni remembers its attachments in the same folder as cnitool, so
+//! an attachment that nobody remembers is rare; but it is no proof of anything.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,8 @@ use libcni::{ConfFile, ConfFolder, NetworkList};
 
 use crate::target::Presence;
 
-/// The configured networks that load, each once, as the runtimes choose them: lists first, then by name of the file.
+/// The configured networks that load, each once, as the runtimes choose them: lists first, then by
+/// name of the file.
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.
@@ -109,7 +110,8 @@ impl Witnesses<'_> {
     }
 }
 
-/// The alias of each link in the namespace of this process that is a mark of ours, and the link's name.
+/// The alias of each link in the namespace of this process that is a mark of ours, and the link's
+/// name.
 ///
 /// # Errors
 /// The kernel's.
@@ -122,7 +124,8 @@ pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
     Ok(links.into_iter().filter_map(marked).collect())
 }
 
-/// The mark in an alias: a port that another plugin made is marked `cni-port:<mark> …`. Any other alias as it is.
+/// The mark in an alias: a port that another plugin made is marked `cni-port:<mark> …`. Any other
+/// alias as it is.
 pub(crate) fn mark_in(alias: &str) -> String {
     alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(alias).to_owned()
 }

@@ -1,7 +1,8 @@
 //! Results and errors on their way out: for people, or as JSON.
 //!
-//! As JSON every outcome of a network verb is one document on stdout, an error in the shape the plugins give it. For
-//! people results go to stdout and errors to stderr: a line that says what failed and why, then what helps.
+//! As JSON every outcome of a network verb is one document on stdout, an error in the shape the
+//! plugins give it. For people results go to stdout and errors to stderr: a line that says what
+//! failed and why, then what helps.
 
 use cni::version::Version;
 use cni::{Code, Error};
@@ -23,15 +24,15 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Writes lines for people to stdout, in one piece. What would move a terminal's cursor or change its state is shown
-/// instead, because a container names its interfaces as it likes.
+/// Writes lines for people to stdout, in one piece. What would move a terminal's cursor or change
+/// its state is shown instead, because a container names its interfaces as it likes.
 pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
     let text = harmless(text, streams.stdout_style);
     write_raw(streams, &text)
 }
 
-/// The text with its control characters, and those that turn its direction, as escapes; but for the ends of lines, and
-/// the colours of [`paint`] where there are any.
+/// The text with its control characters, and those that turn its direction, as escapes; but for the
+/// ends of lines, and the colours of [`paint`] where there are any.
 fn harmless(text: &str, style: Style) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;

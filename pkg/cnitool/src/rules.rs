@@ -1,7 +1,9 @@
-//! rules: the packet filter rules of attachments, written again after something else has removed them.
+//! rules: the packet filter rules of attachments, written again after something else has removed
+//! them.
 //!
-//! Which rules those are, each plugin knows ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)). What it needs for
-//! that is in the runtime's cache of results: the network's configuration at the time of the ADD, and the result.
+//! Which rules those are, each plugin knows
+//! ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)). What it needs for that is in the
+//! runtime's cache of results: the network's configuration at the time of the ADD, and the result.
 
 use std::path::Path;
 
@@ -150,7 +152,8 @@ fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, 
         };
         rules.push((plugin.kind().to_owned(), rule));
     }
-    // A DEL during the call would have left what was written after it: then all of it is removed again.
+    // A DEL during the call would have left what was written after it: then all of it is removed
+    // again.
     if !written.is_empty() && (cache.find(&entry.id())?.is_none() || absent(entry, call)?.is_some()) {
         return Ok(Outcome::Skipped("it was detached during the call; its rules are removed again".to_owned()));
     }
@@ -158,8 +161,8 @@ fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, 
     Ok(Outcome::Plugins(rules))
 }
 
-/// Why the attachment is not in use, if it is not: its rules could hit another container's packets. An interface with
-/// another address than the ADD's is not the one that the rules were for.
+/// Why the attachment is not in use, if it is not: its rules could hit another container's packets.
+/// An interface with another address than the ADD's is not the one that the rules were for.
 fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     match Presence::of(netns, call.machine) {

@@ -1,7 +1,8 @@
 //! Whom a verb is about: the path of a network namespace, and the container ID that goes with it.
 //!
-//! cnitool has no containers. Like Go's it takes the namespace's path for one, and derives the ID from it; so the
-//! path must come out the same to the letter, or a DEL would not find what an ADD made.
+//! cnitool has no containers. Like Go's it takes the namespace's path for one, and derives the ID
+//! from it; so the path must come out the same to the letter, or a DEL would not find what an ADD
+//! made.
 
 use std::io::ErrorKind;
 use std::path::{Component, Path, PathBuf};
@@ -16,8 +17,9 @@ pub(crate) enum Presence {
     There,
     /// There is nothing: why.
     Gone(String),
-    /// There is something else: what. An empty file is left where a namespace was unmounted; but a live one looks the
-    /// same from a mount namespace that its mount has not reached. So it is no proof of an end.
+    /// There is something else: what. An empty file is left where a namespace was unmounted; but a
+    /// live one looks the same from a mount namespace that its mount has not reached. So it is no
+    /// proof of an end.
     Other(String),
     /// It could not be found out: why.
     Unknown(String),
@@ -40,7 +42,8 @@ impl Presence {
     }
 }
 
-/// A path made absolute as Go does it: by its letters alone, without asking the file system about links.
+/// A path made absolute as Go does it: by its letters alone, without asking the file system about
+/// links.
 pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     let mut clean = PathBuf::from("/");
     for component in folder.join(path).components() {
@@ -55,7 +58,8 @@ pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     clean
 }
 
-/// The ID of the "container" behind a namespace: `cnitool-` and the first 20 digits of the SHA-512 of its path.
+/// The ID of the "container" behind a namespace: `cnitool-` and the first 20 digits of the SHA-512
+/// of its path.
 pub(crate) fn container_id(netns: &str) -> String {
     format!("cnitool-{}", sha512_hex(&[netns.as_bytes()], 20))
 }

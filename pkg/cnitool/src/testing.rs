@@ -61,7 +61,8 @@ impl Machine for Values {
     }
 }
 
-/// A node with the plugins `a` and `b`, the network `net` of both, and the namespace `/run/netns/x`.
+/// A node with the plugins `a` and `b`, the network `net` of both, and the namespace
+/// `/run/netns/x`.
 pub(crate) struct Node {
     pub(crate) folder: tempfile::TempDir,
     /// Where the operator is: `/run/netns`.

@@ -1,10 +1,11 @@
 //! The folder of network configurations, `/etc/cni/net.d`.
 //!
-//! `*.conflist` are lists, `*.conf` and `*.json` single plugins; all in the order of their names, without recursion.
-//! A list's further plugins may lie as `*.conf` in a folder named after the network.
+//! `*.conflist` are lists, `*.conf` and `*.json` single plugins; all in the order of their names,
+//! without recursion. A list's further plugins may lie as `*.conf` in a folder named after the
+//! network.
 //!
-//! A file that cannot be read or makes no sense keeps nobody from using the others: it is told, and it is the error
-//! only where the network that was asked for is its own, or is nowhere.
+//! A file that cannot be read or makes no sense keeps nobody from using the others: it is told, and
+//! it is the error only where the network that was asked for is its own, or is nowhere.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -49,12 +50,12 @@ impl ConfFolder {
         Ok(files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
     }
 
-    /// The network `name`: the first list of that name, else the first single configuration. Files in the way that
-    /// are wrong are told to `notes`.
+    /// The network `name`: the first list of that name, else the first single configuration. Files
+    /// in the way that are wrong are told to `notes`.
     ///
     /// # Errors
-    /// What is wrong with the network's own file; Go's texts if there is no such network, with the files that could
-    /// not be read in the details.
+    /// What is wrong with the network's own file; Go's texts if there is no such network, with the
+    /// files that could not be read in the details.
     pub fn find(&self, name: &str, notes: &Notes) -> Result<NetworkList> {
         let mut files = self.files()?;
         if files.is_empty() {
@@ -116,7 +117,8 @@ fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     list.complete()
 }
 
-/// The files of a folder with one of these endings, sorted by name. A folder that does not exist has none.
+/// The files of a folder with one of these endings, sorted by name. A folder that does not exist
+/// has none.
 fn files(folder: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error);
     let entries = match fs::read_dir(folder) {

@@ -1,15 +1,16 @@
 //! The runtime's side of the protocol: what containerd or cnitool does around the plugins.
 //!
 //! - `folder`, `list`: the networks of `/etc/cni/net.d`.
-//! - `members`, `request`: the JSON each plugin gets, everything it does not need to understand verbatim.
+//! - `members`, `request`: the JSON each plugin gets, everything it does not need to understand
+//!   verbatim.
 //! - `plugin`: running one plugin for one verb.
 //! - `verbs`: [`Runtime`]'s ADD, CHECK, DEL, GC and STATUS of a whole network; `versions`: VERSION.
 //! - [`cache`]: what is remembered between them, in the layout of Go's libcni.
 //!
-//! Nothing here knows a container's kernel state: it finds programs, feeds them, and remembers what they said. Where
-//! it departs from Go's libcni: a failed ADD is followed by a DEL of every plugin; a second ADD of an attachment is
-//! refused before any plugin runs; CHECK, DEL and GC report what goes wrong with the cache; every program has a
-//! deadline.
+//! Nothing here knows a container's kernel state: it finds programs, feeds them, and remembers what
+//! they said. Where it departs from Go's libcni: a failed ADD is followed by a DEL of every plugin;
+//! a second ADD of an attachment is refused before any plugin runs; CHECK, DEL and GC report what
+//! goes wrong with the cache; every program has a deadline.
 
 mod folder;
 #[cfg(feature = "fuzzing")]
@@ -38,10 +39,12 @@ pub use list::{NetworkList, PluginConf};
 pub use members::Members;
 pub use verbs::OnError;
 
-/// How long a plugin may take unless told otherwise. Longer than the longest `delegateTimeout`, because deadlines nest.
+/// How long a plugin may take unless told otherwise. Longer than the longest `delegateTimeout`,
+/// because deadlines nest.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(310);
 
-/// A container runtime, as far as CNI is concerned: where plugins and memories are, and how programs are run.
+/// A container runtime, as far as CNI is concerned: where plugins and memories are, and how
+/// programs are run.
 #[derive(Clone, Debug)]
 pub struct Runtime<'m> {
     /// Runs the plugins.

@@ -1,9 +1,10 @@
 //! A network as a runtime reads it: a name, a version, plugins in their order.
 //!
-//! Parsed once. The plugins' own objects stay verbatim; only what the runtime itself acts on is decoded.
+//! Parsed once. The plugins' own objects stay verbatim; only what the runtime itself acts on is
+//! decoded.
 //!
-//! Easy to get wrong: a version nobody knows is no error here. It is one when a verb is called, so that a folder with
-//! one such file still shows all its networks.
+//! Easy to get wrong: a version nobody knows is no error here. It is one when a verb is called, so
+//! that a folder with one such file still shows all its networks.
 
 use std::collections::BTreeMap;
 
@@ -113,7 +114,8 @@ impl NetworkList {
             .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
     }
 
-    /// Whether CHECK is switched off, by `disableCheck` or by `args.cni.disable-check` of the list or of a plugin.
+    /// Whether CHECK is switched off, by `disableCheck` or by `args.cni.disable-check` of the list
+    /// or of a plugin.
     pub fn disable_check(&self) -> bool {
         self.disable_check || self.plugins.iter().any(PluginConf::disable_check)
     }
@@ -133,8 +135,8 @@ impl NetworkList {
         &self.plugins
     }
 
-    /// What `plugin` of this list reads on its stdin, but for what belongs to a verb. `capability_args` are those of an
-    /// attachment, if there is one.
+    /// What `plugin` of this list reads on its stdin, but for what belongs to a verb.
+    /// `capability_args` are those of an attachment, if there is one.
     ///
     /// # Errors
     /// Code 999, which does not happen.
@@ -251,7 +253,8 @@ fn args_disable_check(json: &Json) -> bool {
     }
 }
 
-/// Of `cniVersions` and `cniVersion` together the highest that we speak; without any, `cniVersion` as it is.
+/// Of `cniVersions` and `cniVersion` together the highest that we speak; without any, `cniVersion`
+/// as it is.
 fn highest_version(json: &Json) -> Result<String> {
     let single = string(json, "cniVersion")?.unwrap_or_default();
     let listed = match json.get("cniVersions") {

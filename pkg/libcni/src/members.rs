@@ -1,9 +1,10 @@
 //! A JSON object whose values stay as they were written.
 //!
-//! A runtime hands on configurations it does not understand: a number must not change its spelling, an unknown key
-//! must not get lost. [`Json`] is for reading, this is for passing on.
+//! A runtime hands on configurations it does not understand: a number must not change its spelling,
+//! an unknown key must not get lost. [`Json`] is for reading, this is for passing on.
 //!
-//! Easy to get wrong: plugins match keys in any case, so a key that is injected must first be removed in every case.
+//! Easy to get wrong: plugins match keys in any case, so a key that is injected must first be
+//! removed in every case.
 
 use std::fmt;
 
@@ -50,8 +51,8 @@ impl Members {
         self.0.retain(|(key, _)| !key.eq_ignore_ascii_case(name));
     }
 
-    /// Sets a structure's key; whatever had this name in any case is gone. It becomes the last one, which is the one
-    /// that counts for a decoder that matches names even more loosely than we do.
+    /// Sets a structure's key; whatever had this name in any case is gone. It becomes the last one,
+    /// which is the one that counts for a decoder that matches names even more loosely than we do.
     ///
     /// # Errors
     /// Code 999 if the value cannot be written as JSON.
@@ -82,7 +83,8 @@ pub(super) fn elements(array: &RawValue) -> Result<Vec<Box<RawValue>>> {
     serde_json::from_str(array.get()).map_err(|error| Error::new(Code::DECODE, error.to_string()))
 }
 
-/// The same JSON without the white space between its tokens; numbers and strings keep their spelling.
+/// The same JSON without the white space between its tokens; numbers and strings keep their
+/// spelling.
 pub(super) fn compact(json: &str) -> String {
     let (mut in_string, mut escaped) = (false, false);
     let kept = |c: &char| {

@@ -63,7 +63,8 @@ impl Runtime<'_> {
         outcome
     }
 
-    /// All six variables are always set, empty ones too: what this process inherited must not show through.
+    /// All six variables are always set, empty ones too: what this process inherited must not show
+    /// through.
     fn environment(&self, verb: Verb, variables: Variables) -> Vec<(OsString, OsString)> {
         let path = variables.path.unwrap_or_else(|| {
             let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();

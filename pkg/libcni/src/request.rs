@@ -1,8 +1,8 @@
 //! What one plugin of a list gets on its standard input.
 //!
-//! Its own object verbatim, with the list's `name` and `cniVersion`, and with what the verb adds: `prevResult`,
-//! `runtimeConfig`, the valid attachments of a GC. `capabilities` is between the list and the runtime and is left out,
-//! as the specification says (Go leaves it in).
+//! Its own object verbatim, with the list's `name` and `cniVersion`, and with what the verb adds:
+//! `prevResult`, `runtimeConfig`, the valid attachments of a GC. `capabilities` is between the list
+//! and the runtime and is left out, as the specification says (Go leaves it in).
 
 use serde::Serialize;
 use serde_json::value::RawValue;

@@ -1,4 +1,5 @@
-//! The configuration of `dhcp`, which plugin and daemon read: JSON and CNI_ARGS in, a client's options out.
+//! The configuration of `dhcp`, which plugin and daemon read: JSON and CNI_ARGS in, a client's
+//! options out.
 
 use std::path::PathBuf;
 
@@ -54,7 +55,8 @@ pub(crate) struct Conf {
 }
 
 impl Conf {
-    /// Reads the configuration. `args`: CNI_ARGS, of which unknown and malformed pairs are of no interest here.
+    /// Reads the configuration. `args`: CNI_ARGS, of which unknown and malformed pairs are of no
+    /// interest here.
     ///
     /// # Errors
     /// 6 and 7, with Go's texts where it has them.

@@ -57,7 +57,8 @@ pub fn default_socket() -> PathBuf {
     DEFAULT_SOCKET.into()
 }
 
-/// Reads the leases of the daemon that has this socket, whether it runs or not: by network, container and interface.
+/// Reads the leases of the daemon that has this socket, whether it runs or not: by network,
+/// container and interface.
 ///
 /// # Errors
 /// The folder of the records cannot be read.

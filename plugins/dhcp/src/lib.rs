@@ -1,7 +1,7 @@
 //! `dhcp`: asks a daemon for addresses that a DHCP server leases.
 //!
-//! The plugin ends with its call, but a lease must be renewed: the [`daemon`] keeps it. Both may be Go's: they talk to each
-//! other as Go's do.
+//! The plugin ends with its call, but a lease must be renewed: the [`daemon`] keeps it. Both may be
+//! Go's: they talk to each other as Go's do.
 
 mod conf;
 pub mod daemon;
@@ -25,7 +25,8 @@ use cni_linux::stream::wait_readable;
 use conf::Conf;
 use record::Records;
 
-/// Longer than a daemon tries to get a lease, unless its flags say otherwise: then the runtime's patience ends the wait.
+/// Longer than a daemon tries to get a lease, unless its flags say otherwise: then the runtime's
+/// patience ends the wait.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Runs the daemon if the first of the program's arguments is `daemon`, otherwise the plugin.

@@ -1,4 +1,5 @@
-//! The CNI plugin `dhcp`: addresses from a DHCP server. `dhcp daemon` is the daemon that keeps the leases.
+//! The CNI plugin `dhcp`: addresses from a DHCP server. `dhcp daemon` is the daemon that keeps the
+//! leases.
 
 // Not `cni_plugin::main!`: its allocator never gives memory back, and the daemon lives long.
 fn main() -> std::process::ExitCode {

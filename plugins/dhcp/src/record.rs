@@ -1,4 +1,5 @@
-//! A lease on disk, so that the daemon may end at any moment: one file for each attachment, in a folder beside the socket.
+//! A lease on disk, so that the daemon may end at any moment: one file for each attachment, in a
+//! folder beside the socket.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
@@ -99,7 +100,8 @@ impl Records {
         read(&self.path(key))
     }
 
-    /// Reads all records. One that cannot be read is left out: its lease ends at the server by itself.
+    /// Reads all records. One that cannot be read is left out: its lease ends at the server by
+    /// itself.
     pub(crate) fn list(&self) -> Result<Vec<Record>> {
         let entries = match fs::read_dir(&self.0) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),

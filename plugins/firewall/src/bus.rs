@@ -1,6 +1,7 @@
 //! firewalld on the system bus.
 //!
-//! The library is asynchronous: each call runs it, in this thread, until there is an answer, a signal or the deadline.
+//! The library is asynchronous: each call runs it, in this thread, until there is an answer, a
+//! signal or the deadline.
 
 use std::future::Future;
 use std::io;

@@ -1,7 +1,7 @@
 //! The configuration of `firewall`: JSON in, impossible states out.
 //!
-//! ADD, CHECK and STATUS read all of it. DEL and GC read where firewalld may have addresses, and take a mistake for an absent key, so
-//! that none can keep them from cleaning.
+//! ADD, CHECK and STATUS read all of it. DEL and GC read where firewalld may have addresses, and
+//! take a mistake for an absent key, so that none can keep them from cleaning.
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};

@@ -1,7 +1,8 @@
 //! The backend firewalld: a container's addresses are sources of a zone.
 //!
-//! firewalld keeps them in its running configuration alone, as with Go, and does not know whose they are. That is recorded beside it
-//! ([`cni_firewall::forward::sources`]): before an address is added, until it has been removed.
+//! firewalld keeps them in its running configuration alone, as with Go, and does not know whose
+//! they are. That is recorded beside it ([`cni_firewall::forward::sources`]): before an address is
+//! added, until it has been removed.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -183,8 +184,9 @@ impl<'m> Zone<'m> {
         if recorded.is_empty() { Ok(sources::forget(Whose::Of(mark))?) } else { Ok(sources::record(mark, &recorded)?) }
     }
 
-    /// Removes what is recorded of the attachments, and the further `addresses`, unless another attachment has them. Returns those that
-    /// firewalld had without a record: the Go plugin added them.
+    /// Removes what is recorded of the attachments, and the further `addresses`, unless another
+    /// attachment has them. Returns those that firewalld had without a record: the Go plugin added
+    /// them.
     pub(crate) fn purge(&self, whose: Whose<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
         let known = sources::find(whose)?;
         if known.own.is_empty() && addresses.is_empty() {
@@ -212,7 +214,8 @@ impl<'m> Zone<'m> {
         let mut answer = bus.call(Method::Remove, &self.name, address);
         let is_elsewhere = |failure: &Failure| failure.is("ZONE_CONFLICT") || failure.is("INVALID_ZONE");
         if recorded == Recorded::Yes && answer.as_ref().is_err_and(is_elsewhere) {
-            // From whichever zone has it: the configuration has changed, or the administrator has moved it.
+            // From whichever zone has it: the configuration has changed, or the administrator has
+            // moved it.
             answer = bus.call(Method::Remove, "", address);
         }
         match answer {

@@ -1,11 +1,11 @@
-//! `firewall`: packets from and to a container pass the node's filter, and bridges can be isolated. Always behind another plugin,
-//! whose result it passes on as it is.
+//! `firewall`: packets from and to a container pass the node's filter, and bridges can be isolated.
+//! Always behind another plugin, whose result it passes on as it is.
 //!
-//! `conf` reads the configuration; the rules themselves are [`cni_firewall::forward`]'s, and `firewalld` is the backend without any.
-//! The container's namespace is never entered.
+//! `conf` reads the configuration; the rules themselves are [`cni_firewall::forward`]'s, and
+//! `firewalld` is the backend without any. The container's namespace is never entered.
 //!
-//! DEL often comes without `prevResult`. What has to go is found by its owner, in both backends, whatever the configuration
-//! says by then.
+//! DEL often comes without `prevResult`. What has to go is found by its owner, in both backends,
+//! whatever the configuration says by then.
 
 mod bus;
 mod conf;
@@ -140,7 +140,8 @@ impl Firewall {
         Zone { machine: call.machine.0, name: name.to_owned() }
     }
 
-    /// The backend that is asked for; else firewalld if it runs, as with Go, else the one that the host has.
+    /// The backend that is asked for; else firewalld if it runs, as with Go, else the one that the
+    /// host has.
     fn choice(&self, call: &Call<'_>, conf: &Conf) -> Result<Choice> {
         match conf.backend {
             Some(choice) => Ok(choice),
@@ -217,7 +218,8 @@ fn wanted(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Wanted> {
 /// The bridge to isolate: the first interface on the host that the result names, as in Go.
 ///
 /// # Errors
-/// There is none, or it is not a bridge: rules for a container's own interface would isolate nothing.
+/// There is none, or it is not a bridge: rules for a container's own interface would isolate
+/// nothing.
 fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     if policy == Policy::Open {
         return Ok(Ingress::Open);

@@ -1,7 +1,8 @@
 //! The node's allow-list: which sysctls a configuration may set.
 //!
-//! One regular expression per line, found anywhere in the key, as in Go: who means the whole key writes `^` and `$`.
-//! Empty lines and those that begin with `#` say nothing. A list without a pattern permits nothing.
+//! One regular expression per line, found anywhere in the key, as in Go: who means the whole key
+//! writes `^` and `$`. Empty lines and those that begin with `#` say nothing. A list without a
+//! pattern permits nothing.
 //!
 //! Easy to get wrong: a list that cannot be used must never be as good as none.
 
@@ -76,7 +77,8 @@ impl AllowList {
     }
 }
 
-/// What stands between `\Q` and `\E`, or the line's end, is text in Go; the crate does not know this.
+/// What stands between `\Q` and `\E`, or the line's end, is text in Go; the crate does not know
+/// this.
 fn unquoted(pattern: &str) -> Cow<'_, str> {
     if !pattern.contains(r"\Q") {
         return pattern.into();

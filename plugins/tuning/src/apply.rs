@@ -1,8 +1,9 @@
 //! ADD: everything is looked at, then saved, then changed, in this order.
 //!
-//! Sysctls first, as written, then MAC, promiscuous mode, MTU, all-multicast mode and transmit queue, as in Go. Until
-//! the backup is written nothing has been touched; from then on each change has its undo, which puts back what was
-//! there before this ADD (not before the first one: that is DEL's).
+//! Sysctls first, as written, then MAC, promiscuous mode, MTU, all-multicast mode and transmit
+//! queue, as in Go. Until the backup is written nothing has been touched; from then on each change
+//! has its undo, which puts back what was there before this ADD (not before the first one: that is
+//! DEL's).
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -42,7 +43,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         saved: AtomicBool::new(false),
         written: AtomicUsize::new(0),
     });
-    // Pushed before, so that not even a panic in there gets past it: the visit says how far it came.
+    // Pushed before, so that not even a panic in there gets past it: the visit says how far it
+    // came.
     let undo = (Arc::clone(&visit), Arc::clone(&netns));
     rollback.push("put sysctls and the backup back as they were", move || undo.0.undo(&undo.1));
     let seen = netns.run(|| visit.make(conf))??;
@@ -55,8 +57,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     Ok(Added { result: tuned(call, &netns, &conf.link, prev), rollback })
 }
 
-/// The one visit to the container's namespace, on the thread that makes it: what it needs, and how far it has come.
-/// A second one would cost as much as all the rest.
+/// The one visit to the container's namespace, on the thread that makes it: what it needs, and how
+/// far it has come. A second one would cost as much as all the rest.
 struct Visit {
     backup: Backup,
     /// The backup as it was found.
@@ -110,8 +112,9 @@ impl Visit {
         }
     }
 
-    /// The record as it is, if it is this attachment's in this namespace; else a new one. Go's files do not say: what
-    /// is saved there is believed, since with it lost the originals would be too.
+    /// The record as it is, if it is this attachment's in this namespace; else a new one. Go's
+    /// files do not say: what is saved there is believed, since with it lost the originals would be
+    /// too.
     fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
         let mut whose = Attachment { interface: link.map(Interface::from), ..self.whose.clone() };
         let mut record = match &self.before {
@@ -194,9 +197,9 @@ fn says_something(found: &Found, notes: &mut Vec<String>) -> bool {
     !empty
 }
 
-/// The namespace's number is the same, but the interface is another one: either it was made anew, or the number was
-/// given to another namespace. What was saved of the interface is void; a sysctl's original still holds where what we
-/// wrote is still in force.
+/// The namespace's number is the same, but the interface is another one: either it was made anew,
+/// or the number was given to another namespace. What was saved of the interface is void; a
+/// sysctl's original still holds where what we wrote is still in force.
 fn of_another_interface(record: &Record) -> Record {
     let in_force = |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|now| saved.is_in_force(&now));
     Record { sysctls: record.sysctls.iter().filter(in_force).cloned().collect(), ..Record::default() }
@@ -249,7 +252,8 @@ fn put_back(all: &[Found]) -> Result<()> {
     Error::join(all.iter().rev().filter_map(put_back))
 }
 
-/// What is as it should be already is not touched: some drivers refuse even that while the interface is up.
+/// What is as it should be already is not touched: some drivers refuse even that while the
+/// interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
     // Registered before the changes: if the kernel's answer is lost, a change may have been made.
     let (undo, before, changed) = (netlink.clone(), link.clone(), *conf);
@@ -300,8 +304,8 @@ pub(crate) fn on_or_off(on: bool) -> Promisc {
     if on { Promisc::On } else { Promisc::Off }
 }
 
-/// prevResult, with what was changed in the entry of this interface: the name alone does not make it ours, other
-/// sandboxes may have one that is called the same.
+/// prevResult, with what was changed in the entry of this interface: the name alone does not make
+/// it ours, other sandboxes may have one that is called the same.
 fn tuned(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
     let path = call.sandbox();
     let is_ours = |sandbox: &str| {

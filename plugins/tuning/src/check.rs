@@ -1,7 +1,8 @@
 //! CHECK: is everything as this entry of the list set it, or as a later one did?
 //!
-//! What a later entry of the same list has set counts too: the backup knows what all of them wrote. Promiscuous mode
-//! may be on without having been asked for; a capture does that. All differences are told, with Go's texts.
+//! What a later entry of the same list has set counts too: the backup knows what all of them wrote.
+//! Promiscuous mode may be on without having been asked for; a capture does that. All differences
+//! are told, with Go's texts.
 
 use std::fmt::Display;
 

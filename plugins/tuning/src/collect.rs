@@ -1,7 +1,7 @@
 //! GC: backups of this network whose attachment is not valid any more.
 //!
-//! Nothing is restored: the request names no namespaces, and those of invalid attachments are gone or going. What does
-//! not say that it is this network's stays, Go's files among it.
+//! Nothing is restored: the request names no namespaces, and those of invalid attachments are gone
+//! or going. What does not say that it is this network's stays, Go's files among it.
 
 use cni::config::ValidAttachments;
 use cni::skel::Call;
@@ -16,7 +16,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     for backup in folder.list()? {
         let record = match backup.read() {
             Ok(Some(Content::Record(record, _))) => record,
-            // Half of one, by its name of this network. What cannot say that is nobody's, as far as can be told.
+            // Half of one, by its name of this network. What cannot say that is nobody's, as far as
+            // can be told.
             Ok(Some(Content::Garbage(_))) if backup.is_temporary() => {
                 purge(call, &backup, &mut errors);
                 continue;
@@ -32,7 +33,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if network != call.conf.name() {
             continue;
         }
-        // Under another name it is what a killed ADD was about to write; no ADD of this network runs now.
+        // Under another name it is what a killed ADD was about to write; no ADD of this network
+        // runs now.
         let in_place = backup.path() == folder.backup(container_id, ifname).path();
         if in_place && valid.contains(container_id, ifname) {
             continue;

@@ -1,8 +1,9 @@
 //! The configuration of `tuning`: JSON in, impossible states out.
 //!
-//! Three sources lie on top of each other: the plugin's own keys, `runtimeConfig` with CNI_ARGS, and `args.cni`, which
-//! wins. Easy to get wrong: the MAC's order is not bridge's (here `args.cni` beats `runtimeConfig`); and what `args.cni`
-//! says counts even if it says "no" (`false`, 0, an empty MAC), as in Go.
+//! Three sources lie on top of each other: the plugin's own keys, `runtimeConfig` with CNI_ARGS,
+//! and `args.cni`, which wins. Easy to get wrong: the MAC's order is not bridge's (here `args.cni`
+//! beats `runtimeConfig`); and what `args.cni` says counts even if it says "no" (`false`, 0, an
+//! empty MAC), as in Go.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -180,7 +181,8 @@ impl Sysctls {
         Ok(sysctls)
     }
 
-    /// Lays `over` on top: what both have takes its value, in the place where it was; the rest follows.
+    /// Lays `over` on top: what both have takes its value, in the place where it was; the rest
+    /// follows.
     fn overlay(&mut self, over: Sysctls) {
         for sysctl in over.all {
             match self.find(&sysctl.key) {

@@ -1,4 +1,5 @@
-//! For pkg/cni-fuzz alone: the readers of configuration, allow-list and backup, and what must hold of all they accept.
+//! For pkg/cni-fuzz alone: the readers of configuration, allow-list and backup, and what must hold
+//! of all they accept.
 
 use std::path::Path;
 
@@ -42,7 +43,8 @@ fn assert_below_net(key: &Key) {
     }
 }
 
-/// Which files an allow-list lets a key of this interface name; none if the list, the key or both are refused.
+/// Which files an allow-list lets a key of this interface name; none if the list, the key or both
+/// are refused.
 pub fn permitted(list: &[u8], key: &str, ifname: &str) -> Option<Vec<String>> {
     let list = AllowList::parse(Path::new("the list"), list).ok()?;
     let key = Key::new(key, "1", ifname).ok()?;

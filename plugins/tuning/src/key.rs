@@ -1,13 +1,14 @@
 //! The names of sysctls as configurations write them: text in, files below `net` out.
 //!
-//! Two spellings are in use, `net.ipv4.conf.all.arp_filter` and `net/ipv4/conf/all/arp_filter`. Go takes every dot for
-//! a separator. In sysctl(8) the first separator decides, and the other character then belongs to a name, which is how
-//! `eth0.100` can be written at all. A key that has both characters is read both ways, Go's first; which reading names
-//! a file that exists is found out in the container.
+//! Two spellings are in use, `net.ipv4.conf.all.arp_filter` and `net/ipv4/conf/all/arp_filter`. Go
+//! takes every dot for a separator. In sysctl(8) the first separator decides, and the other
+//! character then belongs to a name, which is how `eth0.100` can be written at all. A key that has
+//! both characters is read both ways, Go's first; which reading names a file that exists is found
+//! out in the container.
 //!
-//! Easy to get wrong: `IFNAME` is replaced after the separators have been found, so that the dots of an interface's name
-//! stay what they are; and the allow-list judges each reading by its own spellings, else a key could be permitted as
-//! one file and open another.
+//! Easy to get wrong: `IFNAME` is replaced after the separators have been found, so that the dots
+//! of an interface's name stay what they are; and the allow-list judges each reading by its own
+//! spellings, else a key could be permitted as one file and open another.
 
 use cni::{Error, Result};
 
@@ -48,7 +49,8 @@ impl Key {
         if readings.is_empty() {
             return invalid("only names of values below net can be set");
         }
-        // The kernel gives no interface such a name, but it has such files: for all interfaces, and for those to come.
+        // The kernel gives no interface such a name, but it has such files: for all interfaces, and
+        // for those to come.
         if ["all", "default"].contains(&ifname) && written.contains(PLACEHOLDER) {
             return invalid(&format!("{PLACEHOLDER} would be {ifname:?}, which means more than one interface"));
         }
@@ -70,11 +72,13 @@ impl Reading {
         sound.then_some(Reading { named, path })
     }
 
-    /// Whether the allow-list permits this file under this key; `matches` is whether a text matches some pattern.
+    /// Whether the allow-list permits this file under this key; `matches` is whether a text matches
+    /// some pattern.
     ///
-    /// A pattern may be written for either spelling. Where an interface's name belongs, `IFNAME` stands for itself, so
-    /// that a pattern can speak of the container's interface whatever its name; anywhere else the name could lead a
-    /// harmless pattern to another value, so there what comes out must match too.
+    /// A pattern may be written for either spelling. Where an interface's name belongs, `IFNAME`
+    /// stands for itself, so that a pattern can speak of the container's interface whatever its
+    /// name; anywhere else the name could lead a harmless pattern to another value, so there what
+    /// comes out must match too.
     pub(crate) fn is_permitted(&self, written: &str, matches: impl Fn(&str) -> bool) -> bool {
         let either = |path: &str| matches(path) || matches(&swapped(path));
         (matches(written) || either(&self.named)) && (self.placeholder_is_in_its_place() || either(&self.path))

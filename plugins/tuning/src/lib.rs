@@ -1,12 +1,13 @@
-//! `tuning`: settings of an interface that another plugin made, and of the network namespace it is in: sysctls, MAC,
-//! MTU, promiscuous and all-multicast mode, length of the transmit queue.
+//! `tuning`: settings of an interface that another plugin made, and of the network namespace it is
+//! in: sysctls, MAC, MTU, promiscuous and all-multicast mode, length of the transmit queue.
 //!
-//! Rooms: `conf` reads the configuration, `key` the names of sysctls, `allowlist` what the node's administrator permits;
-//! `apply` is ADD, `check` CHECK, `restore` DEL, `collect` GC; `backup` is the file that says what was there before,
-//! `sysctl` the values in the container, `value` when two of them are the same.
+//! Rooms: `conf` reads the configuration, `key` the names of sysctls, `allowlist` what the node's
+//! administrator permits; `apply` is ADD, `check` CHECK, `restore` DEL, `collect` GC; `backup` is
+//! the file that says what was there before, `sysctl` the values in the container, `value` when two
+//! of them are the same.
 //!
-//! Easy to get wrong: the file is shared with the Go plugin and, in one list, with other entries of this plugin. What
-//! was there first stays in it until it has been restored.
+//! Easy to get wrong: the file is shared with the Go plugin and, in one list, with other entries of
+//! this plugin. What was there first stays in it until it has been restored.
 
 mod allowlist;
 mod apply;
@@ -115,7 +116,8 @@ impl Plugin for Tuning {
         collect::gc(call, valid)
     }
 
-    /// An ADD needs its folder, and its sysctls to be permitted. What a container has or lacks is not known here.
+    /// An ADD needs its folder, and its sysctls to be permitted. What a container has or lacks is
+    /// not known here.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let mut conf = Conf::of_network(&call.conf)?;
         let mut ready = || {

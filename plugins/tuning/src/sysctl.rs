@@ -1,8 +1,9 @@
 //! The container's values: which file a key means there, what is in it, and writing it.
 //!
-//! Everything here is for the inside of a namespace, that is for [`Netns::run`](cni_linux::Netns::run): /proc/sys/net
-//! belongs to the thread that opens it. Easy to get wrong: some values can only be written (`route.flush`), and some
-//! that can be read refuse to be (`stable_secret` before it is set); neither has an original.
+//! Everything here is for the inside of a namespace, that is for
+//! [`Netns::run`](cni_linux::Netns::run): /proc/sys/net belongs to the thread that opens it. Easy
+//! to get wrong: some values can only be written (`route.flush`), and some that can be read refuse
+//! to be (`stable_secret` before it is set); neither has an original.
 
 use std::path::Path;
 
@@ -54,8 +55,9 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
     Err(Error::config(format!("{msg}: {path} below /proc/sys: {why}")))
 }
 
-/// What is there now. `None` if it is refused for good: then there is nothing to put back. Whatever else keeps it from being
-/// read (no memory, no descriptors) fails the ADD, for a value written all the same would stay for ever.
+/// What is there now. `None` if it is refused for good: then there is nothing to put back. Whatever
+/// else keeps it from being read (no memory, no descriptors) fails the ADD, for a value written all
+/// the same would stay for ever.
 fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
     // A refusal by nature is the same the second time.
     match read().or_else(|_| read()) {
@@ -65,7 +67,8 @@ fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<
     }
 }
 
-/// Puts an original back. An empty one must be written as a line: writing nothing is no writing at all.
+/// Puts an original back. An empty one must be written as a line: writing nothing is no writing at
+/// all.
 pub(crate) fn put_back(path: &str, original: &str) -> cni_linux::Result<()> {
     write(path, if original.is_empty() { "\n" } else { original })
 }

@@ -1,7 +1,7 @@
 //! When two texts of a sysctl are the same value.
 //!
-//! The kernel gives back `4096\t131072\t6291456\n` for `4096 131072 6291456`, and 16 for `0x10`. Easy to get wrong: a
-//! leading 0 is octal there.
+//! The kernel gives back `4096\t131072\t6291456\n` for `4096 131072 6291456`, and 16 for `0x10`.
+//! Easy to get wrong: a leading 0 is octal there.
 
 /// Whether the kernel would make the same of both, as far as can be told without it.
 pub(crate) fn is_same(one: &str, other: &str) -> bool {

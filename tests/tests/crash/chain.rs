@@ -1,4 +1,5 @@
-//! bridge with host-local and masquerading, tuning, portmap, bandwidth: a list as a runtime drives it.
+//! bridge with host-local and masquerading, tuning, portmap, bandwidth: a list as a runtime drives
+//! it.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! tap and host-device at their system calls: an ADD that fails has taken all back, and after a kill the next DEL does.
+//! tap and host-device at their system calls: an ADD that fails has taken all back, and after a
+//! kill the next DEL does.
 
 use std::collections::BTreeSet;
 

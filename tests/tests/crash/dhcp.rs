@@ -1,4 +1,5 @@
-//! Leases of dhcp that come and go while its daemon is killed again and again: afterwards server, daemon and containers agree.
+//! Leases of dhcp that come and go while its daemon is killed again and again: afterwards server,
+//! daemon and containers agree.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -69,7 +70,8 @@ fn leases_survive_a_daemon_that_is_killed_again_and_again() {
         }
         let mut dice = Dice::new(seed);
         while living.load(Ordering::Relaxed) > 0 {
-            // At some moment during some ADD. A kill fails all calls that run, and most of them should succeed.
+            // At some moment during some ADD. A kill fails all calls that run, and most of them
+            // should succeed.
             let ahead = left.load(Ordering::Relaxed).saturating_sub(2 + usize::try_from(dice.below(16)).unwrap());
             until("ADDs go on", || left.load(Ordering::Relaxed) <= ahead || living.load(Ordering::Relaxed) == 0);
             thread::sleep(Duration::from_millis(dice.below(40)));

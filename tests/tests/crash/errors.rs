@@ -1,5 +1,6 @@
-//! Each system call fails once: ADD works all the same or says what is wrong and takes everything back; DEL goes on, and
-//! the next one finds what is left. SIGTERM at every call is met like a failure.
+//! Each system call fails once: ADD works all the same or says what is wrong and takes everything
+//! back; DEL goes on, and the next one finds what is left. SIGTERM at every call is met like a
+//! failure.
 
 use cni_testkit::trace::{self, Act};
 use cni_testkit::{require, rounds};
@@ -10,15 +11,17 @@ use crate::sweep::{self, Sweep, Verb, Victim, Way};
 use crate::world::Backend;
 use conformance::measure::{patience, soak};
 
-/// What a disk, a kernel, a policy, a machine without memory, a signal, and a socket without room answer. The last alone is
-/// not met by another try on a netlink socket, so it is the one that a plugin has to go on after.
+/// What a disk, a kernel, a policy, a machine without memory, a signal, and a socket without room
+/// answer. The last alone is not met by another try on a netlink socket, so it is the one that a
+/// plugin has to go on after.
 const ERRORS: [Errno; 6] = [Errno::ENOSPC, Errno::EIO, Errno::EPERM, Errno::ENOMEM, Errno::EINTR, Errno::ENOBUFS];
 
 const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Victim {
     Victim { plugin, program, floor }
 }
 
-/// A sweep with each of the errors. Beside the plugins, host-local and what is between fork and exec are met.
+/// A sweep with each of the errors. Beside the plugins, host-local and what is between fork and
+/// exec are met.
 #[track_caller]
 fn failing(backend: Backend, verb: Verb, floors: [u64; 6]) {
     require!(trace::supported());

@@ -1,7 +1,8 @@
-//! The interface plugins that create a link in the container, and ptp: killed, or failing, at each call of ADD and DEL.
+//! The interface plugins that create a link in the container, and ptp: killed, or failing, at each
+//! call of ADD and DEL.
 //!
-//! An ADD that fails leaves nothing. After one that was killed, and after a DEL that was killed or failed, the next DEL
-//! leaves nothing; it has no result then.
+//! An ADD that fails leaves nothing. After one that was killed, and after a DEL that was killed or
+//! failed, the next DEL leaves nothing; it has no result then.
 
 use cni_testkit::probe::{self, Probed};
 use cni_testkit::trace::{self, Act, Hit, Plan};
@@ -12,7 +13,8 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-/// How many points an ordinary run tries of each plugin, verb and act, on a machine that is not slow.
+/// How many points an ordinary run tries of each plugin, verb and act, on a machine that is not
+/// slow.
 const SHARE: u64 = 8;
 
 /// The calls that a plugin makes, at the least.
@@ -92,7 +94,8 @@ macro_rules! for_each_plugin {
         $(mod $plugin {
             use super::*;
 
-            /// What is between two requests to the kernel makes no difference there; a soak run tries it all the same.
+            /// What is between two requests to the kernel makes no difference there; a soak run
+            /// tries it all the same.
             #[test]
             fn is_killed() {
                 let request = |hit: &Hit| soak().is_some() || hit.call == "sendto";

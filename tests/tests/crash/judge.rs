@@ -13,8 +13,8 @@ use crate::kinds::{Kind, kinds};
 use crate::sweep::{Sweep, Verb, Victim, Way};
 use crate::world::World;
 
-/// Longer than any child may outlive its plugin: it is to be killed with it. On a machine with a lot to do even that takes
-/// a while; one that waits for a lock would take 30 s.
+/// Longer than any child may outlive its plugin: it is to be killed with it. On a machine with a
+/// lot to do even that takes a while; one that waits for a lock would take 30 s.
 pub(crate) const ORPHAN: Duration = Duration::from_secs(10);
 
 /// How tuning's DEL says what it could not put back.
@@ -59,7 +59,8 @@ impl Sweep {
             }
             // The runtime library of the language gives up.
             None if hit.as_ref().is_some_and(|hit| hit.starting) && says_nothing => {}
-            // A thread that cannot leave a container's namespace must not go on in it; the DEL cleans up.
+            // A thread that cannot leave a container's namespace must not go on in it; the DEL
+            // cleans up.
             None if outcome.stderr.contains("failed to leave a network namespace") => {}
             None => complain("ended by a signal"),
         }
@@ -74,7 +75,8 @@ impl Sweep {
 /// The codes of `pkg/cni` that a call may fail with.
 const CODES: [u64; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 50, 51, 100, 101, 102, 999];
 
-/// What an error lacks for whoever reads it: a code of ours, a text that is more than a word, and why it came to it.
+/// What an error lacks for whoever reads it: a code of ours, a text that is more than a word, and
+/// why it came to it.
 fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
     let text = |key: &str| error[key].as_str().unwrap_or_default();
     let all = format!("{} {}", text("msg"), text("details"));
@@ -83,7 +85,8 @@ fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
         Act::Fail(errno) => all.contains(&format!("(os error {})", errno as i32)),
         Act::Signal(_) => all.contains("signal"),
     };
-    // A delegate that its runtime library ends before it begins can say nothing; who called it knows the signal.
+    // A delegate that its runtime library ends before it begins can say nothing; who called it
+    // knows the signal.
     let named = victim.program == "host-local" && all.contains("host-local: ") && all.contains("killed by signal");
     if !error["code"].as_u64().is_some_and(|code| CODES.contains(&code)) {
         Some("an error with a code that is none of ours")
@@ -96,20 +99,21 @@ fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
     }
 }
 
-/// Whether the plugin ended before it had begun, or could not go on: the exceptions from [`kept_going`].
+/// Whether the plugin ended before it had begun, or could not go on: the exceptions from
+/// [`kept_going`].
 fn could_not_go_on(traced: &Traced, victim: &Victim) -> bool {
     let Traced { outcome, hit, .. } = traced;
-    // Its runtime library gave up, it could not take over the signals, or it does not know what to take away: nothing
-    // has been tried yet.
+    // Its runtime library gave up, it could not take over the signals, or it does not know what to
+    // take away: nothing has been tried yet.
     let began = !hit.as_ref().is_some_and(|hit| hit.starting) && !outcome.stdout.contains("error reading from stdin");
     // A thread that cannot leave a container's namespace would do harm there.
     let stranded = outcome.stderr.contains("failed to leave a network namespace");
     victim.program == victim.plugin && outcome.status != Some(0) && (!began || stranded)
 }
 
-/// What a DEL has left in which one call failed, before anybody is asked a second time: nothing if it claims to have
-/// succeeded, else one kind, and of its own; and once those that come after it have made their DEL, no more than that.
-/// `inside` is what tuning has not brought back.
+/// What a DEL has left in which one call failed, before anybody is asked a second time: nothing if
+/// it claims to have succeeded, else one kind, and of its own; and once those that come after it
+/// have made their DEL, no more than that. `inside` is what tuning has not brought back.
 pub(crate) fn kept_going(
     world: &World,
     chain: &Chain<'_>,

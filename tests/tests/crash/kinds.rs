@@ -1,7 +1,8 @@
 //! Whose something is that was left, and what the inside of a container looks like.
 //!
-//! A DEL keeps going: a call of its that fails costs the one thing that this call was about. What a plugin makes falls
-//! into kinds that are taken away one after the other, and so no more than one kind may be left.
+//! A DEL keeps going: a call of its that fails costs the one thing that this call was about. What a
+//! plugin makes falls into kinds that are taken away one after the other, and so no more than one
+//! kind may be left.
 
 use std::collections::BTreeSet;
 
@@ -74,7 +75,8 @@ pub(crate) fn kinds(lines: &[String]) -> BTreeSet<Kind> {
     lines.iter().map(|line| Kind::of(line)).collect()
 }
 
-/// All that the list can change inside a container whose namespace lives, as lines that can be compared.
+/// All that the list can change inside a container whose namespace lives, as lines that can be
+/// compared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Inside(BTreeSet<String>);
 

@@ -1,8 +1,10 @@
-//! Nobody waits for the dead: a lock that is held on behalf of a process that is gone, while others stand in line.
+//! Nobody waits for the dead: a lock that is held on behalf of a process that is gone, while others
+//! stand in line.
 //!
-//! The time that a call takes says nothing of it: with 64 at a time on two processors all wait for their turn. The kernel's
-//! own list says who holds a lock and who waits. One is held on after its holder's death if a child has inherited the
-//! descriptor, and then for as long as that child lives.
+//! The time that a call takes says nothing of it: with 64 at a time on two processors all wait for
+//! their turn. The kernel's own list says who holds a lock and who waits. One is held on after its
+//! holder's death if a child has inherited the descriptor, and then for as long as that child
+//! lives.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -42,8 +44,8 @@ pub(crate) fn watch(world: &World, done: &AtomicBool) -> Vec<String> {
 /// A file that is locked, as `/proc/locks` tells which one it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Lock {
-    /// Of other nodes' files many have the same inode, each on a tmpfs of its own. `None` where the file system shows
-    /// another device there than in `stat`.
+    /// Of other nodes' files many have the same inode, each on a tmpfs of its own. `None` where the
+    /// file system shows another device there than in `stat`.
     device: Option<(u64, u64)>,
     inode: u64,
 }
@@ -66,7 +68,8 @@ impl Lock {
 
 /// Which of these locks somebody waits for though its holder is dead, and the holder.
 fn dead_holders(locks: &str, ours: &BTreeSet<Lock>) -> BTreeSet<(Lock, u32)> {
-    // `1: FLOCK  ADVISORY  WRITE 123 fe:00:456 0 EOF`, and below it, of who waits for it, `1: -> FLOCK …`.
+    // `1: FLOCK  ADVISORY  WRITE 123 fe:00:456 0 EOF`, and below it, of who waits for it, `1: ->
+    // FLOCK …`.
     let words: Vec<Vec<&str>> = locks.lines().map(|line| line.split_whitespace().collect()).collect();
     let awaited: BTreeSet<&str> = words.iter().filter(|line| line.get(1) == Some(&"->")).map(|line| line[0]).collect();
     let held = words.iter().filter(|line| line.get(1) == Some(&"FLOCK") && awaited.contains(line[0]));

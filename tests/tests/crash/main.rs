@@ -1,10 +1,13 @@
-//! What is left when plugins are killed, starved and raced: nothing, after the DEL or the GC that follows.
+//! What is left when plugins are killed, starved and raced: nothing, after the DEL or the GC that
+//! follows.
 //!
-//! A chain of bridge (with host-local and `ipMasq`), tuning, portmap and bandwidth is driven as a runtime drives it, once for every
-//! system call of every program in it; and a crowd of attachments comes and goes. One test per verb and backend.
+//! A chain of bridge (with host-local and `ipMasq`), tuning, portmap and bandwidth is driven as a
+//! runtime drives it, once for every system call of every program in it; and a crowd of attachments
+//! comes and goes. One test per verb and backend.
 //!
-//! `scripts/test` runs a share of the points, chosen by a seed that is printed (`CNI_SEED` repeats it). `CNI_SOAK=N`
-//! runs all of them, as far as `CNI_SOAK_MINUTES` let each test, and N storms instead of one: `scripts/test --soak`.
+//! `scripts/test` runs a share of the points, chosen by a seed that is printed (`CNI_SEED` repeats
+//! it). `CNI_SOAK=N` runs all of them, as far as `CNI_SOAK_MINUTES` let each test, and N storms
+//! instead of one: `scripts/test --soak`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 

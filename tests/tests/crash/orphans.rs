@@ -1,4 +1,5 @@
-//! Killed while waiting for a lock: no child of a dead plugin may go on and reserve, or write, after the DEL.
+//! Killed while waiting for a lock: no child of a dead plugin may go on and reserve, or write,
+//! after the DEL.
 
 use std::fs::{self, File};
 use std::thread::sleep;
@@ -40,7 +41,8 @@ fn nap(dice: &mut Dice, longest: u64) {
     sleep(Duration::from_micros(dice.below(longest * 1000)));
 }
 
-/// Waits until nobody is at work on the node any more: whoever outlives a dead plugin does what it does until then.
+/// Waits until nobody is at work on the node any more: whoever outlives a dead plugin does what it
+/// does until then.
 fn all_gone(world: &World) -> Vec<String> {
     let deadline = Instant::now() + patience(ORPHAN);
     loop {
@@ -131,8 +133,9 @@ fn rounds(backend: Backend) {
     sweep::none(&complaints);
 }
 
-/// host-local held back before its first step, the plugin killed, DEL, and host-local let go. It hangs on a pipe, for a
-/// stopped one would die of the SIGHUP that the kernel sends to what is stopped and orphaned.
+/// host-local held back before its first step, the plugin killed, DEL, and host-local let go. It
+/// hangs on a pipe, for a stopped one would die of the SIGHUP that the kernel sends to what is
+/// stopped and orphaned.
 #[test]
 fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
     require!(Backend::Nftables.probe());
@@ -158,8 +161,9 @@ fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
     slay(&victim);
     let _ = victim.finish();
     chain.call("bridge", "DEL", None).run().success();
-    // host-local takes its reservation back when nobody hears its answer, but that is not to be relied on. Dying takes
-    // the killed one a while; one that lives on waits at the gate, which opens only then.
+    // host-local takes its reservation back when nobody hears its answer, but that is not to be
+    // relied on. Dying takes the killed one a while; one that lives on waits at the gate, which
+    // opens only then.
     let orphans = all_gone(&world);
     let mut options = File::options();
     let open = std::os::unix::fs::OpenOptionsExt::custom_flags(options.write(true), nix::libc::O_NONBLOCK).open(&gate);

@@ -1,8 +1,9 @@
-//! A crowd of attachments that come and go side by side, are killed on the way, lose their DELs, and are collected.
+//! A crowd of attachments that come and go side by side, are killed on the way, lose their DELs,
+//! and are collected.
 //!
-//! A GC runs alone, as the specification wants it, with the list that is true at that moment. All calls have a deadline, so
-//! a deadlock is a failure; so is a call of ours that gives up a lock, as any other that was not killed and fails; and a
-//! lock whose holder is dead ([`locks`]).
+//! A GC runs alone, as the specification wants it, with the list that is true at that moment. All
+//! calls have a deadline, so a deadlock is a failure; so is a call of ours that gives up a lock, as
+//! any other that was not killed and fails; and a lock whose holder is dead ([`locks`]).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -114,7 +115,8 @@ impl<'w> Storm<'w> {
     /// ADD of the list; `None` if it was killed or, being Go's, failed.
     fn add(&self, chain: &Chain<'_>, go: bool, late: bool, dice: &mut Dice) -> Option<Links> {
         let doomed = (!go && dice.below(5) == 0).then(|| dice.below(u64::MAX));
-        // Who is doomed may end before it comes to that. Late in the crowd everyone is doomed until one has been hit.
+        // Who is doomed may end before it comes to that. Late in the crowd everyone is doomed until
+        // one has been hit.
         let none = |number: &AtomicUsize| !go && late && number.load(Ordering::Relaxed) == 0;
         let doomed = match doomed {
             None if none(&self.bereft) => Some(dice.below(u64::MAX) & !1),
@@ -167,7 +169,8 @@ impl<'w> Storm<'w> {
         if added.is_some() {
             thread::sleep(Duration::from_millis(dice.below(60)));
         }
-        // The DEL of one in eight never comes. What Go made bears no mark: it is collected only with its DEL.
+        // The DEL of one in eight never comes. What Go made bears no mark: it is collected only
+        // with its DEL.
         if !go && dice.below(8) == 0 {
             let _quiet = self.quiet.read().unwrap();
             self.went(&container);
@@ -330,7 +333,8 @@ fn is_a_childs(fate: u64) -> bool {
     fate.is_multiple_of(2)
 }
 
-/// SIGKILL for the first child that the plugin has, at some moment of its life. Many plugins have none.
+/// SIGKILL for the first child that the plugin has, at some moment of its life. Many plugins have
+/// none.
 fn slay_child(started: &Started, fate: u64) -> bool {
     let process = format!("/proc/{}", started.pid());
     let child = || {

@@ -1,5 +1,5 @@
-//! One trial: a list is driven up to one call of one program, something happens there, and the runtime goes on.
-//! A sweep: a trial for call after call, until the program ends unhurt.
+//! One trial: a list is driven up to one call of one program, something happens there, and the
+//! runtime goes on. A sweep: a trial for call after call, until the program ends unhurt.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -38,7 +38,8 @@ pub(crate) enum Way {
     GcAlive,
 }
 
-/// Which program is hit while which plugin is called, and how many calls it made, at least, when this was written.
+/// Which program is hit while which plugin is called, and how many calls it made, at least, when
+/// this was written.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Victim {
     pub(crate) plugin: &'static str,
@@ -54,15 +55,16 @@ pub(crate) struct Sweep {
     pub(crate) act: Act,
     /// How many points of each victim an ordinary run tries, on a machine that is not slow.
     pub(crate) share: u64,
-    /// How many points an ordinary run tries at least there, of all victims together: four fifths of what it did when this
-    /// was written.
+    /// How many points an ordinary run tries at least there, of all victims together: four fifths
+    /// of what it did when this was written.
     pub(crate) floor: u64,
 }
 
 /// How many times a soak run walks over a victim's points, each time over every 16th.
 const PASSES: u64 = 16;
 
-/// The 16 offsets in an order in which each lies far from those before it: the bits of the pass reversed.
+/// The 16 offsets in an order in which each lies far from those before it: the bits of the pass
+/// reversed.
 fn scattered(pass: u64) -> u64 {
     (0..4).map(|bit| (pass >> bit & 1) << (3 - bit)).sum()
 }
@@ -84,8 +86,8 @@ impl Walk {
         format!("{program} in {plugin}: {} of {}", self.points, self.calls)
     }
 
-    /// Whether fewer points were tried than there must have been: all that the passes made stand for and, however soon
-    /// the time was up, what the first pass of a soak run is.
+    /// Whether fewer points were tried than there must have been: all that the passes made stand
+    /// for and, however soon the time was up, what the first pass of a soak run is.
     fn complaint(&self) -> Option<String> {
         let Walk { victim, calls, step, points, passes } = self;
         // Runs differ by a few calls: how often an answer was not there yet.
@@ -108,8 +110,8 @@ struct Trial {
 impl Sweep {
     /// Tries these victims, and returns what is to be complained of.
     ///
-    /// An ordinary run tries a share of the points, a soak run all of them, both ways: first every 16th of each victim,
-    /// then those between, so that what `within` cuts off is the finest.
+    /// An ordinary run tries a share of the points, a soak run all of them, both ways: first every
+    /// 16th of each victim, then those between, so that what `within` cuts off is the finest.
     pub(crate) fn over(self, victims: &[Victim], within: Duration) -> Vec<String> {
         let seed = seed();
         let (mut complaints, mut dice, began) = (Vec::new(), Dice::new(seed), Instant::now());
@@ -158,7 +160,8 @@ impl Sweep {
         complaints
     }
 
-    /// One point, in a soak run both ways; whether the program came so far. `number` points were tried before.
+    /// One point, in a soak run both ways; whether the program came so far. `number` points were
+    /// tried before.
     fn try_point(self, world: &mut World, walk: &Walk, at: u64, number: u64, complaints: &mut Vec<String>) -> bool {
         // A share looks at the next ADD after one in four, which go either way.
         let again = soak().is_some() || matches!(number % 8, 0 | 5);
@@ -264,7 +267,8 @@ impl Sweep {
             }
         } else {
             complaints.extend(chain.try_del_all(prev.as_ref()));
-            // A sysctl that the kernel does not take back at DEL is told and no error: it keeps no container from ending.
+            // A sysctl that the kernel does not take back at DEL is told and no error: it keeps no
+            // container from ending.
             let told = self.verb == Verb::Del && traced.outcome.stderr.contains(NOT_RESTORED);
             complaints.extend(left_inside(&container).into_iter().filter(|left| !(told && left.starts_with(SYSCTL))));
             complaints.extend(world.left());
@@ -276,7 +280,8 @@ impl Sweep {
         Trial { hit: traced.hit, calls: traced.calls, all: traced.all, complaints }
     }
 
-    /// ADD up to the victim's plugin, and, if nothing came of it, to the end. A failed ADD leaves no result.
+    /// ADD up to the victim's plugin, and, if nothing came of it, to the end. A failed ADD leaves
+    /// no result.
     fn adding(
         self,
         world: &World,
@@ -314,7 +319,8 @@ impl Sweep {
         (traced, links.pop(), complaints)
     }
 
-    /// ADD of all, DEL up to the victim's plugin. The runtime keeps the result until all have succeeded.
+    /// ADD of all, DEL up to the victim's plugin. The runtime keeps the result until all have
+    /// succeeded.
     fn deleting(
         self,
         world: &World,

@@ -1,5 +1,5 @@
-//! A veth between its creation and its alias, while the container's namespace lives: GC removes it if its ADD was killed,
-//! and keeps it if its ADD goes on.
+//! A veth between its creation and its alias, while the container's namespace lives: GC removes it
+//! if its ADD was killed, and keeps it if its ADD goes on.
 
 use std::sync::mpsc::channel;
 use std::thread;
@@ -19,7 +19,8 @@ fn gc_removes_what_a_killed_add_left_in_a_living_container() {
     require!(Backend::Nftables.probe());
     let act = Act::Signal(Signal::SIGKILL);
     let sweep = Sweep { backend: Backend::Nftables, verb: Verb::Add, act, share: 0, floor: 27 };
-    // What is between two requests to the kernel makes no difference there; a soak run tries it all the same.
+    // What is between two requests to the kernel makes no difference there; a soak run tries it all
+    // the same.
     let call = if soak().is_some() { None } else { Some("sendto") };
     sweep::none(&sweep.at_each(call, Way::GcAlive, &["bridge", "bandwidth"]));
 }
@@ -39,7 +40,8 @@ fn gc_beside_an_add_takes_nothing_from_it() {
         let mut seen = 0;
         thread::scope(|scope| {
             let mut collector = None;
-            // Before this request GC begins; ADD goes on when GC waits for its second look, or has ended.
+            // Before this request GC begins; ADD goes on when GC waits for its second look, or has
+            // ended.
             let add = chain.call("bridge", "ADD", None).watched(&plan("bridge"), |hit| {
                 seen += u64::from(hit.call == "sendto");
                 if seen < at || collector.is_some() {
@@ -71,7 +73,8 @@ fn gc_beside_an_add_takes_nothing_from_it() {
         world.live.lock().unwrap().remove(&container.id);
         assert_eq!(world.left(), Vec::<String>::new());
     }
-    // Kernels before 6.2 do not answer with the link they made: ADD asks for it before it sets the alias.
+    // Kernels before 6.2 do not answer with the link they made: ADD asks for it before it sets the
+    // alias.
     assert!(requests > 10 && [1, 2].contains(&waited), "{requests} requests, GC waited {waited} times");
     world.close();
 }

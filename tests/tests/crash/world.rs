@@ -118,7 +118,8 @@ impl World {
         State::of(self)
     }
 
-    /// What is different from the beginning; empty if nothing is. Waits a little: namespaces end in their own time.
+    /// What is different from the beginning; empty if nothing is. Waits a little: namespaces end in
+    /// their own time.
     pub(crate) fn left(&self) -> Vec<String> {
         self.left_after(&self.before)
     }
@@ -135,7 +136,8 @@ impl World {
         }
     }
 
-    /// What is different from the beginning at this moment. Nothing in a DEL's wake is late but the end of a namespace.
+    /// What is different from the beginning at this moment. Nothing in a DEL's wake is late but the
+    /// end of a namespace.
     pub(crate) fn left_now(&self) -> Vec<String> {
         self.state().differs_from(&self.before)
     }
@@ -214,7 +216,8 @@ impl State {
     }
 }
 
-/// Every file below, with its content where that is somebody's; what is shared and may stay is left out.
+/// Every file below, with its content where that is somebody's; what is shared and may stay is left
+/// out.
 fn walk(folder: &Path, into: &mut BTreeSet<String>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
@@ -254,7 +257,8 @@ fn qdiscs(world: &World) -> BTreeSet<String> {
     limits.map(|qdisc| format!("{} of {}", qdisc["kind"], qdisc["dev"])).collect()
 }
 
-/// All rules and chains, each with the table and the chain that it is in, without what packets change.
+/// All rules and chains, each with the table and the chain that it is in, without what packets
+/// change.
 fn rules(world: &World) -> Vec<String> {
     let mut text = world.node.ruleset();
     if world.backend == Backend::IptablesLegacy {

@@ -52,7 +52,8 @@ fn random_lists_leave_the_same_as_with_go() {
     if let Some(case) = variable("CNI_CASE") {
         return single(&serde_json::from_str(&case).expect("CNI_CASE is JSON"), true);
     }
-    // The share draws the same lists each time, so that no change fails by the luck of the draw; a long run draws others.
+    // The share draws the same lists each time, so that no change fails by the luck of the draw; a
+    // long run draws others.
     let unless_given = || if soak().is_some() { by_chance() } else { SHARE_SEED };
     let seed = variable("CNI_SEED").map_or_else(unless_given, |text| text.parse().expect("CNI_SEED is a number"));
     if let Some(number) = variable("CNI_DRAW") {

@@ -1,4 +1,5 @@
-//! `bandwidth`: what a container receives and sends is limited, in the Go plugin's numbers; and nothing stays.
+//! `bandwidth`: what a container receives and sends is limited, in the Go plugin's numbers; and
+//! nothing stays.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -22,7 +23,8 @@ fn config(limits: Value) -> Value {
     patched(json!({"cniVersion": VERSION, "name": "net1", "type": "bandwidth"}), limits)
 }
 
-/// A container whose `eth0` is one end of a veth pair, and what the plugin that made it would have answered.
+/// A container whose `eth0` is one end of a veth pair, and what the plugin that made it would have
+/// answered.
 fn pod(node: &Node, host: &str) -> (Container, Value) {
     let container = node.container();
     let prev = plug(node, &container, host, "eth0");
@@ -553,8 +555,8 @@ fn what_go_added_is_replaced_and_its_overflow_accepted() {
     unplug(&node, "host1");
 }
 
-/// Measures what passes each filter in three seconds beyond the burst, as a share of its rate: whole packets, as the filter
-/// counts them.
+/// Measures what passes each filter in three seconds beyond the burst, as a share of its rate:
+/// whole packets, as the filter counts them.
 #[test]
 #[ignore = "measures: rates of a loaded machine prove nothing"]
 fn rates_asked_and_measured() {

@@ -1,5 +1,5 @@
-//! Delegates that misbehave, as real executables. Each must give an error that names the file, and DEL must still
-//! clean what is bridge's own.
+//! Delegates that misbehave, as real executables. Each must give an error that names the file, and
+//! DEL must still clean what is bridge's own.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -36,13 +36,15 @@ fn call<'n>(node: &'n Node, folder: &Path, verb: &str, extra: Value) -> Invocati
     node.plugin("bridge").command(verb).cni_path(folder).config(&config(node, extra)).timeout(Duration::from_secs(20))
 }
 
-/// A script that sleeps is waited for in vain, for long enough to do what it does before; any other for as long as it takes.
+/// A script that sleeps is waited for in vain, for long enough to do what it does before; any other
+/// for as long as it takes.
 fn timeout_of(script: &str) -> Value {
     let seconds = cni_testkit::patience(Duration::from_secs(1)).as_secs().min(10);
     if script.contains("sleep") { json!({"delegateTimeout": seconds}) } else { json!({}) }
 }
 
-/// With this delegate ADD fails and leaves nothing, and a DEL with it fails but cleans bridge's own part.
+/// With this delegate ADD fails and leaves nothing, and a DEL with it fails but cleans bridge's own
+/// part.
 #[track_caller]
 fn misbehaves(script: &str, mode: u32, words: &[&str]) {
     let node = Node::new();

@@ -1,4 +1,5 @@
-//! Which name servers the result of an interface plugin has: the runtime's, else the configuration's, else those of IPAM.
+//! Which name servers the result of an interface plugin has: the runtime's, else the
+//! configuration's, else those of IPAM.
 
 use cni_testkit::probe::{self, Probed};
 use cni_testkit::{Attachment, Node, require};

@@ -1,5 +1,6 @@
-//! Files that a configuration names: `resolvConf` and `dataDir` are paths on purpose, and followed as Go follows them.
-//! Whatever they are, nobody waits, and nothing is written but reservations in the folder that is meant.
+//! Files that a configuration names: `resolvConf` and `dataDir` are paths on purpose, and followed
+//! as Go follows them. Whatever they are, nobody waits, and nothing is written but reservations in
+//! the folder that is meant.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -101,7 +102,8 @@ fn a_data_dir_is_found_behind_links_and_dots() {
     assert!(after.iter().filter(outside).eq(before.iter().filter(outside)), "{before:?}\n{after:?}");
 }
 
-/// A node that is switched finds its reservations where Go has put them: the kernel would go up from behind the link.
+/// A node that is switched finds its reservations where Go has put them: the kernel would go up
+/// from behind the link.
 #[test]
 fn a_data_dir_goes_up_by_its_letters() {
     let node = Node::new();
@@ -116,8 +118,8 @@ fn a_data_dir_goes_up_by_its_letters() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// A link where a network's folder should be is the administrator's, and followed; nothing comes to lie in the folder
-/// that the link is in.
+/// A link where a network's folder should be is the administrator's, and followed; nothing comes to
+/// lie in the folder that the link is in.
 #[test]
 fn the_folder_of_a_network_may_be_a_link() {
     let node = Node::new();
@@ -131,7 +133,8 @@ fn the_folder_of_a_network_may_be_a_link() {
     assert!(!node.dir().join("elsewhere/10.1.0.2").exists());
 }
 
-/// What is remembered of an attachment is replaced, never written through a link that lies in its place.
+/// What is remembered of an attachment is replaced, never written through a link that lies in its
+/// place.
 #[test]
 fn a_link_where_cnitool_remembers_an_attachment_leads_nothing_away() {
     require!(probe::plugin("cnitool"));

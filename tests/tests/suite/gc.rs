@@ -1,4 +1,5 @@
-//! GC: what no valid attachment owns goes; what cannot be attributed stays; without a list nothing happens.
+//! GC: what no valid attachment owns goes; what cannot be attributed stays; without a list nothing
+//! happens.
 
 use cni_testkit::{Attachment, Container, Node, probe, require};
 use conformance::{attach, bridge, host_end, host_local, loopback, patched};

@@ -1,4 +1,5 @@
-//! static: addresses from the configuration, from CNI_ARGS, from `args.cni.ips` and from `runtimeConfig.ips`.
+//! static: addresses from the configuration, from CNI_ARGS, from `args.cni.ips` and from
+//! `runtimeConfig.ips`.
 
 use cni_testkit::{Attachment, Node, Outcome};
 use conformance::{VERSION, VERSIONS, patched};

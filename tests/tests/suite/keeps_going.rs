@@ -1,5 +1,5 @@
-//! DEL keeps going: a system call of it fails, whichever, and all that does not hang on that call is cleaned all the same;
-//! what went wrong is told, and the next DEL finds the rest.
+//! DEL keeps going: a system call of it fails, whichever, and all that does not hang on that call
+//! is cleaned all the same; what went wrong is told, and the next DEL finds the rest.
 //!
 //! ENOBUFS on a netlink socket is told at once, where other errors are met by another try.
 
@@ -18,8 +18,8 @@ use crate::tuning::{self, data_dir, pod, prev, tuned};
 /// So many complaints say it all.
 const ENOUGH: usize = 20;
 
-/// Lives once for each call of those names that a DEL makes, and has that call fail. `live` adds, hands its DEL over, and
-/// says what it finds wrong after it.
+/// Lives once for each call of those names that a DEL makes, and has that call fail. `live` adds,
+/// hands its DEL over, and says what it finds wrong after it.
 #[track_caller]
 fn with_each_failing(victim: &str, names: &[&str], live: impl Fn(&Plan) -> (Traced, Vec<String>)) {
     let never = Plan { victim: victim.to_owned(), at: u64::MAX, act: Act::Fail(Errno::ENOBUFS) };
@@ -47,7 +47,8 @@ fn unless_told(traced: &Traced, left: &[String]) -> Option<String> {
     (traced.outcome.status == Some(0) && !left.is_empty()).then(|| format!("not a word of {left:?}"))
 }
 
-/// What stays with the earlier plugin is the interface, so an address in the container answers as long as the port is there.
+/// What stays with the earlier plugin is the interface, so an address in the container answers as
+/// long as the port is there.
 #[test]
 fn bridge_takes_the_port_or_the_address_away_and_the_next_del_the_other() {
     require!(trace::supported());
@@ -161,7 +162,8 @@ fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
     });
 }
 
-/// Without `runtimeConfig` and `prevResult` the rules alone say which connections were mapped, so they go together.
+/// Without `runtimeConfig` and `prevResult` the rules alone say which connections were mapped, so
+/// they go together.
 #[test]
 fn portmap_forgets_the_connections_of_the_rules_it_has_removed() {
     require!(trace::supported());
@@ -187,8 +189,8 @@ fn portmap_forgets_the_connections_of_the_rules_it_has_removed() {
         let mut wrong = Vec::new();
         match traced.outcome.status {
             Some(0) if rules => wrong.push("not a word of the rules that are left".to_owned()),
-            // What keeps it from forgetting is told and no error. Without its own socket it can forget nothing, else all
-            // but one.
+            // What keeps it from forgetting is told and no error. Without its own socket it can
+            // forget nothing, else all but one.
             Some(0) if connections > 0 => {
                 let told = traced.outcome.stderr.contains("portmap: failed to ");
                 let opening = traced.hit.as_ref().is_some_and(|hit| hit.call == "socket");

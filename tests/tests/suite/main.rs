@@ -1,6 +1,8 @@
-//! The conformance suite: what a runtime, an administrator and a node may rely on, asked of real executables.
+//! The conformance suite: what a runtime, an administrator and a node may rely on, asked of real
+//! executables.
 //!
-//! One file per subject. `CNI_BIN_DIR` names the plugins under test. A skip says so on standard error.
+//! One file per subject. `CNI_BIN_DIR` names the plugins under test. A skip says so on standard
+//! error.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 

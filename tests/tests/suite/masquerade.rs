@@ -1,4 +1,5 @@
-//! `ipMasq`: what a server outside sees, and what is left of it. Each test asks all backends that the machine has.
+//! `ipMasq`: what a server outside sees, and what is left of it. Each test asks all backends that
+//! the machine has.
 
 use std::io::ErrorKind;
 use std::net::{Ipv6Addr, SocketAddr, UdpSocket};
@@ -49,7 +50,8 @@ fn server(node: &Node) -> Container {
 
 fn listen(at: &Container, address: &str) -> UdpSocket {
     let address = SocketAddr::new(address.parse().unwrap(), 7777);
-    // The port may have been another socket's a moment ago: a program that another test starts holds it until it runs.
+    // The port may have been another socket's a moment ago: a program that another test starts
+    // holds it until it runs.
     let bind = || {
         (0..100).find_map(|_| match UdpSocket::bind(address) {
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
@@ -183,7 +185,8 @@ fn multicast_keeps_its_source() {
         let server = server(node);
         let (_container, attachment, result) = attach(node, &keeper.config(node), 1).remove(0);
         let (own, index) = (own(&result), node.link("out0").unwrap()["ifindex"].as_u64().unwrap());
-        // Forwarding multicast takes a routing daemon. The rules look at addresses alone: so the host itself sends.
+        // Forwarding multicast takes a routing daemon. The rules look at addresses alone: so the
+        // host itself sends.
         node.exec(&["ip", "addr", "add", &format!("{}/32", own[0]), "dev", "out0"]);
         node.exec(&["ip", "addr", "add", &format!("{}/128", own[1]), "dev", "out0", "nodad"]);
         server.exec(&["ip", "route", "add", "10.1.0.0/24", "via", HOST[0]]);
@@ -367,7 +370,8 @@ fn a_failed_second_add_leaves_the_rules_that_go_made() {
         let is_lost = |line: &&&str| !remaining.contains(*line);
         assert_eq!(sorted(&before).iter().find(is_lost), None, "{keeper:?}\n{after}");
         assert!(!after.contains(&format!("cni:net1/{}", container.id)), "{keeper:?}\n{after}");
-        // By ours: Debian's build of Go 1.9.1 fails here with nftables where iptables-nft is installed.
+        // By ours: Debian's build of Go 1.9.1 fails here with nftables where iptables-nft is
+        // installed.
         go.by(bin_dir()).del_with(&result).success();
     });
 }

@@ -1,5 +1,5 @@
-//! A node is switched from the Go plugins to these, or back, with pods running: each must understand what the
-//! other has made, and leave nothing of it.
+//! A node is switched from the Go plugins to these, or back, with pods running: each must
+//! understand what the other has made, and leave nothing of it.
 
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
 use conformance::{address, bridge, host_local, layer2, loopback, patched};

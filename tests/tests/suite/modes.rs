@@ -1,4 +1,5 @@
-//! What the plugins make on disk is root's alone to write, also where the runtime that starts them has no umask.
+//! What the plugins make on disk is root's alone to write, also where the runtime that starts them
+//! has no umask.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -38,7 +39,8 @@ fn are_root_s_to_write(node: &Node, folders: &[&Path]) {
     assert!(open.is_empty() && all.len() > folders.len(), "{open:#?}");
 }
 
-/// tuning comes before what else needs /run/cni: the lock of iptables trusts no folder that others can write.
+/// tuning comes before what else needs /run/cni: the lock of iptables trusts no folder that others
+/// can write.
 #[test]
 fn what_a_list_makes_is_root_s_alone_to_write_without_a_umask() {
     require!(probe::iptables());

@@ -1,9 +1,9 @@
-//! Names that want to be paths. Whoever controls environment and configuration chooses files' names with them, and
-//! programs' names: none may lead out of the folder that is meant, and none may run what the administrator has not put
-//! on CNI_PATH.
+//! Names that want to be paths. Whoever controls environment and configuration chooses files' names
+//! with them, and programs' names: none may lead out of the folder that is meant, and none may run
+//! what the administrator has not put on CNI_PATH.
 //!
-//! After each refusal everything below the node's folder, and where plugins keep what is theirs if nobody says another
-//! place, is as it was, and no decoy has run.
+//! After each refusal everything below the node's folder, and where plugins keep what is theirs if
+//! nobody says another place, is as it was, and no decoy has run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -41,7 +41,8 @@ fn config(node: &Node, plugin: &str) -> Value {
     patched(json!({"cniVersion": "1.0.0", "name": "net1", "ipam": ipam(node, &["10.1.0.0/24"])}), tuned)
 }
 
-/// All that a plugin could write by a path: the node's folder, and the folders of plugins on the node.
+/// All that a plugin could write by a path: the node's folder, and the folders of plugins on the
+/// node.
 pub(crate) fn files(node: &Node) -> BTreeMap<String, (u32, Vec<u8>)> {
     let mut found = tree(node.dir());
     found.extend(node.enter(|| [tree(Path::new("/run")), tree(Path::new("/var/lib"))].into_iter().flatten()));
@@ -59,7 +60,8 @@ pub(crate) fn harmless(node: &Node, call: Invocation<'_>) -> Outcome {
     outcome
 }
 
-/// Runs the call and holds it to having failed, for a reason of its own, and having touched nothing.
+/// Runs the call and holds it to having failed, for a reason of its own, and having touched
+/// nothing.
 #[track_caller]
 fn refused(node: &Node, call: Invocation<'_>) -> Outcome {
     let outcome = harmless(node, call);
@@ -97,7 +99,8 @@ fn no_container_interface_or_network_is_a_path() {
     }
 }
 
-/// STATUS has no attachment, and GC has many: each is only compared with what is there, and none is a file's name.
+/// STATUS has no attachment, and GC has many: each is only compared with what is there, and none is
+/// a file's name.
 #[test]
 fn no_network_of_a_status_or_a_gc_is_a_path_and_no_attachment_that_is_said_to_be_valid() {
     for plugin in PLUGINS {
@@ -180,7 +183,8 @@ pub(crate) fn decoy(node: &Node, path: &str, mode: u32) {
     fs::set_permissions(node.script(path, &script), fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Types that are no plain name of a regular, executable file on CNI_PATH; decoys lie where they might lead.
+/// Types that are no plain name of a regular, executable file on CNI_PATH; decoys lie where they
+/// might lead.
 pub(crate) fn wrong_types(node: &Node) -> Vec<String> {
     for (path, mode) in [("outside", 0o755), ("bin/plain", 0o644), ("bin/folder/inner", 0o755), ("bin/good", 0o755)] {
         decoy(node, path, mode);

@@ -1,5 +1,6 @@
-//! The only programs that run: delegates by a plain name on CNI_PATH, and those of iptables and nft from the absolute
-//! folders of PATH and then the system's. Decoys lie where everything else would lead; each says so if it runs.
+//! The only programs that run: delegates by a plain name on CNI_PATH, and those of iptables and nft
+//! from the absolute folders of PATH and then the system's. Decoys lie where everything else would
+//! lead; each says so if it runs.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -68,7 +69,8 @@ fn no_verb_runs_a_type_that_is_no_plain_name_on_the_path() {
     attachment.del_with(&result).success();
 }
 
-/// In Go's way of joining paths an empty folder is the current one: the plugin's is whatever the runtime's happens to be.
+/// In Go's way of joining paths an empty folder is the current one: the plugin's is whatever the
+/// runtime's happens to be.
 #[test]
 fn an_empty_folder_of_the_path_is_none() {
     let node = Node::new();
@@ -109,8 +111,8 @@ fn decoys(node: &Node) -> std::path::PathBuf {
     node.dir().join("here/bin")
 }
 
-/// The plugins behind each program: what masquerades, what forwards ports by either backend, the latter with a condition
-/// that nft alone understands.
+/// The plugins behind each program: what masquerades, what forwards ports by either backend, the
+/// latter with a condition that nft alone understands.
 fn users(node: &Node, prev: &Value) -> [Value; 3] {
     let forwarding = |keys: Value| {
         let base = json!({"cniVersion": "1.0.0", "name": "net1", "type": "portmap", "prevResult": prev,

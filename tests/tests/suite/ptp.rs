@@ -1,4 +1,5 @@
-//! `ptp`: a container reaches its gateway, the host and, through them, everything else; and nothing stays.
+//! `ptp`: a container reaches its gateway, the host and, through them, everything else; and nothing
+//! stays.
 
 use std::fs;
 use std::path::Path;

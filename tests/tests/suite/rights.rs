@@ -88,8 +88,8 @@ fn without_a_capability_an_add_fails_whole_and_a_later_del_cleans_all() {
         call(&node, "ADD", &container, &ports, "").success();
         call(&node, "ADD", &container, &sysctls, "").success();
         assert_eq!((left(&node, &container, &ports).len(), left(&node, &container, &sysctls).len()), (1, 2));
-        // A DEL may fail for want of rights, but says so; with them it finds everything. One that succeeds has cleaned, for
-        // the runtime forgets the container then.
+        // A DEL may fail for want of rights, but says so; with them it finds everything. One that
+        // succeeds has cleaned, for the runtime forgets the container then.
         for config in [&sysctls, &ports, &network] {
             let outcome = call(&node, "DEL", &container, config, without);
             let what = format!("{} {without}: {}", config["type"], outcome.report());

@@ -1,5 +1,6 @@
-//! System calls that are forbidden for good, as a seccomp profile does it: where one call that fails is tried again or done
-//! another way, here the other way may be shut, too. A clear error, nothing half done, and a DEL without the profile cleans.
+//! System calls that are forbidden for good, as a seccomp profile does it: where one call that
+//! fails is tried again or done another way, here the other way may be shut, too. A clear error,
+//! nothing half done, and a DEL without the profile cleans.
 //!
 //! A small program sets the filter and becomes the plugin; what the plugin runs inherits it.
 
@@ -10,7 +11,8 @@ use serde_json::{Value, json};
 
 use crate::rights::state;
 
-/// Arguments: the calls by number, `NUMBER:FIRST-ARGUMENT` if they are forbidden with that one alone, then the program.
+/// Arguments: the calls by number, `NUMBER:FIRST-ARGUMENT` if they are forbidden with that one
+/// alone, then the program.
 const LAUNCHER: &str = r#"
 import ctypes, os, struct, sys
 calls, program = sys.argv[1].split(","), sys.argv[2]
@@ -161,7 +163,8 @@ fn what_a_profile_forbids_fails_whole_and_is_cleaned_by_a_del_without_it() {
     neighbour.del_with(&neighbours).success();
 }
 
-/// ADD says what was refused and has undone everything, or did not need it, and then DEL takes it back.
+/// ADD says what was refused and has undone everything, or did not need it, and then DEL takes it
+/// back.
 #[track_caller]
 fn refused_whole(node: &Node, container: &Container, link: &Link) {
     // The first of all makes what all share, and that stays.

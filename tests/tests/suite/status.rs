@@ -90,7 +90,8 @@ fn leftovers_of_a_full_range_go_by_the_gc_after_status() {
     staying.del_with(&kept).success();
 }
 
-/// As a Go plugin leaves them that was killed between making a file and writing it, or a crash that lost what was written.
+/// As a Go plugin leaves them that was killed between making a file and writing it, or a crash that
+/// lost what was written.
 #[test]
 fn blank_files_are_free_addresses() {
     let node = Node::new();

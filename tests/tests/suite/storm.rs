@@ -6,7 +6,8 @@ use cni_testkit::{Container, Node, Started, probe, require};
 use conformance::{addresses, bridge, patched};
 use serde_json::{Value, json};
 
-/// Runs `verb` for all at one barrier: every process is started and waits for its configuration to end.
+/// Runs `verb` for all at one barrier: every process is started and waits for its configuration to
+/// end.
 pub(crate) fn all_at_once(
     node: &Node,
     verb: &str,
@@ -52,8 +53,9 @@ fn two_hundred_adds_and_two_hundred_dels_leave_nothing() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// A bridge's first ADDs, all at once: each finds no bridge, one makes it, and what the others find is still in the making.
-/// Many small crowds instead of a large one, since a race has one chance per bridge.
+/// A bridge's first ADDs, all at once: each finds no bridge, one makes it, and what the others find
+/// is still in the making. Many small crowds instead of a large one, since a race has one chance
+/// per bridge.
 #[test]
 fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
     for round in 0..8 {

@@ -29,8 +29,9 @@ fn links(container: &Container) -> Vec<String> {
     names.filter(|name| name != "lo").collect()
 }
 
-/// Opens eth0, in the container, as a virtual machine does, with or without multi_queue. Waits for the kernel's ARP request
-/// for 10.1.0.77, answers it as `MAC`, and prints the payload of the UDP datagram that comes then.
+/// Opens eth0, in the container, as a virtual machine does, with or without multi_queue. Waits for
+/// the kernel's ARP request for 10.1.0.77, answers it as `MAC`, and prints the payload of the UDP
+/// datagram that comes then.
 const MACHINE: &str = r#"
 import fcntl, os, socket, struct, sys
 tun = os.open("/dev/net/tun", os.O_RDWR)
@@ -326,7 +327,8 @@ fn result_and_kernel_state_are_as_go_has_them() {
     };
     let ((ours, our_container, our), (gos, go_container, go)) = (attach(&bin_dir()), attach(&go_bin_dir()));
     assert_eq!(ours, gos);
-    // Before 6.2 the kernel notices late that the tap has lost the carrier that it had during the ADD.
+    // Before 6.2 the kernel notices late that the tap has lost the carrier that it had during the
+    // ADD.
     let deadline = Instant::now() + patience(Duration::from_secs(30));
     while state(&our_container) != state(&go_container) && Instant::now() < deadline {}
     assert_eq!(state(&our_container), state(&go_container));

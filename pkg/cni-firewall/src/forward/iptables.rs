@@ -1,5 +1,5 @@
-//! Forwarding in iptables' table `filter`, as Go has it, and one chain of our own, the last. For each address A of an
-//! attachment, and for each isolated bridge B:
+//! Forwarding in iptables' table `filter`, as Go has it, and one chain of our own, the last. For
+//! each address A of an attachment, and for each isolated bridge B:
 //! ```text
 //! -A FORWARD --comment "CNI firewall plugin rules (ingressPolicy: same-bridge|isolated)" -j CNI-ISOLATION-STAGE-1
 //! -A FORWARD --comment "CNI firewall plugin rules" -j CNI-FORWARD
@@ -11,11 +11,11 @@
 //! -A CNI-ISOLATION-STAGE-2 -o B --comment "... (ingressPolicy: same-bridge|isolated)" -j DROP
 //! -A CNI-FW-OWNERS -s A [-i B [!] -o B] --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! Both stages end with a RETURN. Nothing leads to CNI-FW-OWNERS, whose rules have the bridge as the rules of the first
-//! stage have it. The Go plugin never looks at that chain.
+//! Both stages end with a RETURN. Nothing leads to CNI-FW-OWNERS, whose rules have the bridge as
+//! the rules of the first stage have it. The Go plugin never looks at that chain.
 //!
-//! CNI-FORWARD accepts what leaves a container, so the first stage must come before it. The Go plugin puts CNI-FORWARD
-//! before everything when it creates it, and never moves anything.
+//! CNI-FORWARD accepts what leaves a container, so the first stage must come before it. The Go
+//! plugin puts CNI-FORWARD before everything when it creates it, and never moves anything.
 //!
 //! Pure planning: what is here gets a [`Chains`] to read and returns an [`Edit`].
 
@@ -255,15 +255,16 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress) -> Resul
     Ok(())
 }
 
-/// Removes what there is of the attachment `owner`, and the rules for these addresses unless another attachment owns
-/// them.
+/// Removes what there is of the attachment `owner`, and the rules for these addresses unless
+/// another attachment owns them.
 pub(super) fn purge(filter: &mut Chains<'_>, owner: &str, addresses: &[IpAddr]) -> Result<Edit> {
     let own = records(filter, &[owner.as_bytes()])?;
     let own: Vec<&Rule> = own.iter().filter(|record| record.owned.owner == owner).map(|record| &record.rule).collect();
     forget(filter, &own, addresses, &[])
 }
 
-/// Removes the records of a network that are none of these owners', and puts the ways out of [`BASE`] in their order.
+/// Removes the records of a network that are none of these owners', and puts the ways out of
+/// [`BASE`] in their order.
 pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Result<Edit> {
     let prefixes = owner::prefixes(network);
     let needles = prefixes.each_ref().map(String::as_bytes);
@@ -278,8 +279,8 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Re
     Ok(edit)
 }
 
-/// Removes records; the rules for their addresses, and for the further `addresses`, that nobody else owns and that are
-/// not in `still`; and the isolation that nobody asks for any more.
+/// Removes records; the rules for their addresses, and for the further `addresses`, that nobody
+/// else owns and that are not in `still`; and the isolation that nobody asks for any more.
 fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: &[Owned]) -> Result<Edit> {
     let mut edit = Edit::new();
     let records: Vec<Record> = gone.iter().filter_map(|rule| Record::read(rule)).collect();
@@ -321,9 +322,10 @@ fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: 
     Ok(edit)
 }
 
-/// Removes the isolation of bridges for which none of the owners that are `left` asks. Addresses without an owner are
-/// those of containers that the Go plugin has attached: nobody knows what these ask for, so all stays while there is one.
-/// `free` are the addresses whose rules are being removed.
+/// Removes the isolation of bridges for which none of the owners that are `left` asks. Addresses
+/// without an owner are those of containers that the Go plugin has attached: nobody knows what
+/// these ask for, so all stays while there is one. `free` are the addresses whose rules are being
+/// removed.
 fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, left: &[Owned], free: &[IpAddr]) -> Result<()> {
     let has_owner = |address: IpAddr| free.contains(&address) || left.iter().any(|owned| owned.address == address);
     let accepted = |rule: &Rule| host(rule, "-s").filter(|address| rule.is(&accepts(*address)[1]));
@@ -355,7 +357,8 @@ pub(super) struct Had {
 }
 
 impl Had {
-    /// Reads what there is for the attachment and for the addresses that an ADD is about to give it.
+    /// Reads what there is for the attachment and for the addresses that an ADD is about to give
+    /// it.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[Owned]) -> Result<Had> {
         let own = records(filter, &[owner.as_bytes()])?;
         let owned: Vec<Owned> = own.into_iter().map(|record| record.owned).filter(|one| one.owner == owner).collect();

@@ -1,11 +1,14 @@
-//! Forwarding: packets from and to containers pass the node's filter, and bridges can be isolated from each other.
+//! Forwarding: packets from and to containers pass the node's filter, and bridges can be isolated
+//! from each other.
 //!
-//! [`Forward`] is what the plugin sees: one attachment ([`AttachmentId`]) and its addresses, kept by one of two [`Backend`]s:
-//! `iptables` in the shapes of the Go plugin, `nftables` in sets. Both record whose an address is (`owner`), so that
-//! removing needs no address and no knowledge of how the rules were made.
+//! [`Forward`] is what the plugin sees: one attachment ([`AttachmentId`]) and its addresses, kept
+//! by one of two [`Backend`]s: `iptables` in the shapes of the Go plugin, `nftables` in sets. Both
+//! record whose an address is (`owner`), so that removing needs no address and no knowledge of how
+//! the rules were made.
 //!
-//! Acts in the network namespace of the calling thread, which must be the host's. The chains and what leads to them stay
-//! when the last container has gone, as with Go: the administrator may have filled one of them.
+//! Acts in the network namespace of the calling thread, which must be the host's. The chains and
+//! what leads to them stay when the last container has gone, as with Go: the administrator may have
+//! filled one of them.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -62,8 +65,8 @@ impl Wanted {
     }
 }
 
-/// What an attachment had before an ADD, so that a failed ADD undoes only its own changes. Filled in by
-/// [`Forward::ensure`].
+/// What an attachment had before an ADD, so that a failed ADD undoes only its own changes. Filled
+/// in by [`Forward::ensure`].
 #[derive(Debug, Default)]
 pub struct Former {
     nftables: RefCell<Option<nftables::Former>>,
@@ -89,7 +92,8 @@ impl<'m> Forward<'m> {
         Forward { machine, notes, folders: Folders::new(std::env::var_os("PATH")) }
     }
 
-    /// The backend that new rules are made in where none is asked for: iptables, unless its programs are not installed.
+    /// The backend that new rules are made in where none is asked for: iptables, unless its
+    /// programs are not installed.
     ///
     /// # Errors
     /// A program that could not be asked which variant it is.
@@ -139,8 +143,8 @@ impl<'m> Forward<'m> {
         changed.map(drop).map_err(|(_, error)| error)
     }
 
-    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that it made and restores those that it
-    /// replaced.
+    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that it made and
+    /// restores those that it replaced.
     ///
     /// # Errors
     /// All that went wrong.
@@ -165,11 +169,13 @@ impl<'m> Forward<'m> {
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's result where they are
-    /// known: a Go plugin that made the rules has not recorded whose they are.
+    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's
+    /// result where they are known: a Go plugin that made the rules has not recorded whose they
+    /// are.
     ///
     /// # Errors
-    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are noted.
+    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but
+    /// are noted.
     pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         let owner = owner::name(mark);
         Error::join(
@@ -182,7 +188,8 @@ impl<'m> Forward<'m> {
         )
     }
 
-    /// Removes what belongs to `network` and to no attachment of `valid` (containerID, ifname), in both backends.
+    /// Removes what belongs to `network` and to no attachment of `valid` (containerID, ifname), in
+    /// both backends.
     ///
     /// # Errors
     /// As [`purge`](Forward::purge).
@@ -220,8 +227,9 @@ impl<'m> Forward<'m> {
         outcome
     }
 
-    /// What is not in force, one sentence each; empty if all is well. Rules made by Go pass, and so do those of the other
-    /// backend, if they are there. Changes nothing and starts no process, unless there are tables of iptables-legacy.
+    /// What is not in force, one sentence each; empty if all is well. Rules made by Go pass, and so
+    /// do those of the other backend, if they are there. Changes nothing and starts no process,
+    /// unless there are tables of iptables-legacy.
     ///
     /// # Errors
     /// The kernel's.
@@ -283,8 +291,9 @@ impl<'m> Forward<'m> {
     }
 }
 
-/// The chains of nf_tables that drop forwarded packets which they do not know, as `inet filter forward`, but for `place`:
-/// nothing that the backend `nftables` accepts elsewhere passes them. None on a kernel without nf_tables.
+/// The chains of nf_tables that drop forwarded packets which they do not know, as `inet filter
+/// forward`, but for `place`: nothing that the backend `nftables` accepts elsewhere passes them.
+/// None on a kernel without nf_tables.
 ///
 /// # Errors
 /// The kernel's.

@@ -15,11 +15,12 @@
 //!         (the same for ip6)                                               }
 //!     chain forward { type filter hook forward priority filter; jump cni_forward }}
 //! ```
-//! A packet's cost does not grow with the number of containers: their addresses are elements of sets. Nothing leads to
-//! `cni_owners`.
+//! A packet's cost does not grow with the number of containers: their addresses are elements of
+//! sets. Nothing leads to `cni_owners`.
 //!
-//! An `accept` ends the base chain that it was reached from, and no other: where another table drops what it does not know,
-//! that table decides. So the configuration may name a chain, and all of this is in the table of that chain then.
+//! An `accept` ends the base chain that it was reached from, and no other: where another table
+//! drops what it does not know, that table decides. So the configuration may name a chain, and all
+//! of this is in the table of that chain then.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -96,7 +97,8 @@ impl Place {
     }
 }
 
-/// Where the rules for an address are: in the table of the administrator's chain, if that sees its packets.
+/// Where the rules for an address are: in the table of the administrator's chain, if that sees its
+/// packets.
 fn place_of<'p>(owned: &Owned, place: Option<&'p Place>, own: &'p Place) -> &'p Place {
     place.filter(|place| place.sees(owned.address)).unwrap_or(own)
 }
@@ -199,7 +201,8 @@ pub(super) struct Former {
     pub(super) place: Option<Place>,
 }
 
-/// Makes these the addresses of the attachment `owner`, in one transaction; what it had before is stored in `former`.
+/// Makes these the addresses of the attachment `owner`, in one transaction; what it had before is
+/// stored in `former`.
 ///
 /// # Errors
 /// ENOENT if there is no chain `place`.
@@ -250,8 +253,8 @@ fn add(nft: &mut Nft, batch: &mut Batch, place: &Place, wanted: &[&Owned]) -> Re
         }
     }
     for chain in [OWNERS, STAGE_2, STAGE_1, FORWARD] {
-        // To name one that exists is a change, whose memory the kernel frees after an RCU grace period, and closing the socket
-        // waits for that: 13 ms.
+        // To name one that exists is a change, whose memory the kernel frees after an RCU grace
+        // period, and closing the socket waits for that: 13 ms.
         if nft.find_chain(table, chain)?.is_none() {
             batch.ensure_chain(table, chain, None);
         }
@@ -332,7 +335,8 @@ struct Leaving<'a> {
     still: &'a [Owned],
 }
 
-/// Removes the owners that are gone, addresses that have no owner then, and the isolation of bridges for which nobody asks.
+/// Removes the owners that are gone, addresses that have no owner then, and the isolation of
+/// bridges for which nobody asks.
 fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], leaving: &Leaving<'_>) -> Result<()> {
     let Leaving { is_gone, still } = leaving;
     let all: Vec<(u64, Owned)> = rules.iter().filter_map(|listed| Some((listed.handle, read(listed)?))).collect();

@@ -1,10 +1,13 @@
-//! The owners of addresses: which attachment an address belongs to, and which bridge is isolated on its behalf.
+//! The owners of addresses: which attachment an address belongs to, and which bridge is isolated on
+//! its behalf.
 //!
-//! Neither backend's rules for an address can name an attachment: those of iptables are Go's, byte for byte, and those of
-//! nftables are elements of a set. So both backends have a chain to which nothing leads, with one rule without a verdict for each
-//! address and attachment. Packets never see these rules.
+//! Neither backend's rules for an address can name an attachment: those of iptables are Go's, byte
+//! for byte, and those of nftables are elements of a set. So both backends have a chain to which
+//! nothing leads, with one rule without a verdict for each address and attachment. Packets never
+//! see these rules.
 //!
-//! A name is at most 128 bytes long: `nft` cannot read back a longer comment that it has listed itself.
+//! A name is at most 128 bytes long: `nft` cannot read back a longer comment that it has listed
+//! itself.
 
 use std::net::IpAddr;
 
@@ -58,7 +61,8 @@ fn hashed(text: &str) -> String {
     format!("#{}", sha512_hex(&[text.as_bytes()], DIGITS))
 }
 
-/// The attachment's name: its mark, or, where that is too long, its interface after hashes of network and container.
+/// The attachment's name: its mark, or, where that is too long, its interface after hashes of
+/// network and container.
 pub(crate) fn name(mark: &AttachmentId) -> String {
     let alias = mark.alias();
     if alias.len() <= NAME_MAX {

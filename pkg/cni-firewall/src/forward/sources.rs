@@ -1,8 +1,9 @@
 //! Which attachment an address belongs to that firewalld has in one of its zones.
 //!
-//! firewalld does not know owners. So each address has a rule without a verdict in the chain `cni_firewalld` of the table
-//! `inet cni_firewall`, to which nothing leads, and the rule's comment is the owner's name. firewalld neither flushes that table
-//! when it reloads nor removes it when it stops.
+//! firewalld does not know owners. So each address has a rule without a verdict in the chain
+//! `cni_firewalld` of the table `inet cni_firewall`, to which nothing leads, and the rule's comment
+//! is the owner's name. firewalld neither flushes that table when it reloads nor removes it when it
+//! stops.
 
 use std::net::IpAddr;
 

@@ -56,9 +56,9 @@ impl Chains<'_> {
         self.find(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
     }
 
-    /// Those of the chain's rules, in order, that are `wanted`. Each such rule must contain one of the `needles`, a text
-    /// or an address in network byte order: rules without any are not even decoded, which makes this cheap in a long
-    /// chain.
+    /// Those of the chain's rules, in order, that are `wanted`. Each such rule must contain one of
+    /// the `needles`, a text or an address in network byte order: rules without any are not even
+    /// decoded, which makes this cheap in a long chain.
     pub fn find(&mut self, name: &str, needles: &[&[u8]], wanted: impl Fn(&Rule) -> bool) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
             let could_be = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));

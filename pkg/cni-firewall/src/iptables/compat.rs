@@ -1,9 +1,9 @@
 //! Rules of iptables-nft, read over netlink, put into the words that `iptables -S` would print.
 //!
-//! Only what CNI plugins write is known, in the forms that releases of iptables from 1.8.2 on give it: a match of
-//! xtables or expressions of nf_tables for the same thing, a shorter load or a mask for a prefix. All else makes the
-//! rule not [whole](super::Rule::is_whole). Never fails and never panics: the bytes come from the kernel, but anybody
-//! may have put them there.
+//! Only what CNI plugins write is known, in the forms that releases of iptables from 1.8.2 on give
+//! it: a match of xtables or expressions of nf_tables for the same thing, a shorter load or a mask
+//! for a prefix. All else makes the rule not [whole](super::Rule::is_whole). Never fails and never
+//! panics: the bytes come from the kernel, but anybody may have put them there.
 
 use std::net::IpAddr;
 
@@ -50,7 +50,8 @@ pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
     Rule { raw: Some(raw), ..words.into_rule(handle) }
 }
 
-/// What these steps do, in words; those that are not known are left out. For rules of one meaning in several spellings.
+/// What these steps do, in words; those that are not known are left out. For rules of one meaning
+/// in several spellings.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
     Words::read(family, exprs).into_rule(0).words
 }
@@ -182,7 +183,8 @@ impl Words {
                 Some(states) => self.push(&["-m", "conntrack", "--ctstate", &states]),
                 None => self.whole = false,
             },
-            // Source ports, first and last, destination ports, then what else there is to match and to invert.
+            // Source ports, first and last, destination ports, then what else there is to match and
+            // to invert.
             ("tcp" | "udp", 0) => {
                 let flags = if name == "tcp" { info.get(8..12) } else { info.get(8..9) };
                 match (ports(info, 0), ports(info, 4), flags) {
@@ -194,7 +196,8 @@ impl Words {
                     _ => self.whole = false,
                 }
             }
-            // `struct xt_sctp_info`: destination ports first, and at the end which of its parts count.
+            // `struct xt_sctp_info`: destination ports first, and at the end which of its parts
+            // count.
             ("sctp", 0) => match (ports(info, 0), u32_at(info, 284), u32_at(info, 288)) {
                 (Some((first, last)), Some(2), Some(0)) if first == last => {
                     self.push(&["-m", "sctp", "--dport", &first.to_string()]);
@@ -213,8 +216,8 @@ impl Words {
         self.jump(name);
         match name {
             "MASQUERADE" => {
-                // Ports or flags in it are nothing that plugins write. Both layouts are all zero without, but for the
-                // count of one range in the older.
+                // Ports or flags in it are nothing that plugins write. Both layouts are all zero
+                // without, but for the count of one range in the older.
                 let flags = if family == Family::V4 { u32_at(info, 4) } else { u32_at(info, 0) };
                 self.whole &= flags.is_none_or(|flags| flags == 0);
             }
@@ -253,8 +256,9 @@ impl Words {
     }
 }
 
-/// The states in a `struct xt_conntrack_mtinfo2` or `3` that matches nothing else, in iptables' order. Behind eight
-/// addresses come two numbers, five ports, and then what is matched, inverted, and the states.
+/// The states in a `struct xt_conntrack_mtinfo2` or `3` that matches nothing else, in iptables'
+/// order. Behind eight addresses come two numbers, five ports, and then what is matched, inverted,
+/// and the states.
 fn conntrack_states(info: &[u8]) -> Option<String> {
     const MATCHED: usize = 8 * 16 + 2 * 4 + 5 * 2;
     const STATE: u16 = 1;
@@ -346,7 +350,8 @@ pub(super) fn protocol_number(name: &str) -> Option<u8> {
     name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol(*number) == name))
 }
 
-/// `struct xt_multiport_v1`: which ports, how many, 15 ports, 15 flags that say where a range begins, inversion.
+/// `struct xt_multiport_v1`: which ports, how many, 15 ports, 15 flags that say where a range
+/// begins, inversion.
 fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
     const PORTS: usize = 15;
     let option = match info.first()? {
@@ -374,8 +379,8 @@ fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
 fn destination(family: Family, revision: u32, info: &[u8]) -> Option<String> {
     const MAP_IPS: u32 = 1;
     const PROTO_SPECIFIED: u32 = 2;
-    // `struct nf_nat_ipv4_multi_range_compat` with one range; later `struct nf_nat_range` and `nf_nat_range2`, whose
-    // beginnings are the same.
+    // `struct nf_nat_ipv4_multi_range_compat` with one range; later `struct nf_nat_range` and
+    // `nf_nat_range2`, whose beginnings are the same.
     let (flags, from, to, port) = if revision == 0 && family == Family::V4 {
         if u32_at(info, 0)? != 1 {
             return None;

@@ -1,7 +1,8 @@
 //! What is to be changed in a table, and its text for `iptables-restore`.
 //!
-//! Every word is quoted or refused here, so that no value can end its line and become a command of its own. What users
-//! may write themselves ([`check_conditions`]) is refused wherever it could be more than a match.
+//! Every word is quoted or refused here, so that no value can end its line and become a command of
+//! its own. What users may write themselves ([`check_conditions`]) is refused wherever it could be
+//! more than a match.
 
 use std::fmt::Write as _;
 
@@ -9,8 +10,8 @@ use super::rule::{Rule, quote};
 use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
 
-/// Changes that belong together. With iptables-legacy they are one transaction; with iptables-nft what is added is one,
-/// and what is removed or put back is another, after it.
+/// Changes that belong together. With iptables-legacy they are one transaction; with iptables-nft
+/// what is added is one, and what is removed or put back is another, after it.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
     pub(crate) chains: Vec<(String, New)>,
@@ -50,8 +51,8 @@ impl Edit {
         Edit::default()
     }
 
-    /// Makes a chain that was seen missing. If somebody has made it meanwhile, nothing of the edit is done and it is
-    /// planned anew. For chains that are shared.
+    /// Makes a chain that was seen missing. If somebody has made it meanwhile, nothing of the edit
+    /// is done and it is planned anew. For chains that are shared.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), New::Created));
     }
@@ -71,8 +72,8 @@ impl Edit {
         self.add(chain, words, Place::First);
     }
 
-    /// Puts a rule at the chain's beginning and removes the same rule, read as `before`, from where else it is. At no time
-    /// is the chain without it.
+    /// Puts a rule at the chain's beginning and removes the same rule, read as `before`, from where
+    /// else it is. At no time is the chain without it.
     pub fn move_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, before: &[Rule]) {
         self.insert(chain, words);
         self.moved.extend(before.iter().map(|rule| (chain.to_owned(), rule.clone())));
@@ -88,12 +89,14 @@ impl Edit {
         self.deleted.push((chain.to_owned(), rule.clone()));
     }
 
-    /// Puts a rule that was read, and has been removed since, at the chain's end, with all there was in it.
+    /// Puts a rule that was read, and has been removed since, at the chain's end, with all there
+    /// was in it.
     pub fn put_back(&mut self, chain: &str, rule: &Rule) {
         self.put_back.push((chain.to_owned(), rule.clone()));
     }
 
-    /// Removes a chain that was read, with all its rules. What leads there must be deleted in the same edit.
+    /// Removes a chain that was read, with all its rules. What leads there must be deleted in the
+    /// same edit.
     pub fn delete_chain(&mut self, name: &str, chain: &Chain) {
         self.deleted_chains.push((name.to_owned(), chain.handle));
     }
@@ -145,8 +148,8 @@ impl Edit {
         Ok(text)
     }
 
-    /// Everything in one text: what is added, then what is removed. A rule that is moved is removed first: `-D` takes the
-    /// first rule that looks like it, which would be the new one.
+    /// Everything in one text: what is added, then what is removed. A rule that is moved is removed
+    /// first: `-D` takes the first rule that looks like it, which would be the new one.
     pub(crate) fn everything(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
         for (chain, rule) in &self.moved {
@@ -227,8 +230,8 @@ const FORBIDDEN: [&str; 29] = [
 /// Whether these words of a user's can be nothing but matches.
 ///
 /// # Errors
-/// The first word that can be more: a control character, `COMMIT`, an option of iptables' own but `-s`, `-d`, `-p`,
-/// `-i`, `-o`, `-f` and `-m`.
+/// The first word that can be more: a control character, `COMMIT`, an option of iptables' own but
+/// `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m`.
 pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {
     words.iter().map(AsRef::as_ref).find(|word| is_more_than_a_match(word)).map_or(Ok(()), |word| Err(word.to_owned()))
 }

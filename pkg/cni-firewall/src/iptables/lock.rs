@@ -1,19 +1,24 @@
 //! One writer of iptables per network namespace, among our processes.
 //!
-//! What is read and then written with iptables is not one transaction, so whoever does that holds this lock: an `flock` of
-//! a file that root alone can open, named after the namespace (`/run/cni/iptables-<device>-<inode>.lock`). The namespace
-//! itself (`/proc/thread-self/ns/net`) could be locked too, but every process in it can open that file, whoever it belongs
-//! to, and hold it for ever. It is the last resort where the file cannot be had, and [`NetnsLock::remark`] says so then.
+//! What is read and then written with iptables is not one transaction, so whoever does that holds
+//! this lock: an `flock` of a file that root alone can open, named after the namespace
+//! (`/run/cni/iptables-<device>-<inode>.lock`). The namespace itself (`/proc/thread-self/ns/net`)
+//! could be locked too, but every process in it can open that file, whoever it belongs to, and hold
+//! it for ever. It is the last resort where the file cannot be had, and [`NetnsLock::remark`] says
+//! so then.
 //!
-//! The lock keeps out our own processes alone, and of those only the ones that see the same folder: Go's plugins know
-//! nothing of it, and iptables-legacy has a lock of its own for the length of one process.
+//! The lock keeps out our own processes alone, and of those only the ones that see the same folder:
+//! Go's plugins know nothing of it, and iptables-legacy has a lock of its own for the length of one
+//! process.
 //!
-//! The empty file stays. There is one for each namespace in which iptables was ever changed, mostly one; /run forgets them
-//! at the next boot; and the kernel uses the numbers of dead namespaces again, with the file that is there. Removing
-//! it after use would make everyone in the queue come back and lose his turn.
+//! The empty file stays. There is one for each namespace in which iptables was ever changed, mostly
+//! one; /run forgets them at the next boot; and the kernel uses the numbers of dead namespaces
+//! again, with the file that is there. Removing it after use would make everyone in the queue come
+//! back and lose his turn.
 //!
-//! A newcomer's mistakes: taking it twice in one thread (the second waits for the first), and taking a lock that was
-//! granted for the lock that counts: somebody may have removed the folder meanwhile, so the path is looked at again.
+//! A newcomer's mistakes: taking it twice in one thread (the second waits for the first), and
+//! taking a lock that was granted for the lock that counts: somebody may have removed the folder
+//! meanwhile, so the path is looked at again.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -42,11 +47,13 @@ pub struct NetnsLock {
 }
 
 impl NetnsLock {
-    /// Waits for its turn in the kernel's queue, for `limit` at most. The file is made in `folder`, which is made too.
+    /// Waits for its turn in the kernel's queue, for `limit` at most. The file is made in `folder`,
+    /// which is made too.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], or, where SIGTERM is to end the wait, [`Error::is_terminated`]: a rollback must not be cut
-    /// short by what caused it. Both name the holder, where it can be seen.
+    /// [`Error::is_deadline`], or, where SIGTERM is to end the wait, [`Error::is_terminated`]: a
+    /// rollback must not be cut short by what caused it. Both name the holder, where it can be
+    /// seen.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
         let broken = |error: io::Error| Error::new("failed to lock the network namespace for iptables", error);
@@ -94,7 +101,8 @@ impl NetnsLock {
     }
 }
 
-/// Opens the file, or makes it. No link is followed, and nothing is accepted that others could open or replace.
+/// Opens the file, or makes it. No link is followed, and nothing is accepted that others could open
+/// or replace.
 fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     let mut tries = 1;
     loop {
@@ -182,7 +190,8 @@ mod tests {
             };
             cni_testkit::locks::assert_named(&format!(", held by process {} (", std::process::id()), refused);
             drop(held);
-            // Not SHORT: a child that another test has just forked has the locked file too, until its exec.
+            // Not SHORT: a child that another test has just forked has the locked file too, until
+            // its exec.
             assert_eq!(acquire(folder, LONG).unwrap().remark(), None);
         });
     }

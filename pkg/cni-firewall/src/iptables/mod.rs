@@ -1,10 +1,12 @@
 //! A table of iptables: reading it without a process, changing it with one.
 //!
-//! There are two iptables. What **iptables-nft** makes lies in nf_tables tables, `ip nat` and `ip6 nat` say: it is read
-//! over netlink, and removed over netlink too, in one transaction by handles, so that neither needs a program. What
-//! **iptables-legacy** makes only its own programs can see; they run only where `/proc/net/ip{,6}_tables_names` says
-//! that there is such a table, for looking would make one. Additions always go through one
-//! `iptables-restore --noflush`. So a [`change`](Iptables::change) costs, per family and attempt:
+//! There are two iptables. What **iptables-nft** makes lies in nf_tables tables, `ip nat` and `ip6
+//! nat` say: it is read over netlink, and removed over netlink too, in one transaction by handles,
+//! so that neither needs a program. What
+//! **iptables-legacy** makes only its own programs can see; they run only where
+//! `/proc/net/ip{,6}_tables_names` says that there is such a table, for looking would make one.
+//! Additions always go through one `iptables-restore --noflush`. So a [`change`](Iptables::change)
+//! costs, per family and attempt:
 //!
 //! | | iptables-nft | iptables-legacy |
 //! | --- | --- | --- |
@@ -13,11 +15,11 @@
 //! | something added | 1 restore | 1 restore, and 1 save where there is a table |
 //! | something removed | 0 | 1 save, 1 restore |
 //!
-//! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`] meanwhile, and plans anew when
-//! a program that does not know the lock came in between.
+//! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`]
+//! meanwhile, and plans anew when a program that does not know the lock came in between.
 //!
-//! Two mistakes to avoid: an edit based on anything but the [`Chains`] that the plan was given (a retry would repeat it
-//! blindly), and calling `change` within a plan (the lock is held).
+//! Two mistakes to avoid: an edit based on anything but the [`Chains`] that the plan was given (a
+//! retry would repeat it blindly), and calling `change` within a plan (the lock is held).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -112,7 +114,8 @@ pub struct Chain {
 /// What a removal in all families and variants has come to.
 #[derive(Debug)]
 pub struct Cleaned {
-    /// Where there may be something that could not be looked at, because the programs are not installed.
+    /// Where there may be something that could not be looked at, because the programs are not
+    /// installed.
     pub unreached: Vec<(Family, Variant)>,
     /// All that went wrong.
     pub outcome: Result<()>,
@@ -140,9 +143,10 @@ impl fmt::Debug for Iptables<'_> {
 }
 
 impl<'m> Iptables<'m> {
-    /// Opens a connection in the calling thread's namespace; programs are looked for in PATH, then in the system's
-    /// folders. SIGTERM ends the wait for the lock in an ADD or a CHECK ([`OnSigterm::Kill`]), not in what cleans up
-    /// ([`OnSigterm::Finish`]); a program that runs is always finished. Remarks for the operator go to `notes`.
+    /// Opens a connection in the calling thread's namespace; programs are looked for in PATH, then
+    /// in the system's folders. SIGTERM ends the wait for the lock in an ADD or a CHECK
+    /// ([`OnSigterm::Kill`]), not in what cleans up ([`OnSigterm::Finish`]); a program that runs is
+    /// always finished. Remarks for the operator go to `notes`.
     pub fn open(table: Table, machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
         Iptables::open_with(table, machine, notes, on_sigterm, Folders::new(std::env::var_os("PATH")))
     }
@@ -163,18 +167,21 @@ impl<'m> Iptables<'m> {
         Ok(Iptables { table, runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
-    /// From now on SIGTERM does not end the wait for the lock either: what follows takes back what an interrupted call did.
+    /// From now on SIGTERM does not end the wait for the lock either: what follows takes back what
+    /// an interrupted call did.
     pub fn finish_on_sigterm(&mut self) {
         self.runner.on_sigterm = OnSigterm::Finish;
     }
 
-    /// The variant that the machine's owner has chosen, in which new rules are made; `None` if there is no
-    /// `iptables-restore`. No process, unless a script stands where the program should be.
+    /// The variant that the machine's owner has chosen, in which new rules are made; `None` if
+    /// there is no `iptables-restore`. No process, unless a script stands where the program should
+    /// be.
     pub fn chosen(&self, family: Family) -> Result<Option<Variant>> {
         Ok(tool::chosen(&self.folders, self.runner, family)?.map(|tool| tool.variant))
     }
 
-    /// Whether the chosen program can work here: runs it (one process) on a text that changes nothing.
+    /// Whether the chosen program can work here: runs it (one process) on a text that changes
+    /// nothing.
     pub fn probe(&self, family: Family) -> Result<()> {
         match tool::chosen(&self.folders, self.runner, family)? {
             Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
@@ -182,8 +189,8 @@ impl<'m> Iptables<'m> {
         }
     }
 
-    /// Where one of these chains may be: iptables-nft if it has one of them, iptables-legacy if it has a table at all. No
-    /// process.
+    /// Where one of these chains may be: iptables-nft if it has one of them, iptables-legacy if it
+    /// has a table at all. No process.
     pub fn holders(&mut self, family: Family, chains: &[&str]) -> Result<Vec<Variant>> {
         let mut holders = Vec::new();
         for chain in chains {
@@ -198,13 +205,15 @@ impl<'m> Iptables<'m> {
         Ok(holders)
     }
 
-    /// Whether changes of what this variant has are possible: over netlink always, else if its programs are there.
+    /// Whether changes of what this variant has are possible: over netlink always, else if its
+    /// programs are there.
     pub fn can_remove(&self, family: Family, variant: Variant) -> Result<bool> {
         let find = |job| tool::find(&self.folders, self.runner, family, variant, job);
         Ok(variant == Variant::Nft || (find(Job::Save)?.is_some() && find(Job::Restore)?.is_some()))
     }
 
-    /// The table as it is, without a lock. One process for iptables-legacy where there is a table, else none.
+    /// The table as it is, without a lock. One process for iptables-legacy where there is a table,
+    /// else none.
     pub fn read(&mut self, family: Family, variant: Variant) -> Result<Chains<'_>> {
         let (mut nft, mut read) = (None, BTreeMap::new());
         match variant {
@@ -218,13 +227,14 @@ impl<'m> Iptables<'m> {
         Ok(Chains { table: self.table, family, nft, read })
     }
 
-    /// Makes the changes that `plan` finds necessary, under the namespace's lock. `plan` is asked again when the table was
-    /// changed under it by somebody who does not know the lock, so it must be a function of what it is given; an empty
-    /// edit ends it well.
+    /// Makes the changes that `plan` finds necessary, under the namespace's lock. `plan` is asked
+    /// again when the table was changed under it by somebody who does not know the lock, so it must
+    /// be a function of what it is given; an empty edit ends it well.
     ///
     /// # Errors
-    /// What `plan` failed with, the lock's, the program's with what it wrote to stderr. With iptables-legacy nothing has
-    /// been changed then; with iptables-nft additions may have been made when the removal of something else fails.
+    /// What `plan` failed with, the lock's, the program's with what it wrote to stderr. With
+    /// iptables-legacy nothing has been changed then; with iptables-nft additions may have been
+    /// made when the removal of something else fails.
     pub fn change(
         &mut self,
         family: Family,
@@ -234,8 +244,9 @@ impl<'m> Iptables<'m> {
         self.change_all(&[(family, variant)], |nat| plan(nat).map(Some)).map(drop).map_err(|(_, error)| error)
     }
 
-    /// The same for several families under one lock: all are read and planned before any is changed, and `plan` ends it
-    /// all by `None`. When one has to be planned anew, so are those that are not done yet.
+    /// The same for several families under one lock: all are read and planned before any is
+    /// changed, and `plan` ends it all by `None`. When one has to be planned anew, so are those
+    /// that are not done yet.
     ///
     /// Returns how many families, from the first, may have been changed, also on failure.
     ///
@@ -253,7 +264,8 @@ impl<'m> Iptables<'m> {
         }
     }
 
-    /// Plans a removal in every family and variant that may hold one of the chains, whatever becomes of the others.
+    /// Plans a removal in every family and variant that may hold one of the chains, whatever
+    /// becomes of the others.
     pub fn clean(&mut self, chains: &[&str], mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Cleaned {
         let (mut unreached, mut results) = (Vec::new(), Vec::new());
         for family in FAMILIES {
@@ -303,7 +315,8 @@ impl<'m> Iptables<'m> {
                     }
                 }
                 let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, &text) };
-                // A legacy program that fails has changed nothing; with the other something may be added, not removed.
+                // A legacy program that fails has changed nothing; with the other something may be
+                // added, not removed.
                 if !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft) {
                     *changed = families.len() - left.len() + 1;
                 }
@@ -358,7 +371,8 @@ impl<'m> Iptables<'m> {
     }
 
     fn tool(&self, family: Family, variant: Variant, job: Job) -> Result<Tool> {
-        // The owner's choice where it is of this variant, so that a wrapper somebody has put there is not gone past.
+        // The owner's choice where it is of this variant, so that a wrapper somebody has put there
+        // is not gone past.
         if job == Job::Restore
             && let Some(tool) = tool::chosen(&self.folders, self.runner, family)?
             && tool.variant == variant
@@ -377,7 +391,8 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// Whether the kernel has made the legacy table for this namespace. That of the thread, not of the process.
+/// Whether the kernel has made the legacy table for this namespace. That of the thread, not of the
+/// process.
 fn legacy_has(table: Table, family: Family) -> Result<bool> {
     use std::io::ErrorKind::{NotFound, PermissionDenied};
     let path = match family {
@@ -386,7 +401,8 @@ fn legacy_has(table: Table, family: Family) -> Result<bool> {
     };
     match std::fs::read_to_string(path) {
         Ok(names) => Ok(names.lines().any(|name| name == table.name())),
-        // Without legacy tables in the kernel there is no such file. And who may not read it may not change them either.
+        // Without legacy tables in the kernel there is no such file. And who may not read it may
+        // not change them either.
         Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
         Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),
     }

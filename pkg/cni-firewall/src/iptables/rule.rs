@@ -1,8 +1,9 @@
 //! A rule as the words that `iptables -S` prints after `-A CHAIN`, and how such words are quoted.
 //!
-//! Both ways of reading end here, so whoever looks for a rule need not know where it came from. Of a rule read over
-//! netlink only what plugins write is put into words; then [`Rule::is_whole`] is false, but target and comment are
-//! always there. A newcomer's mistake: taking `-s` for the source without looking for the `!` before it.
+//! Both ways of reading end here, so whoever looks for a rule need not know where it came from. Of
+//! a rule read over netlink only what plugins write is put into words; then [`Rule::is_whole`] is
+//! false, but target and comment are always there. A newcomer's mistake: taking `-s` for the source
+//! without looking for the `!` before it.
 
 use crate::nft::Raw;
 
@@ -18,7 +19,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// What `-S` prints: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`, one word each, unquoted.
+    /// What `-S` prints: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`, one word each,
+    /// unquoted.
     pub fn words(&self) -> &[String] {
         &self.words
     }
@@ -71,8 +73,8 @@ pub fn split(line: &str) -> Vec<String> {
     words
 }
 
-/// One word so that `iptables-restore` reads it as that word. `None` if it cannot be: control characters, or a length
-/// that its buffer of 10,240 bytes might not take.
+/// One word so that `iptables-restore` reads it as that word. `None` if it cannot be: control
+/// characters, or a length that its buffer of 10,240 bytes might not take.
 pub fn quote(word: &str) -> Option<String> {
     const WORD_MAX: usize = 1024;
     if word.len() > WORD_MAX || word.chars().any(char::is_control) {

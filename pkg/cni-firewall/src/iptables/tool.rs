@@ -1,10 +1,11 @@
 //! Finding and running iptables' programs.
 //!
-//! Which variant a program belongs to is read off the file its name leads to, not asked of it: no process is spent on a
-//! question. Programs run through [`Machine::run`], without a shell, with a deadline; how one failed is told with its
-//! arguments, its status and what it wrote to stderr.
+//! Which variant a program belongs to is read off the file its name leads to, not asked of it: no
+//! process is spent on a question. Programs run through [`Machine::run`], without a shell, with a
+//! deadline; how one failed is told with its arguments, its status and what it wrote to stderr.
 //!
-//! A newcomer's mistake: running a legacy program to look. The very look makes the kernel create the legacy table.
+//! A newcomer's mistake: running a legacy program to look. The very look makes the kernel create
+//! the legacy table.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -57,7 +58,8 @@ pub struct Folders {
 }
 
 impl Folders {
-    /// Programs in those of `path` (as in the variable PATH), then in the system's; the lock in /run/cni.
+    /// Programs in those of `path` (as in the variable PATH), then in the system's; the lock in
+    /// /run/cni.
     pub fn new(path: Option<OsString>) -> Folders {
         Folders::only(program::folders(path))
     }
@@ -97,7 +99,8 @@ fn base(family: Family) -> &'static str {
     }
 }
 
-/// The program that the machine's owner has chosen: the one without a variant in its name, else whichever there is.
+/// The program that the machine's owner has chosen: the one without a variant in its name, else
+/// whichever there is.
 pub(crate) fn chosen(folders: &Folders, runner: Runner<'_>, family: Family) -> Result<Option<Tool>> {
     let plain = format!("{}-{}", base(family), Job::Restore.suffix());
     if let Some(program) = folders.find(&plain) {
@@ -131,8 +134,8 @@ fn named(family: Family, variant: Variant, job: Job) -> String {
     format!("{}-{variant}-{}", base(family), job.suffix())
 }
 
-/// By the name of the file behind the links, `xtables-nft-multi` or `xtables-legacy-multi`. A distribution that names it
-/// otherwise, or a script in its place, has to be asked.
+/// By the name of the file behind the links, `xtables-nft-multi` or `xtables-legacy-multi`. A
+/// distribution that names it otherwise, or a script in its place, has to be asked.
 fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -147,7 +150,8 @@ fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     Ok(if String::from_utf8_lossy(&said).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
 }
 
-/// Feeds `text` to a restore program, which makes all changes of it or, where it is told so by an error, none.
+/// Feeds `text` to a restore program, which makes all changes of it or, where it is told so by an
+/// error, none.
 pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()> {
     run(runner, &tool.program, &["--noflush", "-w", XTABLES_WAIT], text.as_bytes()).map(drop)
 }

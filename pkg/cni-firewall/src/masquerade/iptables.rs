@@ -1,17 +1,18 @@
-//! Masquerading in iptables' table `nat`, as Go has it, with C for `CNI-` and a hash of network and container, X for
-//! `name: "NETWORK" id: "CONTAINER"`, and one line of our own, the last:
+//! Masquerading in iptables' table `nat`, as Go has it, with C for `CNI-` and a hash of network and
+//! container, X for `name: "NETWORK" id: "CONTAINER"`, and one line of our own, the last:
 //! ```text
 //! -A POSTROUTING -s ADDRESS -m comment --comment X -j C
 //! -A C -d NETWORK -m comment --comment X -j ACCEPT
 //! -A C ! -d 224.0.0.0/4 -m comment --comment X -j MASQUERADE
 //! -A C -s ADDRESS -d NETWORK -m comment --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! The chain is the container's, not the interface's. So the last line, which has no target and is never reached, tells
-//! which addresses are whose: two interfaces on one network can go one after the other. Go never reads it and takes it
-//! away with the chain. Rules without it are Go's (older releases wrote `-s NETWORK` into POSTROUTING).
+//! The chain is the container's, not the interface's. So the last line, which has no target and is
+//! never reached, tells which addresses are whose: two interfaces on one network can go one after
+//! the other. Go never reads it and takes it away with the chain. Rules without it are Go's (older
+//! releases wrote `-s NETWORK` into POSTROUTING).
 //!
-//! Where there are two networks of one family, both ACCEPTs stand before MASQUERADE; Go, which appends, leaves the second
-//! where it is never reached.
+//! Where there are two networks of one family, both ACCEPTs stand before MASQUERADE; Go, which
+//! appends, leaves the second where it is never reached.
 //!
 //! Pure planning: what is here gets a [`Chains`] to read and returns an [`Edit`].
 
@@ -42,7 +43,8 @@ pub(crate) fn is_chain_name(name: &str) -> bool {
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
-/// The comment that Go's rules and ours bear. Neither name has characters that would have to be escaped.
+/// The comment that Go's rules and ours bear. Neither name has characters that would have to be
+/// escaped.
 pub(crate) fn comment(network: &str, container: &str) -> String {
     let mut comment = format!("name: \"{network}\" id: \"{container}\"");
     let mut end = COMMENT_MAX.min(comment.len());
@@ -101,8 +103,8 @@ impl Shape {
         ["-s", &source, "-d", &network, "-m", "comment", "--comment", &self.tag].map(str::to_owned).into()
     }
 
-    /// Whether the rule of POSTROUTING leads this container's packets to its chain. The comment is asked too: two pairs of
-    /// network and container can have one chain (`ab`, `c` and `a`, `bc`).
+    /// Whether the rule of POSTROUTING leads this container's packets to its chain. The comment is
+    /// asked too: two pairs of network and container can have one chain (`ab`, `c` and `a`, `bc`).
     fn is_jump(&self, rule: &Rule) -> bool {
         rule.target() == Some(&self.chain) && rule.comment() == Some(&self.comment)
     }
@@ -140,7 +142,8 @@ pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cid
         }
     }
     let Some(chain) = nat.chain(&shape.chain)?.cloned() else {
-        // Without the chain nothing can lead to it, and POSTROUTING, however long, need not be read.
+        // Without the chain nothing can lead to it, and POSTROUTING, however long, need not be
+        // read.
         edit.create_chain(&shape.chain);
         for network in &networks {
             edit.append(&shape.chain, shape.accept(*network));
@@ -294,9 +297,10 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
     Ok(edit)
 }
 
-/// Removes from a container's chain, and from POSTROUTING, the attachments that `is_garbage` by their tags, and the
-/// jumps without a tag that are `unmarked_is_garbage`, given their source and whether any garbage was tagged. The chain
-/// goes when nothing leads to it and nobody has a tag in it.
+/// Removes from a container's chain, and from POSTROUTING, the attachments that `is_garbage` by
+/// their tags, and the jumps without a tag that are `unmarked_is_garbage`, given their source and
+/// whether any garbage was tagged. The chain goes when nothing leads to it and nobody has a tag in
+/// it.
 fn remove(
     nat: &mut Chains<'_>,
     name: &str,
@@ -338,7 +342,8 @@ fn remove(
     for tag in &garbage {
         edit.delete(name, &tag.rule);
     }
-    // Their networks too, unless somebody else is in them; what Go made does not say in which it is.
+    // Their networks too, unless somebody else is in them; what Go made does not say in which it
+    // is.
     if unmarked_left == 0 {
         let networks = garbage.iter().filter_map(|tag| tag.network);
         let networks: Vec<Cidr> =

@@ -1,12 +1,13 @@
 //! Masquerading: what leaves a container for outside its network goes with the host's address.
 //!
-//! [`Masquerade`] is what plugins see: one attachment ([`AttachmentId`]) and its addresses, kept by one of two
-//! [`Backend`]s in the shapes of the Go plugins. Where new rules go is chosen once, at ADD; everything else
-//! looks at both, since configuration and host may have changed since.
+//! [`Masquerade`] is what plugins see: one attachment ([`AttachmentId`]) and its addresses, kept by
+//! one of two [`Backend`]s in the shapes of the Go plugins. Where new rules go is chosen once, at
+//! ADD; everything else looks at both, since configuration and host may have changed since.
 //!
-//! Acts in the network namespace of the calling thread, which must be the host's. Removing needs no address, no program
-//! (but those of iptables-legacy, for what that one holds) and no knowledge of how the rules were made. A newcomer's
-//! mistake: taking "no rules of this attachment" for an error when removing. It is how most calls end.
+//! Acts in the network namespace of the calling thread, which must be the host's. Removing needs no
+//! address, no program (but those of iptables-legacy, for what that one holds) and no knowledge of
+//! how the rules were made. A newcomer's mistake: taking "no rules of this attachment" for an error
+//! when removing. It is how most calls end.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -28,9 +29,10 @@ pub(super) mod nftables;
 
 /// Masquerading in one network namespace.
 ///
-/// The kernel frees removed rules after an RCU grace period, for which the closing of a connection waits. Those that have
-/// removed something are kept until this is dropped: [`purge`](Masquerade::purge) before a link is deleted, which waits
-/// for one too, and drop this after.
+/// The kernel frees removed rules after an RCU grace period, for which the closing of a connection
+/// waits. Those that have removed something are kept until this is dropped:
+/// [`purge`](Masquerade::purge) before a link is deleted, which waits for one too, and drop this
+/// after.
 pub struct Masquerade<'m> {
     machine: &'m dyn Machine,
     notes: Notes,
@@ -105,7 +107,8 @@ impl<'m> Masquerade<'m> {
                     Err(_) => {
                         self.notes
                             .note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
-                        // With the addresses, so that no rule of another interface's is taken for a remainder of this.
+                        // With the addresses, so that no rule of another interface's is taken for a
+                        // remainder of this.
                         self.purge_iptables(mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
                         nftables::ensure(mark, addresses, &former.nftables)
                     }
@@ -157,12 +160,13 @@ impl<'m> Masquerade<'m> {
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's result where they are
-    /// known: they tell which rules made by a Go plugin are this attachment's and not that of another interface of the
-    /// container; without them all are.
+    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's
+    /// result where they are known: they tell which rules made by a Go plugin are this attachment's
+    /// and not that of another interface of the container; without them all are.
     ///
     /// # Errors
-    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but are told.
+    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but
+    /// are told.
     pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         Error::join(
             [self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)]
@@ -188,7 +192,8 @@ impl<'m> Masquerade<'m> {
         }
     }
 
-    /// Removes the rules of `network` that belong to no attachment of `valid` (containerID, ifname), in both backends.
+    /// Removes the rules of `network` that belong to no attachment of `valid` (containerID,
+    /// ifname), in both backends.
     ///
     /// # Errors
     /// As [`purge`](Masquerade::purge).
@@ -204,7 +209,8 @@ impl<'m> Masquerade<'m> {
         )
     }
 
-    /// Plans a removal in every family and variant that may hold one of the chains, whatever becomes of the others.
+    /// Plans a removal in every family and variant that may hold one of the chains, whatever
+    /// becomes of the others.
     fn clean(
         &self,
         chains: &[&str],
@@ -222,8 +228,8 @@ impl<'m> Masquerade<'m> {
         outcome
     }
 
-    /// What is not in force for the attachment's addresses, one sentence each; empty if all is well. Rules made by Go
-    /// pass, in whichever backend they are.
+    /// What is not in force for the attachment's addresses, one sentence each; empty if all is
+    /// well. Rules made by Go pass, in whichever backend they are.
     pub fn check(&self, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
@@ -237,7 +243,8 @@ impl<'m> Masquerade<'m> {
             for variant in iptables.holders(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let lacking = iptables::check(&mut nat, mark, &addresses)?;
-                // Where the chain is, there the rules should be: what is said of that place is of use.
+                // Where the chain is, there the rules should be: what is said of that place is of
+                // use.
                 if lacking.is_empty() || nat.has(&chain)? {
                     worst = lacking;
                 }
@@ -250,7 +257,8 @@ impl<'m> Masquerade<'m> {
         Ok(missing)
     }
 
-    /// Whether [`ensure`](Masquerade::ensure) can work here. No process: a program that is installed counts.
+    /// Whether [`ensure`](Masquerade::ensure) can work here. No process: a program that is
+    /// installed counts.
     ///
     /// # Errors
     /// Why not.

@@ -10,11 +10,13 @@
 //!         ip6 daddr ff00::/8 return
 //!         goto masq_checks                                                                                        }}
 //! ```
-//! KEY is two hashes, of the network and of interface and container, joined by a dash: it names the attachment, so
-//! nothing of ours has to stand beside it. The rest of the comment is for people, and cut where it is too long.
+//! KEY is two hashes, of the network and of interface and container, joined by a dash: it names the
+//! attachment, so nothing of ours has to stand beside it. The rest of the comment is for people,
+//! and cut where it is too long.
 //!
-//! Go fills `postrouting` anew at each ADD; here it is left alone while it is as it should be: the kernel takes the
-//! request for an existing base chain for a change, and closing the socket then waits 12 ms (6.18).
+//! Go fills `postrouting` anew at each ADD; here it is left alone while it is as it should be: the
+//! kernel takes the request for an existing base chain for a change, and closing the socket then
+//! waits 12 ms (6.18).
 
 use std::cell::RefCell;
 

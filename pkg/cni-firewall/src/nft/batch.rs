@@ -1,11 +1,12 @@
-//! One transaction: changes are collected here, each with the words that name it when the kernel refuses it.
+//! One transaction: changes are collected here, each with the words that name it when the kernel
+//! refuses it.
 //!
-//! Nothing touches the kernel before [`Nft::commit`](super::Nft::commit). `ensure` is idempotent in the kernel itself, so
-//! two processes that make the same table at once both succeed; `create` fails on what exists, which is how one of two
-//! racing processes learns that it lost.
+//! Nothing touches the kernel before [`Nft::commit`](super::Nft::commit). `ensure` is idempotent in
+//! the kernel itself, so two processes that make the same table at once both succeed; `create`
+//! fails on what exists, which is how one of two racing processes learns that it lost.
 //!
-//! What an existing table or chain has is never changed: flags, policy and comment are sent for new ones only, by
-//! leaving them out where leaving them out is the kernel's default.
+//! What an existing table or chain has is never changed: flags, policy and comment are sent for new
+//! ones only, by leaving them out where leaving them out is the kernel's default.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
@@ -123,8 +124,8 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
 pub(crate) enum Meaning {
     /// What it says.
     Plain,
-    /// ENOENT: this kernel has no such type of chain for the family (the table is in the same batch). EOPNOTSUPP: the
-    /// chain exists and is hooked in elsewhere.
+    /// ENOENT: this kernel has no such type of chain for the family (the table is in the same
+    /// batch). EOPNOTSUPP: the chain exists and is hooked in elsewhere.
     BaseChain,
 }
 
@@ -161,8 +162,9 @@ impl Batch {
         Batch::default()
     }
 
-    /// Makes the whole depend on nobody having changed any rule of the namespace since `generation` was read: ERESTART
-    /// otherwise, at once and for free. For decisions that rest on more than the objects they touch.
+    /// Makes the whole depend on nobody having changed any rule of the namespace since `generation`
+    /// was read: ERESTART otherwise, at once and for free. For decisions that rest on more than the
+    /// objects they touch.
     pub fn only_at(&mut self, generation: Generation) {
         self.generation = Some(generation);
     }
@@ -180,8 +182,8 @@ impl Batch {
         self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
-    /// Makes the base chain, with policy accept, unless it exists. EEXIST: it exists with another hook, type or
-    /// priority.
+    /// Makes the base chain, with policy accept, unless it exists. EEXIST: it exists with another
+    /// hook, type or priority.
     pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain, comment: Option<&str>) {
         let what = format!("failed to add nft base chain {table} {name}");
         let mut attributes = vec![
@@ -223,7 +225,8 @@ impl Batch {
         self.push(format!("failed to flush nft chain {table} {name}"), Meaning::Plain, table.family, 0, message);
     }
 
-    /// Puts the rule at the chain's end. ENOENT if the chain, one it jumps to, or a set it uses is missing.
+    /// Puts the rule at the chain's end. ENOENT if the chain, one it jumps to, or a set it uses is
+    /// missing.
     pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
         self.new_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
     }
@@ -277,9 +280,10 @@ impl Batch {
         self.push(what, Meaning::Plain, table.family, 0, message);
     }
 
-    /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol` (`IPPROTO_*`) is the one that
-    /// the rule asks for, where matches of xtables are in it: they want to be told, and the kernel does not list it. ENOENT
-    /// if the chain, one it jumps to, or a set it uses is missing: sets without a name go with their rule.
+    /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol`
+    /// (`IPPROTO_*`) is the one that the rule asks for, where matches of xtables are in it: they
+    /// want to be told, and the kernel does not list it. ENOENT if the chain, one it jumps to, or a
+    /// set it uses is missing: sets without a name go with their rule.
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;
         const NFTA_RULE_COMPAT_PROTO: u16 = 1;
@@ -318,8 +322,8 @@ impl Batch {
         self.push(what, Meaning::Plain, table.family, 0, message);
     }
 
-    /// Removes the chain with its rules. ENOENT if this very one is gone, even if there is a new one of its name;
-    /// EBUSY if rules outside it still jump to it.
+    /// Removes the chain with its rules. ENOENT if this very one is gone, even if there is a new
+    /// one of its name; EBUSY if rules outside it still jump to it.
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
         let attributes = vec![
             ChainAttribute::Table(table.name.into()),

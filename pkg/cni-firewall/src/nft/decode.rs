@@ -1,7 +1,9 @@
-//! Bytes from the kernel into our types, without trust: no input makes it panic, what it does not know it skips.
+//! Bytes from the kernel into our types, without trust: no input makes it panic, what it does not
+//! know it skips.
 //!
-//! The packet crate is used for writing only. Its reader panics on a truncated nested attribute (0.4.0), and it knows
-//! more than is needed here: a rule's handle, comment, tags and the few expressions of [`Expr`].
+//! The packet crate is used for writing only. Its reader panics on a truncated nested attribute
+//! (0.4.0), and it knows more than is needed here: a rule's handle, comment, tags and the few
+//! expressions of [`Expr`].
 
 use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
 use super::userdata;
@@ -129,7 +131,8 @@ fn payload(data: &[u8]) -> Option<Expr> {
 }
 
 fn bitwise(data: &[u8]) -> Option<Expr> {
-    // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation (absent on old kernels; 0 is mask and xor).
+    // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation (absent on old kernels; 0
+    // is mask and xor).
     let (from, to) = (number(data, 1)?, number(data, 2)?);
     let (mask, xor) = (value(attribute(data, 4)?)?, value(attribute(data, 5)?)?);
     (from == to && number(data, 6).unwrap_or(0) == 0).then_some(Expr::Bitwise { reg: Reg(to), mask, xor })

@@ -1,11 +1,12 @@
 //! What a rule is made of: expressions over registers, and how they are written for the kernel.
 //!
 //! The vocabulary is the kernel's, kept to what the plugins' shapes need. The same [`Expr`] is what
-//! [`decode`](super::decode) reads back, so a rule is checked by comparing two lists. To get the very rules that `nft`
-//! makes, the functions below use the register and the form `nft` uses; each has its `nft` text above it.
+//! [`decode`](super::decode) reads back, so a rule is checked by comparing two lists. To get the
+//! very rules that `nft` makes, the functions below use the register and the form `nft` uses; each
+//! has its `nft` text above it.
 //!
-//! Newcomers get this wrong: attribute numbers are big-endian, but what a register holds is as the kernel puts it
-//! there: packet bytes as on the wire, marks and families in the machine's order.
+//! Newcomers get this wrong: attribute numbers are big-endian, but what a register holds is as the
+//! kernel puts it there: packet bytes as on the wire, marks and families in the machine's order.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_netfilter::nftables as wire;
@@ -197,7 +198,8 @@ pub enum Expr {
         /// Where the port is, if that is replaced too.
         port: Option<Reg>,
     },
-    /// A match of xtables (`comment`, `multiport`), as iptables-nft writes them. Read only, as [`Expr::Other`].
+    /// A match of xtables (`comment`, `multiport`), as iptables-nft writes them. Read only, as
+    /// [`Expr::Other`].
     XtMatch {
         /// Its name.
         name: String,
@@ -206,7 +208,8 @@ pub enum Expr {
         /// The C structure of that name and revision.
         info: Vec<u8>,
     },
-    /// A target of xtables (`MASQUERADE`, `DNAT`), as iptables-nft writes them. Read only, as [`Expr::Other`].
+    /// A target of xtables (`MASQUERADE`, `DNAT`), as iptables-nft writes them. Read only, as
+    /// [`Expr::Other`].
     XtTarget {
         /// Its name.
         name: String,
@@ -215,8 +218,8 @@ pub enum Expr {
         /// The C structure of that name and revision.
         info: Vec<u8>,
     },
-    /// Any other expression, by name alone. Read only: it is written as an expression without attributes, which the
-    /// kernel refuses for all but a few.
+    /// Any other expression, by name alone. Read only: it is written as an expression without
+    /// attributes, which the kernel refuses for all but a few.
     Other(String),
 }
 
@@ -306,7 +309,8 @@ fn payload(base: Base, offset: u32, len: u32) -> Expr {
 
 /// `iifname "NAME"`
 ///
-/// The whole register is compared, so the name is not a prefix. `None` if it is longer than an interface name can be.
+/// The whole register is compared, so the name is not a prefix. `None` if it is longer than an
+/// interface name can be.
 pub fn iifname(name: &str) -> Option<Vec<Expr>> {
     let mut data = vec![0; libc::IFNAMSIZ];
     // The last byte stays NUL: a name of 16 bytes would match nothing, ever.
@@ -348,7 +352,8 @@ pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
     exprs.starts_with(&ether_saddr(mac)).then_some(mac)
 }
 
-/// `ip saddr ADDR` or `ip6 saddr ADDR`, in an ip or ip6 table; elsewhere [`nfproto`] must come first.
+/// `ip saddr ADDR` or `ip6 saddr ADDR`, in an ip or ip6 table; elsewhere [`nfproto`] must come
+/// first.
 pub fn saddr(addr: IpAddr) -> Vec<Expr> {
     match addr {
         IpAddr::V4(addr) => equal(payload(Base::NETWORK, 12, 4), addr.octets().to_vec()),
@@ -428,9 +433,11 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     exprs
 }
 
-/// Compares only the first `prefix` bits of an address match (`saddr`, `daddr`): `ip daddr NET/prefix`.
+/// Compares only the first `prefix` bits of an address match (`saddr`, `daddr`): `ip daddr
+/// NET/prefix`.
 ///
-/// As `nft` does (1.0 and later): whole bytes are a shorter load, other prefixes a mask. Older ones always mask.
+/// As `nft` does (1.0 and later): whole bytes are a shorter load, other prefixes a mask. Older ones
+/// always mask.
 pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
     let [.., Expr::Payload { len, .. }, Expr::Cmp { reg, data, .. }] = exprs.as_mut_slice() else { return exprs };
     let mask: Vec<u8> = (0..data.len())

@@ -1,13 +1,14 @@
 //! nf_tables without a process: one netlink socket, atomic transactions, short reads.
 //!
-//! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`], [`Nft::chains`] and
-//! [`Nft::find_chain`] read. Reads and writes are separate: whoever acts on what was read must name handles or `create`
-//! chains, so that the kernel refuses a change whose ground has moved, and then read again ([`raced`]).
+//! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`],
+//! [`Nft::chains`] and [`Nft::find_chain`] read. Reads and writes are separate: whoever acts on
+//! what was read must name handles or `create` chains, so that the kernel refuses a change whose
+//! ground has moved, and then read again ([`raced`]).
 //!
-//! Needs CAP_NET_ADMIN. Never runs a program, never waits. The socket belongs to the network namespace of the thread
-//! that opened it, wherever that thread goes later. A newcomer's mistake: taking an empty list for "nothing is there"
-//! on a kernel without nf_tables; there every call fails, with
-//! [`is_unsupported`](cni_linux::error::Error::is_unsupported).
+//! Needs CAP_NET_ADMIN. Never runs a program, never waits. The socket belongs to the network
+//! namespace of the thread that opened it, wherever that thread goes later. A newcomer's mistake:
+//! taking an empty list for "nothing is there" on a kernel without nf_tables; there every call
+//! fails, with [`is_unsupported`](cni_linux::error::Error::is_unsupported).
 
 use std::fmt;
 
@@ -42,7 +43,8 @@ pub enum Family {
 }
 
 impl Family {
-    /// A message's type and what follows its header: the family, the version, no resource, the attributes.
+    /// A message's type and what follows its header: the family, the version, no resource, the
+    /// attributes.
     fn message(self, message: &NfTablesMessage) -> (u16, Vec<u8>) {
         let family = match self {
             Family::Inet => NetfilterProtoFamily::Inet,
@@ -144,7 +146,8 @@ pub struct Chain {
     pub name: String,
     /// Its number, never used twice within a table.
     pub handle: u64,
-    /// Where it is hooked in; `None` for a regular chain, and for base chains of types and hooks not used here.
+    /// Where it is hooked in; `None` for a regular chain, and for base chains of types and hooks
+    /// not used here.
     pub base: Option<BaseChain>,
     /// Whether packets that reach its end are dropped.
     pub drops: bool,

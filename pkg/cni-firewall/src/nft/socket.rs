@@ -1,6 +1,7 @@
 //! The conversation with the kernel: transactions with their answers, dumps that are consistent.
 //!
-//! Nothing here ever waits: an answer that is not there when the request has been sent will not come, and is an error.
+//! Nothing here ever waits: an answer that is not there when the request has been sent will not
+//! come, and is an error.
 
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
@@ -20,8 +21,8 @@ const NFNL_MSG_BATCH_BEGIN: u16 = 16;
 const NFNL_MSG_BATCH_END: u16 = 17;
 const NFNL_BATCH_GENID: u16 = 1;
 
-/// How often a list is read until two readings agree. Every change of the rules spoils at most two, so this is reached
-/// by an endless stream of changes only.
+/// How often a list is read until two readings agree. Every change of the rules spoils at most two,
+/// so this is reached by an endless stream of changes only.
 const DUMPS: usize = 512;
 /// The same where an answer in time is worth more than an answer.
 const HURRIED: usize = 4;
@@ -36,8 +37,8 @@ pub struct Nft {
     dumps: usize,
 }
 
-/// Whether a change failed because what it was based on has been changed by somebody else: read again and repeat, with
-/// a bound.
+/// Whether a change failed because what it was based on has been changed by somebody else: read
+/// again and repeat, with a bound.
 pub fn raced(error: &Error) -> bool {
     error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
 }
@@ -46,9 +47,10 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Whether one of these pairs stands anywhere in a rule as the kernel sends it, in one pass. Only even places are looked
-/// at: the kernel's attributes begin at multiples of four, and the structures of xtables in them have their ports at even
-/// places. What this costs is much of what a long chain costs.
+/// Whether one of these pairs stands anywhere in a rule as the kernel sends it, in one pass. Only
+/// even places are looked at: the kernel's attributes begin at multiples of four, and the
+/// structures of xtables in them have their ports at even places. What this costs is much of what a
+/// long chain costs.
 pub fn occurs(rule: &[u8], wanted: &[[u8; 2]]) -> bool {
     rule.as_chunks::<2>().0.iter().any(|pair| wanted.contains(pair))
 }
@@ -66,22 +68,22 @@ fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
 }
 
 impl Nft {
-    /// Opens a socket in the calling thread's network namespace. A kernel without netfilter's netlink:
-    /// [`Error::is_unsupported`].
+    /// Opens a socket in the calling thread's network namespace. A kernel without netfilter's
+    /// netlink: [`Error::is_unsupported`].
     pub fn open() -> Result<Nft> {
         let socket = Socket::open(Protocol::Netfilter);
         let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
         Ok(Nft { socket, settled: false, dumps: DUMPS })
     }
 
-    /// Makes all changes of the batch, or none. The error names the first change that the kernel refused, with its
-    /// errno.
+    /// Makes all changes of the batch, or none. The error names the first change that the kernel
+    /// refused, with its errno.
     pub fn commit(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Commit)
     }
 
-    /// Has the kernel judge the batch and forget it: nothing changes, nobody is notified. Forgetting takes an RCU grace
-    /// period, some 10 ms; so does a refused [`commit`](Nft::commit).
+    /// Has the kernel judge the batch and forget it: nothing changes, nobody is notified.
+    /// Forgetting takes an RCU grace period, some 10 ms; so does a refused [`commit`](Nft::commit).
     pub fn rehearse(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Abort)
     }
@@ -111,7 +113,8 @@ impl Nft {
                 _ => Ok(()),
             };
         };
-        // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge the end itself.
+        // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge
+        // the end itself.
         last.flags |= NLM_F_ACK;
         let begin = match generation {
             Some(Generation(generation)) => wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()),
@@ -158,7 +161,8 @@ impl Nft {
         }
         Err(match (errno, change.map(|change| change.meaning)) {
             (libc::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", Errno::ENOENT),
-            // Kernels differ in how they refuse to change a base chain's hook; on older ones it is EEXIST.
+            // Kernels differ in how they refuse to change a base chain's hook; on older ones it is
+            // EEXIST.
             (libc::EOPNOTSUPP, Some(Meaning::BaseChain)) => {
                 let ack = Some("with another hook, type or priority".into());
                 Error::new(what, Cause::kernel(libc::EEXIST, ack))
@@ -167,8 +171,8 @@ impl Nft {
         })
     }
 
-    /// The chain's rules, in order; none if there is no such chain. Only this chain is read, however many others there
-    /// are.
+    /// The chain's rules, in order; none if there is no such chain. Only this chain is read,
+    /// however many others there are.
     pub fn rules(&mut self, table: Table<'_>, chain: &str) -> Result<Vec<Listed>> {
         self.rules_where(table, chain, |_| true)
     }
@@ -178,8 +182,9 @@ impl Nft {
         self.rules_where(table, chain, |rule| decode::comment(rule).starts_with(beginning.as_bytes()))
     }
 
-    /// Those rules of the chain, in order, whose bytes, as the kernel sends them, could be what the caller looks for. The
-    /// others are read too, and passed over, which takes a fraction of the time.
+    /// Those rules of the chain, in order, whose bytes, as the kernel sends them, could be what the
+    /// caller looks for. The others are read too, and passed over, which takes a fraction of the
+    /// time.
     pub fn rules_where(
         &mut self,
         table: Table<'_>,
@@ -200,8 +205,8 @@ impl Nft {
         Ok(rules.into_iter().flatten().collect())
     }
 
-    /// The same, read once where nobody changes anything meanwhile. Not for chains into which others put rules at the
-    /// front, see [`settle`](Nft::settle).
+    /// The same, read once where nobody changes anything meanwhile. Not for chains into which
+    /// others put rules at the front, see [`settle`](Nft::settle).
     pub fn rules_at_once(
         &mut self,
         table: Table<'_>,
@@ -227,8 +232,9 @@ impl Nft {
         Err(self.disturbed(what))
     }
 
-    /// Whether the chain has such a rule, by one reading of this chain alone. For a hint that is read again before anything
-    /// is done: a chain that takes the kernel more than one part may hide a rule while it is changed.
+    /// Whether the chain has such a rule, by one reading of this chain alone. For a hint that is
+    /// read again before anything is done: a chain that takes the kernel more than one part may
+    /// hide a rule while it is changed.
     pub fn has_rule(&mut self, table: Table<'_>, chain: &str, wanted: impl Fn(&[u8]) -> bool) -> Result<bool> {
         let settled = std::mem::replace(&mut self.settled, true);
         let found = self.rules_where(table, chain, wanted);
@@ -236,7 +242,8 @@ impl Nft {
         Ok(!found?.is_empty())
     }
 
-    /// Reads what is not worth a wait: a list that is changed a few times while it is read is an error.
+    /// Reads what is not worth a wait: a list that is changed a few times while it is read is an
+    /// error.
     pub fn in_a_hurry<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
         self.dumps = HURRIED;
         let found = read(self);
@@ -248,7 +255,8 @@ impl Nft {
         Error::new(what, Cause::text(format!("the rules were changed under it {} times", self.dumps)))
     }
 
-    /// The table's chains; none if there is no such table. The kernel sends the chains of the whole family.
+    /// The table's chains; none if there is no such table. The kernel sends the chains of the whole
+    /// family.
     pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
         let chains = self.chains_where(table.family, |in_table, _| in_table == table.name)?;
         Ok(chains.into_iter().map(|(_, chain)| chain).collect())
@@ -292,15 +300,16 @@ impl Nft {
         }
     }
 
-    /// Where the ruleset stands, for [`Batch::only_at`], once the transaction that brought it there is over. From here to
-    /// the next commit lists are read once: whatever disturbs a reading also takes the generation on, and that commit
-    /// fails. Not for chains into which others put rules at the front: if such a transaction is given up in the middle,
-    /// it has shifted the list and left no trace.
+    /// Where the ruleset stands, for [`Batch::only_at`], once the transaction that brought it there
+    /// is over. From here to the next commit lists are read once: whatever disturbs a reading also
+    /// takes the generation on, and that commit fails. Not for chains into which others put rules
+    /// at the front: if such a transaction is given up in the middle, it has shifted the list and
+    /// left no trace.
     pub fn settle(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
-        // The kernel announces a generation before it has taken removed rules off its lists. A transaction without
-        // changes has to wait for the one at work, and is none itself.
+        // The kernel announces a generation before it has taken removed rules off its lists. A
+        // transaction without changes has to wait for the one at work, and is none itself.
         let mut bytes = Vec::new();
         self.write_control(NFNL_MSG_BATCH_BEGIN, &[], &mut bytes);
         self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
@@ -321,11 +330,12 @@ impl Nft {
 
     /// All of a list, as it was at one instant.
     ///
-    /// The kernel sends a long list in parts and continues each by counting from the list's start. It flags a
-    /// transaction that began in between, and each object names its generation. But it takes removed rules out of the
-    /// list only after the new generation has begun, and puts those of an unfinished transaction in before: then the
-    /// count is off and neither tells (6.18: rules missing in 1 of 1,200 reads beside a busy writer). So a list counts only
-    /// if the next reading finds the very same objects.
+    /// The kernel sends a long list in parts and continues each by counting from the list's start.
+    /// It flags a transaction that began in between, and each object names its generation. But it
+    /// takes removed rules out of the list only after the new generation has begun, and puts those
+    /// of an unfinished transaction in before: then the count is off and neither tells (6.18: rules
+    /// missing in 1 of 1,200 reads beside a busy writer). So a list counts only if the next reading
+    /// finds the very same objects.
     fn dump<T>(
         &mut self,
         what: &str,
@@ -352,7 +362,8 @@ impl Nft {
         Err(self.disturbed(what))
     }
 
-    /// Sends one request and hands over each object of the answer. Returns whether the list was read undisturbed.
+    /// Sends one request and hands over each object of the answer. Returns whether the list was
+    /// read undisturbed.
     fn ask(
         &mut self,
         what: &str,

@@ -1,8 +1,10 @@
-//! The bytes a rule, chain or table carries for user space: a comment, and tags of our own beside it.
+//! The bytes a rule, chain or table carries for user space: a comment, and tags of our own beside
+//! it.
 //!
-//! The kernel keeps them unread, at most 256 bytes. Inside they are type, length and value, one byte each for the first
-//! two. `nft` knows type 0, the comment, and skips what it does not know; ours are from 0x80 up, so that `nft` will not
-//! reach them for a long time. `nft list ruleset | nft -f` loses them.
+//! The kernel keeps them unread, at most 256 bytes. Inside they are type, length and value, one
+//! byte each for the first two. `nft` knows type 0, the comment, and skips what it does not know;
+//! ours are from 0x80 up, so that `nft` will not reach them for a long time. `nft list ruleset |
+//! nft -f` loses them.
 
 /// What the kernel takes in one piece (`NFT_USERDATA_MAXLEN`).
 pub const MAX: usize = 256;

@@ -25,7 +25,8 @@ use super::{Claim, Forwarding};
 /// What happens if a port is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// A dead holder is displaced, a live one wins, where nothing can be proved the older rule goes first.
+    /// A dead holder is displaced, a live one wins, where nothing can be proved the older rule goes
+    /// first.
     Judge,
     /// As in Go: the older rule goes first.
     Ignore,
@@ -90,7 +91,8 @@ pub(super) enum Fate {
 #[derive(Debug, Default)]
 pub(super) struct Judge {
     host: Option<Netlink>,
-    /// By address, whether it was found that the container's link is the only way to it: all routes are read for that.
+    /// By address, whether it was found that the container's link is the only way to it: all routes
+    /// are read for that.
     only_ways: BTreeMap<IpAddr, bool>,
 }
 

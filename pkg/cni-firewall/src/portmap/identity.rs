@@ -1,8 +1,9 @@
 //! Whose a rule of the nft shape is.
 //!
-//! Go's key is the comment, which is the bare container ID. Network and interface, which it lacks, stand in a tag
-//! beside it: the attachment's mark, or, where that does not fit beside a long ID, two hashes. A rule without a tag was
-//! made by a Go plugin, or written back by `nft -f` from a listing, which loses tags.
+//! Go's key is the comment, which is the bare container ID. Network and interface, which it lacks,
+//! stand in a tag beside it: the attachment's mark, or, where that does not fit beside a long ID,
+//! two hashes. A rule without a tag was made by a Go plugin, or written back by `nft -f` from a
+//! listing, which loses tags.
 
 use std::net::IpAddr;
 
@@ -14,11 +15,14 @@ use cni::AttachmentId;
 
 /// The attachment's mark ([`AttachmentId::alias`]).
 const TAG_MARK: u8 = 0x80;
-/// Where the mark does not fit: 8 bytes of the SHA-512 of the network's name, then 16 of the mark's.
+/// Where the mark does not fit: 8 bytes of the SHA-512 of the network's name, then 16 of the
+/// mark's.
 const TAG_HASHES: u8 = 0x81;
-/// Empty: when the rule was made, a link on the host bore the mark. If there is none any more, the container is gone.
+/// Empty: when the rule was made, a link on the host bore the mark. If there is none any more, the
+/// container is gone.
 const TAG_WITNESSED: u8 = 0x82;
-/// In a rule without expressions: the handles, 8 bytes each, of rules of the attachment that could not be tagged.
+/// In a rule without expressions: the handles, 8 bytes each, of rules of the attachment that could
+/// not be tagged.
 const TAG_HANDLES: u8 = 0x83;
 
 /// Beside the handles: a hash of the text that those rules were written from.
@@ -29,7 +33,8 @@ const TEXT_LEN: usize = 16;
 const MARK_LEN: usize = 16;
 /// Both hashes and a witness.
 const TAGS_MIN: usize = 2 + NETWORK_LEN + MARK_LEN + 2;
-/// The longest ID that stands as it is in a comment beside the smallest tags. `nft` itself takes 128 bytes.
+/// The longest ID that stands as it is in a comment beside the smallest tags. `nft` itself takes
+/// 128 bytes.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
 
 /// One attachment, as rules name it.
@@ -82,7 +87,8 @@ impl Identity {
         }
     }
 
-    /// Rules that do nothing but say that these others are this attachment's, written from this text.
+    /// Rules that do nothing but say that these others are this attachment's, written from this
+    /// text.
     pub(super) fn sign_others(&self, handles: &[u64], text: &str) -> Vec<Rule> {
         let used = comment_len(&self.comment) + 2 + self.hashes.len() + 2 + TEXT_LEN + 2;
         let room = (userdata::MAX.saturating_sub(used) / 8).max(1);
@@ -94,7 +100,8 @@ impl Identity {
         handles.chunks(room).map(sign).collect()
     }
 
-    /// Whether rules written from this text are this attachment's, all of them are there, and no others beside them.
+    /// Whether rules written from this text are this attachment's, all of them are there, and no
+    /// others beside them.
     pub(super) fn has_signed(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut spoken_for = Vec::new();
@@ -121,8 +128,9 @@ impl Identity {
         }
     }
 
-    /// The rules of a list that are this attachment's, `addresses` being its addresses as far as they are known. A rule
-    /// that names the container alone is its if it leads to one of them; with no address known, in any case, as in Go.
+    /// The rules of a list that are this attachment's, `addresses` being its addresses as far as
+    /// they are known. A rule that names the container alone is its if it leads to one of them;
+    /// with no address known, in any case, as in Go.
     pub(super) fn own<'l>(
         &self,
         rules: &'l [Listed],
@@ -167,14 +175,16 @@ pub(super) enum Witnessed {
     No,
 }
 
-/// The comment for a container ID: the ID itself, or its beginning and a hash if it is too long for Go anyway.
+/// The comment for a container ID: the ID itself, or its beginning and a hash if it is too long for
+/// Go anyway.
 fn comment(container_id: &str) -> String {
     const KEPT: usize = 83;
     if container_id.len() <= PLAIN_ID_MAX {
         return container_id.to_owned();
     }
     let hash = sha512_hex(&[container_id.as_bytes()], 32);
-    // IDs are ASCII by their rules; a cut in the middle of a character must not panic if one is not.
+    // IDs are ASCII by their rules; a cut in the middle of a character must not panic if one is
+    // not.
     let kept: String =
         container_id.chars().scan(0, |len, c| (*len += c.len_utf8(), (*len <= KEPT).then_some(c)).1).collect();
     format!("{kept}-{hash}")

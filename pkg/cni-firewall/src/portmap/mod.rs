@@ -1,11 +1,13 @@
 //! Host ports: connections to a port of the host go to a port of a container.
 //!
-//! [`Forwarding`] is what one attachment wants; [`nft`] and [`iptables`] put it in force in the shapes of the Go plugin.
-//! What both have in common is here: who collides with whom, and whose a rule is (`identity`). [`conflict`] judges
-//! who may be displaced, [`conditions`] reads the extra matches.
+//! [`Forwarding`] is what one attachment wants; [`nft`] and [`iptables`] put it in force in the
+//! shapes of the Go plugin. What both have in common is here: who collides with whom, and whose a
+//! rule is (`identity`). [`conflict`] judges who may be displaced, [`conditions`] reads the extra
+//! matches.
 //!
-//! Everything works in the network namespace of the calling thread, which must be the host's. A newcomer's mistake: a
-//! mapping without a host address is wanted in both families, one with 0.0.0.0 in IPv4 alone.
+//! Everything works in the network namespace of the calling thread, which must be the host's. A
+//! newcomer's mistake: a mapping without a host address is wanted in both families, one with
+//! 0.0.0.0 in IPv4 alone.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -29,7 +31,8 @@ pub use conflict::{Holder, Policy, Rivals, Then};
 pub struct Mapping {
     /// The protocol.
     pub protocol: Protocol,
-    /// The host's address; `None` is every address of both families, an unspecified one every address of its family.
+    /// The host's address; `None` is every address of both families, an unspecified one every
+    /// address of its family.
     pub host_ip: Option<IpAddr>,
     /// The host's port.
     pub host_port: u16,
@@ -46,7 +49,8 @@ impl Mapping {
         })
     }
 
-    /// What it claims for a container of this address; `None` if its host address is of the other family.
+    /// What it claims for a container of this address; `None` if its host address is of the other
+    /// family.
     pub fn claim(&self, container: IpAddr) -> Option<Claim> {
         let wanted = Family::of(container);
         if self.host_ip.is_some_and(|host_ip| Family::of(host_ip) != wanted) {
@@ -61,14 +65,14 @@ impl Mapping {
     }
 }
 
-/// Which of the connections to a host port get the host's address as their source, so that answers come back through
-/// it.
+/// Which of the connections to a host port get the host's address as their source, so that answers
+/// come back through it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Snat {
     /// None: the container cannot reach itself, the host not its loopback address.
     No,
-    /// Those that could not work otherwise: the container's own (iptables: its whole subnet's) and, in IPv4, those from
-    /// 127.0.0.1.
+    /// Those that could not work otherwise: the container's own (iptables: its whole subnet's) and,
+    /// in IPv4, those from 127.0.0.1.
     Hairpin,
     /// All.
     All,
@@ -126,7 +130,8 @@ impl Forwarding {
         }
     }
 
-    /// The families in which something is wanted, each with the container's address there and all claims.
+    /// The families in which something is wanted, each with the container's address there and all
+    /// claims.
     pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<Claim>)> {
         self.every_family().filter(|(_, claims)| !claims.is_empty())
     }
@@ -168,7 +173,8 @@ fn older_mapping(there: &Claim) -> String {
 /// What a removal has come to, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {
-    /// What was claimed by what was found there, also where something has failed: what has gone nobody finds again.
+    /// What was claimed by what was found there, also where something has failed: what has gone
+    /// nobody finds again.
     pub claims: Vec<Claim>,
     /// What could not be removed because a program is missing, one sentence each.
     pub remarks: Vec<String>,

@@ -22,7 +22,8 @@ impl Id {
             return Id(id);
         }
         let hash = sha512_hex(&[id.as_bytes()], 32);
-        // Both parts are ASCII by their rules; a cut in the middle of a character must not panic if they are not.
+        // Both parts are ASCII by their rules; a cut in the middle of a character must not panic if
+        // they are not.
         let kept: String = id.chars().scan(0, |len, c| (*len += c.len_utf8(), (*len <= KEPT).then_some(c)).1).collect();
         Id(format!("{kept}-{hash}"))
     }
@@ -39,8 +40,8 @@ impl Id {
         format!("{COMMENT_PREFIX}{}", self.0)
     }
 
-    /// Whether a rule of PREROUTING is this attachment's: by its comment, as Go searches, or because it leads into its
-    /// chain, which must go too.
+    /// Whether a rule of PREROUTING is this attachment's: by its comment, as Go searches, or
+    /// because it leads into its chain, which must go too.
     pub(super) fn owns(&self, rule: &Rule) -> bool {
         rule.comment.as_deref() == Some(&self.comment())
             || matches!(rule.exprs.last(), Some(Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to))) if *to == self.chain())
@@ -118,7 +119,8 @@ impl fmt::Display for Network {
 pub struct Owner {
     /// `<containerID>-<ifname>`, shortened if very long.
     pub id_ifname: String,
-    /// The interface whose frames are judged; `None` where chains are left but nothing leads to them.
+    /// The interface whose frames are judged; `None` where chains are left but nothing leads to
+    /// them.
     pub host_veth: Option<String>,
     pub(super) network: Network,
 }
@@ -145,8 +147,9 @@ impl Owner {
         self.id_ifname == Id::new(container_id, ifname).0
     }
 
-    /// Whether GC of `network` removes it: it names the network and is none of the valid attachments (container ID,
-    /// interface name); or it names none, is not valid, and is dead for sure: its interface is gone.
+    /// Whether GC of `network` removes it: it names the network and is none of the valid
+    /// attachments (container ID, interface name); or it names none, is not valid, and is dead for
+    /// sure: its interface is gone.
     pub fn is_garbage(&self, network: &str, valid: &[(&str, &str)], link_exists: impl Fn(&str) -> bool) -> bool {
         if valid.iter().any(|(container_id, ifname)| self.is(container_id, ifname)) {
             return false;

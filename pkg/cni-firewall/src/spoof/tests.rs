@@ -199,7 +199,8 @@ fn every_half_done_state_is_completed_and_removed() {
                 assert_eq!(ruleset(), SHARED, "{state}");
                 nft(&state);
                 ensure("c1");
-                // A rule of that comment that leads nowhere does not stop the first, unread attempt.
+                // A rule of that comment that leads nowhere does not stop the first, unread
+                // attempt.
                 if !state.contains("drop comment") || !chains.is_empty() {
                     assert_eq!(ruleset(), whole, "{state}");
                 }
@@ -375,7 +376,8 @@ fn worker() {
     let Ok(container) = std::env::var("CNI_TEST_SPOOF_WORKER") else { return };
     ensure(&container);
     std::fs::write("/proc/self/fd/2", "ready").unwrap();
-    // One socket throughout: the kernel makes its closing wait, and there is nothing to be seen in dying there.
+    // One socket throughout: the kernel makes its closing wait, and there is nothing to be seen in
+    // dying there.
     let mut spoof = SpoofCheck::open().unwrap();
     loop {
         spoof.purge(&mark(&container)).unwrap();
@@ -445,7 +447,8 @@ fn a_foreign_source_address_does_not_pass() {
             use std::os::fd::{AsFd as _, AsRawFd as _};
             ends[0].as_fd().as_raw_fd()
         });
-        // Until the first answer, for the neighbour must learn the new address; or until the time is over.
+        // Until the first answer, for the neighbour must learn the new address; or until the time
+        // is over.
         let pings = |seconds: u32| {
             let pinged = shell(&format!("{enter} ping -c1 -w{seconds} 10.9.9.1 >/dev/null && echo yes || echo no"));
             pinged == "yes\n"

@@ -1,14 +1,16 @@
-//! Running a plugin under `ptrace(2)`: to kill it, or to fail a call of its, at its N-th system call.
+//! Running a plugin under `ptrace(2)`: to kill it, or to fail a call of its, at its N-th system
+//! call.
 //!
-//! A tracer of our own, because one run of `strace` costs more than the plugin it looks at, and because only one that
-//! knows the programs can choose which of them is meant: the plugin, its delegate, the iptables it runs, or the
-//! moment between a fork and its exec.
+//! A tracer of our own, because one run of `strace` costs more than the plugin it looks at, and
+//! because only one that knows the programs can choose which of them is meant: the plugin, its
+//! delegate, the iptables it runs, or the moment between a fork and its exec.
 //!
-//! The first program is held by a shell that reads one line and then becomes the plugin, so that not one call of the
-//! plugin goes unseen. The point of a call is before it: killed at call N, a program has made N - 1 calls.
+//! The first program is held by a shell that reads one line and then becomes the plugin, so that
+//! not one call of the plugin goes unseen. The point of a call is before it: killed at call N, a
+//! program has made N - 1 calls.
 //!
-//! The fact a newcomer would get wrong: a tracer is a *thread*. It waits for its own tracees alone, and must not be the
-//! process's first thread, which inherits other tests' children.
+//! The fact a newcomer would get wrong: a tracer is a *thread*. It waits for its own tracees alone,
+//! and must not be the process's first thread, which inherits other tests' children.
 
 mod registers;
 
@@ -38,14 +40,16 @@ pub use registers::supported;
 pub enum Act {
     /// The process gets this signal before the call is made.
     Signal(Signal),
-    /// The call is not made and returns this error. Calls that cannot fail so, and those for memory, are not counted.
+    /// The call is not made and returns this error. Calls that cannot fail so, and those for
+    /// memory, are not counted.
     Fail(Errno),
 }
 
 /// Which call of which program, and what then.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The file name of the program; `NAME+fork` is a child of NAME that has not become another program yet.
+    /// The file name of the program; `NAME+fork` is a child of NAME that has not become another
+    /// program yet.
     pub victim: String,
     /// Which call, from 1 on, counted over all processes and threads of that program together.
     pub at: u64,
@@ -75,7 +79,8 @@ pub struct Hit {
     pub call: String,
     /// Whether the program was still starting: it had not begun to read its standard input.
     pub starting: bool,
-    /// Whether it is a call that the kernel interrupts while it waits, so that EINTR must be met by another try.
+    /// Whether it is a call that the kernel interrupts while it waits, so that EINTR must be met by
+    /// another try.
     pub waits: bool,
 }
 
@@ -125,8 +130,8 @@ fn trace(call: Invocation<'_>, plan: &Plan, look: &mut dyn FnMut(&Hit)) -> Trace
             let mut until = timeout;
             while waiting.recv_timeout(until) == Err(mpsc::RecvTimeoutError::Timeout) {
                 late.store(true, Ordering::SeqCst);
-                // All, for a child may have outlived the first program, in a process group of its own; and again, for
-                // one that has just been forked is not known yet.
+                // All, for a child may have outlived the first program, in a process group of its
+                // own; and again, for one that has just been forked is not known yet.
                 for process in alive.lock().unwrap().iter() {
                     let _ = kill(*process, Signal::SIGKILL);
                 }
@@ -151,8 +156,8 @@ struct Tracer<'p> {
     threads: HashMap<Pid, Pid>,
     /// Each process's program, by file name.
     programs: BTreeMap<Pid, String>,
-    /// The processes that have not been waited for, so that their numbers are still their own; but for the moment between
-    /// the wait and its entry here.
+    /// The processes that have not been waited for, so that their numbers are still their own; but
+    /// for the moment between the wait and its entry here.
     alive: &'p Mutex<BTreeSet<Pid>>,
     seen: Seen,
 }

@@ -1,4 +1,5 @@
-//! What a stopped tracee is about to do, and making it not do it: the part that knows the processor.
+//! What a stopped tracee is about to do, and making it not do it: the part that knows the
+//! processor.
 
 use nix::errno::Errno;
 use nix::libc;
@@ -151,21 +152,24 @@ pub(super) fn waits(number: i64) -> bool {
     find(&[WAITING, older::WAITING], number).is_some()
 }
 
-/// Whether there is no sense in letting the call that this thread is about to make fail like this: it cannot, or nobody
-/// survives it.
+/// Whether there is no sense in letting the call that this thread is about to make fail like this:
+/// it cannot, or nobody survives it.
 pub(super) fn cannot_fail(thread: Pid, number: i64, errno: Errno) -> bool {
     if find(&[SURE, older::SURE], number).is_some() {
         return true;
     }
     match name(number).as_str() {
-        // On a descriptor that is one, the kernel knows a signal and nothing else; tokio panics at others, rightly.
+        // On a descriptor that is one, the kernel knows a signal and nothing else; tokio panics at
+        // others, rightly.
         "epoll_wait" | "epoll_pwait" => errno != Errno::EINTR,
-        // A descriptor is closed whatever close returns; one that is not closed would be another fault.
+        // A descriptor is closed whatever close returns; one that is not closed would be another
+        // fault.
         "close" => true,
         // Bytes by chance there always are; a policy may forbid to ask.
         "getrandom" => !matches!(errno, Errno::EINTR | Errno::EPERM),
         "write" => argument(thread).is_some_and(|target| target.contains("eventfd")),
-        // What the language's library hears of a child's exec by. It waits for ever for a child that waits for us.
+        // What the language's library hears of a child's exec by. It waits for ever for a child
+        // that waits for us.
         "recvfrom" => argument(thread).is_some_and(|target| is_local(thread, &target)),
         _ => false,
     }
@@ -184,8 +188,8 @@ fn is_local(thread: Pid, target: &str) -> bool {
     sockets.lines().any(|line| line.split_whitespace().nth(6) == Some(inode))
 }
 
-/// Whether the thread reads its standard input: the first thing a plugin does for itself. The loader of a program that is not
-/// linked statically reads before that, the files of its libraries.
+/// Whether the thread reads its standard input: the first thing a plugin does for itself. The
+/// loader of a program that is not linked statically reads before that, the files of its libraries.
 pub(super) fn reads_stdin(thread: Pid, number: i64) -> bool {
     [libc::SYS_read, libc::SYS_readv].contains(&number) && first_argument(thread) == Some(0)
 }

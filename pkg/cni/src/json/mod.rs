@@ -1,11 +1,13 @@
 //! One JSON document, read the way Go's decoder reads it.
 //!
-//! Configurations in the field were written against Go's `encoding/json`: keys of structures match whatever their
-//! case, `null` means the default, and of duplicate keys the last one counts. serde_json refuses all three, so its
-//! tokens are first collected into a [`Json`] tree, which keeps order and duplicates, and structures are then decoded
-//! from the tree with plain `#[derive(Deserialize)]`.
+//! Configurations in the field were written against Go's `encoding/json`: keys of structures match
+//! whatever their case, `null` means the default, and of duplicate keys the last one counts.
+//! serde_json refuses all three, so its tokens are first collected into a [`Json`] tree, which
+//! keeps order and duplicates, and structures are then decoded from the tree with plain
+//! `#[derive(Deserialize)]`.
 //!
-//! Easy to get wrong: keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
+//! Easy to get wrong: keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`)
+//! never do.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -80,8 +82,8 @@ impl Json {
         T::deserialize(Reader { json: self, watch: None })
     }
 
-    /// The keys that `T` does not know, wherever it reads a structure: what [`decode`](Json::decode) ignores. A value of
-    /// the wrong type ends the search.
+    /// The keys that `T` does not know, wherever it reads a structure: what
+    /// [`decode`](Json::decode) ignores. A value of the wrong type ends the search.
     pub fn unknown_keys<T: DeserializeOwned>(&self) -> Vec<UnknownKey> {
         let watch = Watch::default();
         // What is wrong with a value is decode's to tell.
@@ -352,7 +354,8 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         self.deserialize_seq(visitor)
     }
 
-    /// A map: keys as they are written, in order, duplicates included (the collecting type decides).
+    /// A map: keys as they are written, in order, duplicates included (the collecting type
+    /// decides).
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
         match self.json {
             Json::Null => {

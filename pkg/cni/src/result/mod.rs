@@ -1,10 +1,12 @@
 //! The result of an ADD: one type, in the newest shape.
 //!
-//! Everything inside works on [`AddResult`]; the older shapes exist only in `wire`, at the door. A result read from
-//! a delegate or from `prevResult` is decoded by its own version; what we answer is encoded in the version of the
-//! configuration, and a version that cannot express it is an error while everything can still be rolled back.
+//! Everything inside works on [`AddResult`]; the older shapes exist only in `wire`, at the door. A
+//! result read from a delegate or from `prevResult` is decoded by its own version; what we answer
+//! is encoded in the version of the configuration, and a version that cannot express it is an error
+//! while everything can still be rolled back.
 //!
-//! Easy to get wrong: 0 is a value. A route's table 0 or an IP's interface 0 is kept, an absent one stays absent.
+//! Easy to get wrong: 0 is a value. A route's table 0 or an IP's interface 0 is kept, an absent one
+//! stays absent.
 
 use std::net::IpAddr;
 
@@ -70,8 +72,8 @@ pub struct IpConfig {
     pub gateway: Option<IpAddr>,
 }
 
-/// A route of a result. All keys stay in every version from 0.3.0 on: they are how an IPAM plugin tells its caller. A 0 stays
-/// in `table` and `scope` alone, as in Go.
+/// A route of a result. All keys stay in every version from 0.3.0 on: they are how an IPAM plugin
+/// tells its caller. A 0 stays in `table` and `scope` alone, as in Go.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
     /// The destination; host bits as they were given.
@@ -128,7 +130,8 @@ impl Dns {
     }
 }
 
-/// Why a result could not be decoded, or not be expressed in a version. Displays Go's text where it has one.
+/// Why a result could not be decoded, or not be expressed in a version. Displays Go's text where it
+/// has one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResultError {
     /// The JSON does not have the shape of its version.
@@ -166,7 +169,8 @@ impl AddResult {
         wire::decode(json, version.shape())
     }
 
-    /// Reads a result that must be of the same family of shapes as `version`, as Go reads `prevResult`.
+    /// Reads a result that must be of the same family of shapes as `version`, as Go reads
+    /// `prevResult`.
     ///
     /// # Errors
     /// [`ResultError`]
@@ -184,7 +188,8 @@ impl AddResult {
         self.interfaces.iter().position(|interface| interface.name == name && interface.sandbox == sandbox)
     }
 
-    /// Writes the result in the shape of `version`: four spaces of indentation, no newline at the end, as Go writes.
+    /// Writes the result in the shape of `version`: four spaces of indentation, no newline at the
+    /// end, as Go writes.
     ///
     /// # Errors
     /// [`ResultError::NoAddress`]
@@ -236,7 +241,8 @@ pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1024);
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
     let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
-    // Our own types have string keys and a Vec never fails to grow: there is nothing that could fail here.
+    // Our own types have string keys and a Vec never fails to grow: there is nothing that could
+    // fail here.
     let written = value.serialize(&mut serializer);
     debug_assert!(written.is_ok());
     bytes

@@ -1,4 +1,5 @@
-//! The members of a result that this crate does not know. A plugin that hands on a `prevResult` hands them on too.
+//! The members of a result that this crate does not know. A plugin that hands on a `prevResult`
+//! hands them on too.
 
 use serde_json::{Map, Value};
 

@@ -1,8 +1,8 @@
 //! The shapes a result has on the wire, and nothing else.
 //!
-//! Up to 0.4.0 keys come in declared order and `dns` is always there; from 1.0.0 on keys are sorted and an empty
-//! `dns` is left out. Programs that compare texts exist, so both are kept. A result with unknown members is sorted in every
-//! version.
+//! Up to 0.4.0 keys come in declared order and `dns` is always there; from 1.0.0 on keys are sorted
+//! and an empty `dns` is left out. Programs that compare texts exist, so both are kept. A result
+//! with unknown members is sorted in every version.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,8 @@ pub(super) enum Wire<'a> {
     Sorted(BTreeMap<String, Value>),
 }
 
-/// serde_json's map is a BTreeMap unless a dependency turns `preserve_order` on; the outer level is sorted in any case.
+/// serde_json's map is a BTreeMap unless a dependency turns `preserve_order` on; the outer level is
+/// sorted in any case.
 fn sorted(value: &impl Serialize) -> BTreeMap<String, Value> {
     match serde_json::to_value(value) {
         Ok(Value::Object(members)) => members.into_iter().collect(),

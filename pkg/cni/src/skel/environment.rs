@@ -110,7 +110,8 @@ impl Environment {
         }
     }
 
-    /// That what the verb needs is there and sound. An invalid value is reported before a missing later one, as in Go.
+    /// That what the verb needs is there and sound. An invalid value is reported before a missing
+    /// later one, as in Go.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
         if let Some(name) = self.not_text.first() {
             return Err(not_text(name));

@@ -1,11 +1,12 @@
 //! The skeleton: what every plugin does around its own work.
 //!
-//! The environment and stdin are read once and become values; identifiers, versions and the namespace guard are
-//! checked before any work; a result is converted, encoded and written in full, and only then committed. A plugin is
-//! a [`Plugin`]: five verbs that get a [`Call`] and know nothing of streams, variables or exit codes.
+//! The environment and stdin are read once and become values; identifiers, versions and the
+//! namespace guard are checked before any work; a result is converted, encoded and written in full,
+//! and only then committed. A plugin is a [`Plugin`]: five verbs that get a [`Call`] and know
+//! nothing of streams, variables or exit codes.
 //!
-//! Easy to get wrong: an [`Added`] that is not committed undoes itself when it is dropped. So nothing here may end
-//! the process while one is alive.
+//! Easy to get wrong: an [`Added`] that is not committed undoes itself when it is dropped. So
+//! nothing here may end the process while one is alive.
 
 use std::io::{IsTerminal, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -54,9 +55,9 @@ pub trait Plugin {
     /// Returns the keys of a configuration that this plugin does not read.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey>;
 
-    /// Checks possible answers of an IPAM plugin for a configuration, as ADD would, and returns what
-    /// is wrong with each one. `earlier`: the networks that the container's addresses from earlier
-    /// plugins reach.
+    /// Checks possible answers of an IPAM plugin for a configuration, as ADD would, and returns
+    /// what is wrong with each one. `earlier`: the networks that the container's addresses from
+    /// earlier plugins reach.
     ///
     /// # Errors
     /// ADD's, for the configuration itself. A plugin that asks no IPAM plugin has none.
@@ -64,7 +65,8 @@ pub trait Plugin {
         Ok(answers.iter().map(|_| None).collect())
     }
 
-    /// Attaches the container. What was done is in [`Added::rollback`] until the result has been written.
+    /// Attaches the container. What was done is in [`Added::rollback`] until the result has been
+    /// written.
     ///
     /// # Errors
     /// Nothing of a failed ADD may stay but what others may use too (a bridge, a shared chain).
@@ -76,7 +78,8 @@ pub trait Plugin {
     /// What differs.
     fn check(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Removes all of the attachment that can be found, in whatever state it is. What is missing is no error.
+    /// Removes all of the attachment that can be found, in whatever state it is. What is missing is
+    /// no error.
     ///
     /// # Errors
     /// All that went wrong, after everything that could be removed has been.
@@ -96,8 +99,9 @@ pub trait Plugin {
     /// 50.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Writes those of the attachment's packet filter rules again that something else has removed. Not a verb of the
-    /// specification: for `cnitool rules restore` alone. `None` for a plugin, or a configuration, without such rules.
+    /// Writes those of the attachment's packet filter rules again that something else has removed.
+    /// Not a verb of the specification: for `cnitool rules restore` alone. `None` for a plugin, or
+    /// a configuration, without such rules.
     ///
     /// # Errors
     /// What keeps the rules from being compared or written. Everything is as before then.
@@ -113,7 +117,8 @@ pub enum Role {
     Interface,
     /// Hands out addresses to a plugin that creates an interface.
     Ipam,
-    /// Changes or completes what an earlier plugin of the list created, and needs that one's result.
+    /// Changes or completes what an earlier plugin of the list created, and needs that one's
+    /// result.
     Chained,
     /// Sets up what every network namespace has.
     Namespace,
@@ -133,7 +138,8 @@ pub struct Added<'a> {
 pub struct Call<'m> {
     /// CNI_CONTAINERID; empty for GC and STATUS.
     pub container_id: String,
-    /// CNI_NETNS. `None` if it was not given, or if a DEL must not touch it because it is the plugin's own.
+    /// CNI_NETNS. `None` if it was not given, or if a DEL must not touch it because it is the
+    /// plugin's own.
     pub netns: Option<PathBuf>,
     /// CNI_IFNAME; empty for GC and STATUS.
     pub ifname: String,
@@ -198,8 +204,8 @@ impl Call<'_> {
     }
 }
 
-/// The streams of a call, as values. `TimedOut` from them means that whoever called let us wait too long, or that a signal
-/// ended the wait (`Interrupted` would be tried again); it becomes code 11.
+/// The streams of a call, as values. `TimedOut` from them means that whoever called let us wait too
+/// long, or that a signal ended the wait (`Interrupted` would be tried again); it becomes code 11.
 pub struct Streams<'a> {
     /// Where the configuration comes from. `None` if that is a terminal, which nobody types into.
     pub stdin: Option<&'a mut dyn Read>,
@@ -209,10 +215,12 @@ pub struct Streams<'a> {
     pub notes: Notes,
 }
 
-/// Runs a plugin as a process: its environment, its standard streams, its exit code. `stdin` and `stdout` are the
-/// process's, with an end to every wait ([`Streams`]) and without a buffer: std's stdout writes line by line.
+/// Runs a plugin as a process: its environment, its standard streams, its exit code. `stdin` and
+/// `stdout` are the process's, with an end to every wait ([`Streams`]) and without a buffer: std's
+/// stdout writes line by line.
 pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, stdout: &mut dyn Write) -> ExitCode {
-    // The message of a panic goes into the error; where it happened goes to stderr, without the usual backtrace hint.
+    // The message of a panic goes into the error; where it happened goes to stderr, without the
+    // usual backtrace hint.
     std::panic::set_hook(Box::new(|info| eprint(&info.to_string())));
     let environment = Environment::from_process();
     let terminal = std::io::stdin().is_terminal();
@@ -358,7 +366,8 @@ fn serve(
     }
 }
 
-/// The end of an ADD: encode, write all of it, only then commit. Every way out before that rolls back.
+/// The end of an ADD: encode, write all of it, only then commit. Every way out before that rolls
+/// back.
 fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<()> {
     unwinding(plugin, || {
         let Added { result, rollback } = plugin.add(call)?;
@@ -451,7 +460,8 @@ fn check_version(verb: Verb, config: &str) -> Result<Version> {
     Version::find(config).ok_or_else(|| config::incompatible("incompatible CNI versions", config))
 }
 
-/// VERSION: the input's version if we speak it, else the newest. Never fails, never waits for a terminal.
+/// VERSION: the input's version if we speak it, else the newest. Never fails, never waits for a
+/// terminal.
 fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
     let asked = read_config(stdin).ok().and_then(|bytes| {
         let json = Json::parse(&bytes).ok()?;

@@ -1,7 +1,7 @@
 //! The packet filter around the plugins' own rules: policies, variants, the table of connections.
 //!
-//! What is not the plugins' own is read through the programs of whoever made it, `nft` and `iptables-legacy-save`,
-//! because it can be anything.
+//! What is not the plugins' own is read through the programs of whoever made it, `nft` and
+//! `iptables-legacy-save`, because it can be anything.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -47,7 +47,8 @@ struct Dropping {
 /// What rules may know a bridge's containers by.
 struct Known {
     bridge: String,
-    /// Their addresses and networks, as rules write them: Go's plugin `firewall` accepts each address by itself.
+    /// Their addresses and networks, as rules write them: Go's plugin `firewall` accepts each
+    /// address by itself.
     addresses: Vec<String>,
 }
 
@@ -71,7 +72,8 @@ impl Known {
     }
 }
 
-/// Whether a policy drops what containers send, and nothing in its table speaks of their bridge or network.
+/// Whether a policy drops what containers send, and nothing in its table speaks of their bridge or
+/// network.
 pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("policy");
     let bridges: Vec<Known> = ground.picture.bridges().into_iter().map(|bridge| Known::of(ground, bridge)).collect();
@@ -135,8 +137,8 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
 
 const ACCEPT: &str = "accept what comes in by this bridge, and what leaves by it";
 
-/// Whether a name is nothing but a name to the shell, nft and iptables: to nft `;` ends a rule and `*` stands for more,
-/// as `+` does to iptables.
+/// Whether a name is nothing but a name to the shell, nft and iptables: to nft `;` ends a rule and
+/// `*` stands for more, as `+` does to iptables.
 fn is_plain(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     name.bytes().all(plain) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
@@ -161,7 +163,8 @@ fn dropping(chains: &Value) -> Vec<Dropping> {
         .collect()
 }
 
-/// Whether frames on a bridge go through iptables, which is right for Kubernetes and surprises everybody else.
+/// Whether frames on a bridge go through iptables, which is right for Kubernetes and surprises
+/// everybody else.
 pub(super) fn bridge_netfilter(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
@@ -178,7 +181,8 @@ pub(super) fn bridge_netfilter(ground: &Ground<'_, '_>) -> Seen {
     }
 }
 
-/// Whether both variants of iptables hold rules: each sees its own alone, and what one accepts the other may drop.
+/// Whether both variants of iptables hold rules: each sees its own alone, and what one accepts the
+/// other may drop.
 pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("iptables");
     let mut variants = Vec::new();
@@ -196,8 +200,8 @@ pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
             let what = format!(
                 "{program}-legacy has {legacy} rules and {program}-nft {nft}: each shows its own alone, packets pass both"
             );
-            // Emptying a table leaves its policies: one that drops then drops everything, ssh too. What in here is still
-            // wanted, nobody but its makers knows.
+            // Emptying a table leaves its policies: one that drops then drops everything, ssh too.
+            // What in here is still wanted, nobody but its makers knows.
             let words = format!(
                 "have one variant alone in use: let whatever made the fewer rules make them by the other one, and remove \
                  its own; before a chain of {program}-legacy is emptied by hand its policy must be ACCEPT ({program}-legacy -S \

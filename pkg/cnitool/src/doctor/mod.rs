@@ -1,8 +1,9 @@
-//! doctor: what on this node keeps networks from working, or soon will, and the command that mends it.
+//! doctor: what on this node keeps networks from working, or soon will, and the command that mends
+//! it.
 //!
-//! Each check reads a few facts and judges them; it changes nothing and guesses little: what is found is wrong on this
-//! node now, not somewhere else some day. What a check cannot look at, it says. Judgements that need no kernel are
-//! functions of values.
+//! Each check reads a few facts and judges them; it changes nothing and guesses little: what is
+//! found is wrong on this node now, not somewhere else some day. What a check cannot look at, it
+//! says. Judgements that need no kernel are functions of values.
 
 mod firewall;
 mod places;
@@ -163,8 +164,9 @@ fn left_over(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
 }
 
 impl Ground<'_, '_> {
-    /// Whether some container that is there was attached with this key switched on: by the configuration of its ADD where
-    /// that is remembered, else by that of the network whose bridge it is on.
+    /// Whether some container that is there was attached with this key switched on: by the
+    /// configuration of its ADD where that is remembered, else by that of the network whose bridge
+    /// it is on.
     fn is_in_use(&self, keys: &[&str]) -> bool {
         let is_on = |config: &[u8]| {
             let config = Json::parse(config).ok();

@@ -1,4 +1,5 @@
-//! Files: the networks' configurations, the plugins, the folders and who may write to them, the ranges.
+//! Files: the networks' configurations, the plugins, the folders and who may write to them, the
+//! ranges.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

@@ -11,7 +11,8 @@ use super::{Ground, Seen};
 use crate::inspect::orphans::quoted;
 use crate::inspect::result_of;
 
-/// Whether the host forwards, where containers rely on it. A bridge's ADD switches it on, and nothing switches it back.
+/// Whether the host forwards, where containers rely on it. A bridge's ADD switches it on, and
+/// nothing switches it back.
 pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("forwarding");
     if !ground.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
@@ -158,8 +159,8 @@ fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
     Ok(None)
 }
 
-/// Whether a strict filter drops what containers send: the answer would leave by another interface than the packet came
-/// in by.
+/// Whether a strict filter drops what containers send: the answer would leave by another interface
+/// than the packet came in by.
 pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     let mut seen = Seen::new("rp_filter");
     let (netlink, attached) = (Netlink::open()?, ground.picture.attached());

@@ -1,9 +1,9 @@
-//! explain: a verb of a network with the log of its steps: what each plugin did, how long it took, and the very request
-//! that failed.
+//! explain: a verb of a network with the log of its steps: what each plugin did, how long it took,
+//! and the very request that failed.
 //!
-//! The verb is run as without it, but that the plugins are asked for their log (`CNI_LOG=debug`) into a file of this call's
-//! alone. What the log gained while a plugin ran is that plugin's. The clock around a plugin is ours, so one that keeps no
-//! log, as Go's, is timed too.
+//! The verb is run as without it, but that the plugins are asked for their log (`CNI_LOG=debug`)
+//! into a file of this call's alone. What the log gained while a plugin ran is that plugin's. The
+//! clock around a plugin is ours, so one that keeps no log, as Go's, is timed too.
 
 mod recorder;
 mod steps;
@@ -91,7 +91,8 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
     }
 }
 
-/// A plugin's call: a line that says how it went, one for each step, and after the one it failed by the request itself.
+/// A plugin's call: a line that says how it went, one for each step, and after the one it failed by
+/// the request itself.
 fn text(ran: &Ran, streams: &Streams<'_>) -> String {
     let style = streams.stdout_style;
     let steps = steps::read(ran);

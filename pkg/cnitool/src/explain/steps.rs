@@ -1,7 +1,8 @@
-//! What the log of one plugin's call says: its steps and its delegates', and which of them it failed by.
+//! What the log of one plugin's call says: its steps and its delegates', and which of them it
+//! failed by.
 //!
-//! Most errors in a log are answers: whether there is a bridge is asked by asking for it. The step that a call failed by
-//! is the one whose error its message repeats.
+//! Most errors in a log are answers: whether there is a bridge is asked by asking for it. The step
+//! that a call failed by is the one whose error its message repeats.
 
 use cni::steps::fields;
 
@@ -66,8 +67,9 @@ fn step(line: &str) -> Option<Step> {
     Some(Step { program, what, ms, end: take("error"), is_call: true, ..Step::default() })
 }
 
-/// The last step before the rollback whose error stands in the message, else the delegate's call whose error does. If it is
-/// told in other words: the last program that failed, and of a kernel's refusal (100 and above) the last request.
+/// The last step before the rollback whose error stands in the message, else the delegate's call
+/// whose error does. If it is told in other words: the last program that failed, and of a kernel's
+/// refusal (100 and above) the last request.
 fn culprit(steps: &[Step], code: Option<u64>, message: &str) -> Option<usize> {
     let undone = steps.iter().position(|step| step.what.starts_with("rollback: ")).unwrap_or(steps.len());
     let last =

@@ -1,7 +1,9 @@
-//! What is there for nobody: links, rules, reservations, backups and memories whose container is gone.
+//! What is there for nobody: links, rules, reservations, backups and memories whose container is
+//! gone.
 //!
-//! Nobody is: no runtime remembers the attachment, and no link of the host bears its mark. What an ADD has made that is
-//! still under way looks the same for a moment, which is why nothing is removed here; the command is only told.
+//! Nobody is: no runtime remembers the attachment, and no link of the host bears its mark. What an
+//! ADD has made that is still under way looks the same for a moment, which is why nothing is
+//! removed here; the command is only told.
 
 use std::path::Path;
 
@@ -64,8 +66,9 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b':' | b'/' | b'@' | b'+')
 }
 
-/// A word as a shell takes it, and a terminal shows it: control characters and whatever is not ASCII stand as numbers,
-/// which bash and zsh read. To a plain sh they are a strange word, and still one word.
+/// A word as a shell takes it, and a terminal shows it: control characters and whatever is not
+/// ASCII stand as numbers, which bash and zsh read. To a plain sh they are a strange word, and
+/// still one word.
 pub(crate) fn quoted(word: &str) -> String {
     if !word.is_empty() && word.bytes().all(is_plain) {
         word.to_owned()

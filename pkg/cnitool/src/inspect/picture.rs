@@ -79,8 +79,9 @@ impl Picture {
         Ok(Picture { networks, remembered, links, marked, rules, saved: backups, reservations, unusual })
     }
 
-    /// The host's end of each attachment that is known of: by our mark, else by what is remembered of its result, which is
-    /// how those that a Go plugin made are found. A name alone may be another's by now; the MAC is not.
+    /// The host's end of each attachment that is known of: by our mark, else by what is remembered
+    /// of its result, which is how those that a Go plugin made are found. A name alone may be
+    /// another's by now; the MAC is not.
     pub(crate) fn attached(&self) -> Vec<(AttachmentId, &Link)> {
         let mut attached: Vec<(AttachmentId, &Link)> =
             self.marked.iter().map(|(mark, link)| (mark.clone(), link)).collect();
@@ -101,8 +102,8 @@ impl Picture {
         attached
     }
 
-    /// The bridges that containers are on: those of attachments, and those that a configured network names and that have
-    /// ports, because what put them there need not have left a memory.
+    /// The bridges that containers are on: those of attachments, and those that a configured
+    /// network names and that have ports, because what put them there need not have left a memory.
     pub(crate) fn bridges(&self) -> Vec<&Link> {
         let masters: Vec<u32> = self.attached().iter().filter_map(|(_, link)| link.master).collect();
         let named: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
@@ -139,7 +140,8 @@ pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     AddResult::decode(&json, Version::NEWEST).ok()
 }
 
-/// Whose mark a link bears; of an ID too long for an alias only the hash is known, which stands for it.
+/// Whose mark a link bears; of an ID too long for an alias only the hash is known, which stands for
+/// it.
 fn bearer(link: &Link) -> Option<AttachmentId> {
     let marked = AttachmentId::parse(&node::mark_in(link.alias.as_deref()?))?;
     let alias = node::mark_in(link.alias.as_deref()?);

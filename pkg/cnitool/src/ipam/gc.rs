@@ -1,7 +1,8 @@
 //! gc: what becomes of each reservation, decided and carried out under one lock.
 //!
-//! Nothing goes that is in use or may be. A reservation of which nobody knows anything may be an ADD's that is under
-//! way: it goes with `--unknown` alone, and only once it is older than any ADD can take.
+//! Nothing goes that is in use or may be. A reservation of which nobody knows anything may be an
+//! ADD's that is under way: it goes with `--unknown` alone, and only once it is older than any ADD
+//! can take.
 
 use std::net::IpAddr;
 
@@ -49,7 +50,8 @@ impl Desk<'_, '_> {
         let unread = Error::join(unread.into_iter().map(|(_, error)| error)).err();
         let judged = self.judged(&addresses.network, reservations)?;
         let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
-        // People are told first: what fails half-way has been told all the same. A document says what has happened.
+        // People are told first: what fails half-way has been told all the same. A document says
+        // what has happened.
         let told_first = self.shared.format() == Format::Text;
         if told_first {
             self.gc_report(args, &decided, streams)?;

@@ -1,4 +1,5 @@
-//! list: each network's ranges and how full they are. No lock, no file opened: cheap on a busy node.
+//! list: each network's ranges and how full they are. No lock, no file opened: cheap on a busy
+//! node.
 
 use cni::Error;
 use serde_json::{Value, json};

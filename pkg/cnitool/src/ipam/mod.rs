@@ -1,7 +1,9 @@
-//! The reservations of host-local: who has which address, how full the ranges are, what can go. And the leases of dhcp.
+//! The reservations of host-local: who has which address, how full the ranges are, what can go. And
+//! the leases of dhcp.
 //!
-//! Everything that changes something, and whatever reads single reservations, holds the store's own lock, the one that
-//! the plugins take; so none of it is seen half done, and no running plugin is disturbed longer than by another one.
+//! Everything that changes something, and whatever reads single reservations, holds the store's own
+//! lock, the one that the plugins take; so none of it is seen half done, and no running plugin is
+//! disturbed longer than by another one.
 
 mod dhcp;
 mod gc;

@@ -1,4 +1,5 @@
-//! release: one reservation by its address, or all of one container, by an operator who knows better.
+//! release: one reservation by its address, or all of one container, by an operator who knows
+//! better.
 
 use std::net::IpAddr;
 

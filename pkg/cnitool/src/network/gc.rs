@@ -1,8 +1,9 @@
-//! gc: what is valid is decided here, from what can be seen: the remembered attachments whose namespace exists.
+//! gc: what is valid is decided here, from what can be seen: the remembered attachments whose
+//! namespace exists.
 //!
-//! cnitool knows nothing of a container runtime on the same machine. A network that some runtime uses must not be
-//! collected by hand unless all its attachments are named with `--keep`; so nothing is removed without having been
-//! told first, and never everything without `--all`.
+//! cnitool knows nothing of a container runtime on the same machine. A network that some runtime
+//! uses must not be collected by hand unless all its attachments are named with `--keep`; so
+//! nothing is removed without having been told first, and never everything without `--all`.
 
 use cni::config::ValidAttachments;
 use cni::version::Version;
@@ -20,7 +21,8 @@ use crate::target::Presence;
 struct Plan<'a> {
     network: &'a str,
     judged: Vec<Judged>,
-    /// What is remembered and cannot be understood. Its attachment is in use, for all anybody knows, and not in `valid`.
+    /// What is remembered and cannot be understood. Its attachment is in use, for all anybody
+    /// knows, and not in `valid`.
     unreadable: Vec<String>,
     valid: ValidAttachments,
     /// From 1.1.0 on the plugins remove what else they find.

@@ -1,8 +1,8 @@
 //! The verbs of a network, run by hand: add, check, del, gc, status, version.
 //!
-//! What cnitool decides itself is little: which container a namespace stands for, which attachments gc takes for valid
-//! (`gc`), and that CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD unless they are given again: a DEL that
-//! knows less than the ADD may leave something behind.
+//! What cnitool decides itself is little: which container a namespace stands for, which attachments
+//! gc takes for valid (`gc`), and that CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD
+//! unless they are given again: a DEL that knows less than the ADD may leave something behind.
 
 mod gc;
 mod options;

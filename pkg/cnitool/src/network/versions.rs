@@ -9,7 +9,8 @@ use crate::Streams;
 use crate::report::{Format, write, write_json};
 
 impl Network<'_, '_> {
-    /// Fails after everything has been listed, if a plugin is missing or does not speak the network's version.
+    /// Fails after everything has been listed, if a plugin is missing or does not speak the
+    /// network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };

@@ -1,7 +1,8 @@
 //! Which key an error is about: the one without which the error would not be.
 //!
-//! A plugin's reading stops at the first thing that is wrong. So that is taken out, and the plugin asked again, until
-//! nothing is wrong; what had to be taken out is the path. No knowledge of any key is needed for it.
+//! A plugin's reading stops at the first thing that is wrong. So that is taken out, and the plugin
+//! asked again, until nothing is wrong; what had to be taken out is the path. No knowledge of any
+//! key is needed for it.
 
 use std::ops::Range;
 
@@ -20,8 +21,8 @@ const LONG: usize = 64;
 /// No document is asked about more often than this.
 const MOST: usize = 32;
 
-/// Everything that `check` finds wrong with `document`: (path, what). `kept` are members at the top that are never to
-/// blame.
+/// Everything that `check` finds wrong with `document`: (path, what). `kept` are members at the top
+/// that are never to blame.
 pub(super) fn all(
     document: &Value,
     kept: &[&str],
@@ -34,7 +35,8 @@ pub(super) fn all(
         let mut path = Vec::new();
         descend(&document, kept, &error, check, &mut path);
         let place = original(&path, &removed);
-        // What is missing, or is wrong with what something was taken out of, is a consequence of the taking out.
+        // What is missing, or is wrong with what something was taken out of, is a consequence of
+        // the taking out.
         let is_consequence = found.iter().any(|(before, _)| before.starts_with(&place));
         if !is_consequence {
             found.push((place, error));

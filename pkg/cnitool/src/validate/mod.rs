@@ -1,5 +1,5 @@
-//! validate, and networks, which is validate for every file: all that is wrong with a network, found at once, each as a
-//! path into the JSON with line and column.
+//! validate, and networks, which is validate for every file: all that is wrong with a network,
+//! found at once, each as a path into the JSON with line and column.
 //!
 //! What a plugin makes of its keys is asked of the plugin's own reading ([`rules`]): there is no
 //! second table of keys here that could say something else. For plugins of other projects only the

@@ -1,7 +1,7 @@
 //! Where in a text a path leads: `plugins[0].mtu` to the line and column of the key `mtu`.
 //!
-//! The text is known to be JSON. A path that leads nowhere is the place of as much of it as there is. `@L:C` is a place
-//! already.
+//! The text is known to be JSON. A path that leads nowhere is the place of as much of it as there
+//! is. `@L:C` is a place already.
 
 /// Line and column, from 1, of the last step of `path` that is there.
 pub(super) fn find(text: &str, path: &str) -> (usize, usize) {

@@ -1,5 +1,5 @@
-//! What a document needs of this host: its plugins, its kernel, and that other networks leave it its addresses and
-//! host ports.
+//! What a document needs of this host: its plugins, its kernel, and that other networks leave it
+//! its addresses and host ports.
 
 use std::path::Path;
 
@@ -18,7 +18,8 @@ use crate::Call;
 use crate::cli::{Shared, Variables};
 use crate::node;
 
-/// What this host lacks, and what is in the way. `own` is what is wrong with the document by itself.
+/// What this host lacks, and what is in the way. `own` is what is wrong with the document by
+/// itself.
 pub(super) fn check(
     document: &Value,
     path: &Path,
@@ -44,7 +45,8 @@ pub(super) fn check(
         }
     }
     let Some(list) = load(document) else { return problems };
-    // The plugins know best what they need of a kernel. Who is wrong or missing would only say so again.
+    // The plugins know best what they need of a kernel. Who is wrong or missing would only say so
+    // again.
     if is_sound(own) && problems.is_empty() {
         // Asked in the newest version, because older ones cannot be.
         let mut newest = document.clone();
@@ -103,8 +105,8 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     all
 }
 
-/// The host ports that stand in a network's configuration itself, each with its plugin's index. Those that a runtime asks for
-/// are not known before it does.
+/// The host ports that stand in a network's configuration itself, each with its plugin's index.
+/// Those that a runtime asks for are not known before it does.
 fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "portmap") {

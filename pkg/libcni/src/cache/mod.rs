@@ -1,11 +1,11 @@
 //! What a runtime remembers of each attachment: `<dir>/results/<network>-<containerID>-<ifname>`.
 //!
-//! Byte for byte the layout of Go's libcni, so that either can take over from the other with containers running: one
-//! line of JSON, kind `cniCacheV1`; or, from before that, a bare result. What is ours alone lies in `results/.cni`,
-//! which Go's reader skips because it is a folder.
+//! Byte for byte the layout of Go's libcni, so that either can take over from the other with
+//! containers running: one line of JSON, kind `cniCacheV1`; or, from before that, a bare result.
+//! What is ours alone lies in `results/.cni`, which Go's reader skips because it is a folder.
 //!
-//! Easy to get wrong: `-` is legal in all three parts of the name, so two attachments may share a file name. Whose a
-//! file is, its content says.
+//! Easy to get wrong: `-` is legal in all three parts of the name, so two attachments may share a
+//! file name. Whose a file is, its content says.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -34,7 +34,8 @@ const OWN_FOLDER: &str = ".cni";
 /// How many may write at once: far more than there are, and an end to the search for a free name.
 const MAX_WRITERS: u32 = 4096;
 
-/// No entry is longer: a configuration and a result of the longest that a plugin reads are half of it.
+/// No entry is longer: a configuration and a result of the longest that a plugin reads are half of
+/// it.
 const LONGEST: u64 = 64 << 20;
 
 /// The folder of remembered attachments.
@@ -48,7 +49,8 @@ pub struct Cache {
 pub struct Entry {
     /// The network's name.
     pub network: String,
-    /// Whom the ADD attached, and with what. An entry of the oldest form knows only what its file name says.
+    /// Whom the ADD attached, and with what. An entry of the oldest form knows only what its file
+    /// name says.
     pub attachment: Attachment,
     /// The bytes of the network list at the time of the ADD.
     pub config: Vec<u8>,
@@ -121,7 +123,8 @@ impl Cache {
     /// The file of an attachment.
     ///
     /// # Errors
-    /// Go's text where a part is missing; codes 4 and 7 for a part that could lead out of the folder.
+    /// Go's text where a part is missing; codes 4 and 7 for a part that could lead out of the
+    /// folder.
     pub fn path(&self, id: &AttachmentId) -> Result<PathBuf> {
         let AttachmentId { network, container_id, ifname } = id;
         if network.is_empty() || container_id.is_empty() || ifname.is_empty() {
@@ -135,7 +138,8 @@ impl Cache {
         Ok(self.folder.join(file_name(id)))
     }
 
-    /// What is remembered of an attachment. The file of another one that happens to have its name is nothing.
+    /// What is remembered of an attachment. The file of another one that happens to have its name
+    /// is nothing.
     ///
     /// # Errors
     /// Code 5 for a file that cannot be read, 6 for one that cannot be understood.
@@ -148,11 +152,12 @@ impl Cache {
         }
     }
 
-    /// Makes sure that an ADD will find its place: the folder exists, and nobody's file stands there.
+    /// Makes sure that an ADD will find its place: the folder exists, and nobody's file stands
+    /// there.
     ///
     /// # Errors
-    /// Code 5, and [`Code::CONFLICT`] naming who is there: this attachment itself, which needs a DEL first, or
-    /// another one.
+    /// Code 5, and [`Code::CONFLICT`] naming who is there: this attachment itself, which needs a
+    /// DEL first, or another one.
     pub(super) fn reserve(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
         make_folder(&self.folder)?;
@@ -204,7 +209,8 @@ impl Cache {
     /// Every remembered attachment of a network.
     ///
     /// # Errors
-    /// Code 5 if the folder or one of the network's files cannot be read: then nobody knows what is attached.
+    /// Code 5 if the folder or one of the network's files cannot be read: then nobody knows what is
+    /// attached.
     pub fn list(&self, network: &str) -> Result<Listing> {
         let mut listing = self.list_files(&format!("{network}-"))?;
         listing.entries.retain(|entry| entry.network == network);
@@ -301,7 +307,8 @@ fn make_folder(folder: &Path) -> Result<()> {
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", folder.display()), error))
 }
 
-/// A temporary file nobody else writes to. The names are few and fixed, so what a crash leaves is used again.
+/// A temporary file nobody else writes to. The names are few and fixed, so what a crash leaves is
+/// used again.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
@@ -314,9 +321,11 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} others are writing at this moment")))
 }
 
-/// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place, or it is none.
+/// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place,
+/// or it is none.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // Asked first, since opening a FIFO waits for its other end. Nobody swaps them: the folder is root's alone.
+    // Asked first, since opening a FIFO waits for its other end. Nobody swaps them: the folder is
+    // root's alone.
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Ok(None);
     }
@@ -338,7 +347,8 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
 
 /// A file's content, or why it cannot be understood; `None` if there is no file.
 fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
-    // Asked first, as `lock` does; a link is none of ours. A folder is an error, since no entry can be written there.
+    // Asked first, as `lock` does; a link is none of ours. A folder is an error, since no entry can
+    // be written there.
     let file = fs::symlink_metadata(path).and_then(|metadata| {
         let openable = metadata.is_file() || metadata.is_dir();
         if openable { File::open(path).map(Some) } else { Ok(None) }

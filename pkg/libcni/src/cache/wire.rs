@@ -1,7 +1,8 @@
 //! A cache entry as bytes.
 //!
-//! `config` is base64 as Go writes byte slices: the standard alphabet, padded. The `base64` crate does it: it has no
-//! dependencies, and what is strict about the encoding (padding, trailing bits) is where a decoder of one's own errs.
+//! `config` is base64 as Go writes byte slices: the standard alphabet, padded. The `base64` crate
+//! does it: it has no dependencies, and what is strict about the encoding (padding, trailing bits)
+//! is where a decoder of one's own errs.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;

@@ -1,7 +1,7 @@
 //! The verbs of a whole network: its plugins in order, or in reverse, and the memory of it.
 //!
-//! DEL stops at the first error and keeps the memory, so that it can be repeated (specification); [`OnError::GoOn`]
-//! is for clean-ups that nobody will repeat: after a failed ADD, and in GC.
+//! DEL stops at the first error and keeps the memory, so that it can be repeated (specification);
+//! [`OnError::GoOn`] is for clean-ups that nobody will repeat: after a failed ADD, and in GC.
 
 use serde_json::value::RawValue;
 
@@ -30,9 +30,10 @@ impl Runtime<'_> {
     /// ADD: attaches a container and remembers it. The result, as the last plugin wrote it.
     ///
     /// # Errors
-    /// Before any plugin runs: the version, identifiers, a plugin that is not there, [`Code::CONFLICT`] for an
-    /// attachment that is already remembered. Later: the plugin's own error first; every plugin then gets a DEL, in
-    /// reverse, the ones never reached too, and what goes wrong there stands in the details. Nothing is remembered.
+    /// Before any plugin runs: the version, identifiers, a plugin that is not there,
+    /// [`Code::CONFLICT`] for an attachment that is already remembered. Later: the plugin's own
+    /// error first; every plugin then gets a DEL, in reverse, the ones never reached too, and what
+    /// goes wrong there stands in the details. Nothing is remembered.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
         ident::check_new_interface_name(&attachment.ifname)?;
         let version = check_call(list, attachment)?;
@@ -56,7 +57,8 @@ impl Runtime<'_> {
         let Err(first) = outcome else {
             return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
-        // A runtime tells its caller of the failure once and forgets: nobody would come back to clean up.
+        // A runtime tells its caller of the failure once and forgets: nobody would come back to
+        // clean up.
         let prev_result = result.as_deref().filter(|_| version >= Version::V0_4_0);
         Err(also_uncleaned(first, self.failing_dels(list, attachment, prev_result, OnError::GoOn)))
     }
@@ -80,7 +82,8 @@ impl Runtime<'_> {
     /// CHECK: whether the attachment is as ADD left it.
     ///
     /// # Errors
-    /// Code 1 below 0.4.0; a memory that cannot be read or expressed in the list's version; the first plugin's error.
+    /// Code 1 below 0.4.0; a memory that cannot be read or expressed in the list's version; the
+    /// first plugin's error.
     pub fn check(&self, list: &NetworkList, attachment: &Attachment) -> Result<()> {
         let version = check_call(list, attachment)?;
         if version < Version::V0_4_0 {
@@ -100,11 +103,12 @@ impl Runtime<'_> {
         Ok(())
     }
 
-    /// DEL: detaches a container, plugins in reverse, and forgets it. What is not there is no error.
+    /// DEL: detaches a container, plugins in reverse, and forgets it. What is not there is no
+    /// error.
     ///
     /// # Errors
-    /// The plugins'; then the memory stays, so that DEL can be repeated. A memory that cannot be understood is
-    /// noted and not used.
+    /// The plugins'; then the memory stays, so that DEL can be repeated. A memory that cannot be
+    /// understood is noted and not used.
     pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
         let version = check_call(list, attachment)?;
         let id = attachment.id(list.name());
@@ -151,8 +155,8 @@ impl Runtime<'_> {
         failed
     }
 
-    /// Which remembered attachments of a network are not in `valid`, and the files that cannot be understood: whose
-    /// they are, and so whether those are in `valid`, nobody knows.
+    /// Which remembered attachments of a network are not in `valid`, and the files that cannot be
+    /// understood: whose they are, and so whether those are in `valid`, nobody knows.
     ///
     /// # Errors
     /// Code 5 if the memory cannot be read.
@@ -165,8 +169,9 @@ impl Runtime<'_> {
         Ok(listing)
     }
 
-    /// GC: a full DEL of every remembered attachment that is not in `valid`, then, from 1.1.0 on, GC of every plugin.
-    /// Nothing at all with `disableGC`. Files of the memory that cannot be understood are noted and left alone.
+    /// GC: a full DEL of every remembered attachment that is not in `valid`, then, from 1.1.0 on,
+    /// GC of every plugin. Nothing at all with `disableGC`. Files of the memory that cannot be
+    /// understood are noted and left alone.
     ///
     /// # Errors
     /// All that went wrong, after everything has been tried.
@@ -201,7 +206,8 @@ impl Runtime<'_> {
         Error::join(errors)
     }
 
-    /// STATUS: whether the network could serve an ADD. Below 1.1.0 nobody can be asked, which is a yes.
+    /// STATUS: whether the network could serve an ADD. Below 1.1.0 nobody can be asked, which is a
+    /// yes.
     ///
     /// # Errors
     /// The first plugin's, with its code.
@@ -231,8 +237,8 @@ impl Runtime<'_> {
     }
 }
 
-/// The error of an ADD, with what its clean-up met behind it, a line for each plugin. What kept a plugin from its ADD
-/// often keeps it from its DEL, and the others too: it is told once.
+/// The error of an ADD, with what its clean-up met behind it, a line for each plugin. What kept a
+/// plugin from its ADD often keeps it from its DEL, and the others too: it is told once.
 fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed {
@@ -260,8 +266,9 @@ fn previous(entry: Option<&Entry>, version: Version) -> Result<Option<Box<RawVal
     entry.map_or(Ok(None), |entry| entry.result_as(version))
 }
 
-/// The result of an ADD in the list's version. A plugin that does not say its version means the list's; one that
-/// answers in another is translated, because the next one would refuse a `prevResult` of another family.
+/// The result of an ADD in the list's version. A plugin that does not say its version means the
+/// list's; one that answers in another is translated, because the next one would refuse a
+/// `prevResult` of another family.
 fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
     let text = String::from_utf8_lossy(stdout);
     let text = match text.trim() {

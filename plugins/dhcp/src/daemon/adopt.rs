@@ -1,4 +1,5 @@
-//! Leases that another daemon made and did not record: Go's. libcni's result cache has the configuration and the result.
+//! Leases that another daemon made and did not record: Go's. libcni's result cache has the
+//! configuration and the result.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! One attachment's task: it does what the state machine says, keeps the record, and answers the plugin's calls.
+//! One attachment's task: it does what the state machine says, keeps the record, and answers the
+//! plugin's calls.
 
 use std::rc::Rc;
 use std::time::Duration;

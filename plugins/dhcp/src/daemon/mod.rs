@@ -1,6 +1,7 @@
 //! The daemon: it acquires leases for plugins, keeps them, and gives them up.
 //!
-//! One thread, beside a few that close sockets; a task for each attachment. What it must know after its end is in the records.
+//! One thread, beside a few that close sockets; a task for each attachment. What it must know after
+//! its end is in the records.
 
 mod adopt;
 mod attachment;
@@ -42,7 +43,8 @@ const MAX_ID: usize = 254;
 /// How long events are collected before the interfaces are looked at.
 const COLLECT: Duration = Duration::from_secs(1);
 
-/// How many threads close packet sockets, at most. Each close waits up to 20 ms; the runtime's own bound is 512 threads.
+/// How many threads close packet sockets, at most. Each close waits up to 20 ms; the runtime's own
+/// bound is 512 threads.
 const CLOSING_THREADS: usize = 4;
 
 /// What all tasks share.
@@ -170,7 +172,8 @@ impl Daemon {
                 index: record.index,
                 mac: Mac(record.client.mac),
             };
-            // A requested address waits for the DEL that releases it, or for the ADD that gets it again.
+            // A requested address waits for the DEL that releases it, or for the ADD that gets it
+            // again.
             if let Held::Bound(lease) = &record.held {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
                 self.start(interface, record, session);

@@ -1,7 +1,8 @@
-//! What the daemon does in a container's namespace: looks at the interface, sends, listens, moves an address.
+//! What the daemon does in a container's namespace: looks at the interface, sends, listens, moves
+//! an address.
 //!
-//! Nothing stays open between two exchanges. A descriptor would keep the namespace alive after its container, and with it the
-//! host's end of a veth.
+//! Nothing stays open between two exchanges. A descriptor would keep the namespace alive after its
+//! container, and with it the host's end of a veth.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -78,7 +79,8 @@ impl Interface {
         }
     }
 
-    /// Sets the interface up and waits until it sends, or until the time is up: then it is tried all the same.
+    /// Sets the interface up and waits until it sends, or until the time is up: then it is tried
+    /// all the same.
     pub(crate) async fn bring_up(&self, patience: Duration) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let netns = self.open().map_err(text)?.ok_or("its network namespace has gone")?;
@@ -141,8 +143,8 @@ impl Interface {
         netns.run(inside).map_err(io::Error::other)?
     }
 
-    /// Gives an address back. The interface may be removed at once afterwards, so a server on the link is sent a frame
-    /// that needs no ARP, beside the packet that a server elsewhere needs.
+    /// Gives an address back. The interface may be removed at once afterwards, so a server on the
+    /// link is sent a frame that needs no ARP, beside the packet that a server elsewhere needs.
     pub(crate) fn release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
         let Path::Unicast { to, .. } = path else { return Ok(()) };
         let socket = self.socket(path)?;
@@ -159,7 +161,8 @@ impl Interface {
 struct Socket {
     /// For messages to one server, which the kernel routes. Nothing is read from it.
     udp: Option<UdpSocket>,
-    /// Receives what comes to the interface, also what a server broadcasts to a client that has an address: a DHCPNAK.
+    /// Receives what comes to the interface, also what a server broadcasts to a client that has an
+    /// address: a DHCPNAK.
     packet: AsyncFd<PacketSocket>,
 }
 
@@ -195,7 +198,8 @@ impl Socket {
         }
     }
 
-    /// Closes it elsewhere: the close of a packet socket waits up to 20 ms, for which no other lease should wait.
+    /// Closes it elsewhere: the close of a packet socket waits up to 20 ms, for which no other
+    /// lease should wait.
     fn close(self) {
         let socket = self.packet.into_inner();
         tokio::task::spawn_blocking(move || drop(socket));

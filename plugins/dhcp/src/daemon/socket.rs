@@ -1,4 +1,5 @@
-//! The daemon's socket: systemd's, or one of its own in the place of one that an earlier daemon left.
+//! The daemon's socket: systemd's, or one of its own in the place of one that an earlier daemon
+//! left.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};

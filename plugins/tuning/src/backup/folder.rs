@@ -1,7 +1,8 @@
 //! Where backups lie, and how they are read, replaced and removed.
 //!
-//! The folder is root's alone (0700; one that exists keeps its mode), each file 0600. A file is replaced by a rename,
-//! so that no reader and no crash ever meets half of one. Nothing here follows a symbolic link in the folder.
+//! The folder is root's alone (0700; one that exists keeps its mode), each file 0600. A file is
+//! replaced by a rename, so that no reader and no crash ever meets half of one. Nothing here
+//! follows a symbolic link in the folder.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -23,8 +24,9 @@ const MAX: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
-    /// What the names of this network's temporary files end with. Where a writer was killed over half of one nothing else
-    /// says whose it is, and another network may be at work in the folder at this moment.
+    /// What the names of this network's temporary files end with. Where a writer was killed over
+    /// half of one nothing else says whose it is, and another network may be at work in the folder
+    /// at this moment.
     ending: String,
 }
 
@@ -49,8 +51,8 @@ impl Folder {
         Folder { path, ending: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
     }
 
-    /// The backup of an attachment. Both names have been checked by the skeleton: neither contains a slash, and an ID
-    /// does not begin with a dot, so this is a file in the folder.
+    /// The backup of an attachment. Both names have been checked by the skeleton: neither contains
+    /// a slash, and an ID does not begin with a dot, so this is a file in the folder.
     pub(crate) fn backup(&self, container_id: &str, ifname: &str) -> Backup {
         Backup { folder: self.clone(), path: self.path.join(format!("{container_id}_{ifname}.json")) }
     }
@@ -88,7 +90,8 @@ impl Folder {
                 Ok(metadata) if !metadata.is_dir() => {
                     return failed(path, io::Error::from_raw_os_error(libc::ENOTDIR));
                 }
-                // Asks the file system itself: root's permissions say nothing about one that is mounted read-only.
+                // Asks the file system itself: root's permissions say nothing about one that is
+                // mounted read-only.
                 Ok(_) => match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
                     Ok(_) => return Ok(()),
                     // Not every file system has files without a name.
@@ -105,8 +108,9 @@ impl Folder {
         }
     }
 
-    /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in there, and nobody else's to
-    /// write, however wide the umask: the lock of iptables trusts `/run/cni` only then.
+    /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in
+    /// there, and nobody else's to write, however wide the umask: the lock of iptables trusts
+    /// `/run/cni` only then.
     fn ensure(&self) -> io::Result<()> {
         if let Some(parent) = self.path.parent() {
             DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
@@ -192,8 +196,9 @@ impl Backup {
         })
     }
 
-    /// What becomes the backup: named after the attachment, whose DEL takes it too, and the network, whose GC does. The
-    /// name is no longer than others because the attachment's is a hash in it.
+    /// What becomes the backup: named after the attachment, whose DEL takes it too, and the
+    /// network, whose GC does. The name is no longer than others because the attachment's is a hash
+    /// in it.
     fn temporary(&self) -> PathBuf {
         if self.is_temporary() {
             return self.path.clone();
@@ -226,8 +231,8 @@ impl Backup {
     }
 }
 
-/// Makes a file that has its whole content as soon as it has its name; where the file system cannot do that, as soon as
-/// this returns.
+/// Makes a file that has its whole content as soon as it has its name; where the file system cannot
+/// do that, as soon as this returns.
 fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
     if let Ok(mut file) = nameless {
@@ -243,7 +248,8 @@ fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Removes a file; returns whether it was there. A read-only file system refuses before it looks whether there is one.
+/// Removes a file; returns whether it was there. A read-only file system refuses before it looks
+/// whether there is one.
 fn purge_file(path: &Path) -> io::Result<bool> {
     let step = Step::begin();
     let removed = match fs::remove_file(path) {
@@ -258,8 +264,8 @@ fn purge_file(path: &Path) -> io::Result<bool> {
     removed
 }
 
-/// Whether there can be no such file. A name that is too long is one that no file has, and so is one with a NUL, which
-/// the kernel is not even asked for.
+/// Whether there can be no such file. A name that is too long is one that no file has, and so is
+/// one with a NUL, which the kernel is not even asked for.
 fn is_absent(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidFilename, InvalidInput, NotADirectory, NotFound};
     match error.kind() {

@@ -1,12 +1,12 @@
 //! The backup: one file per container and interface with what was there before the first change.
 //!
-//! `<dataDir>/<containerID>_<ifname>.json`, in the Go plugin's format; either plugin restores what the other saved. Keys
-//! of ours stand beside Go's, which ignores them: whose file it is, in which namespace, sysctls, and what was written.
-//! This room is what is in it; `folder` is where it lies.
+//! `<dataDir>/<containerID>_<ifname>.json`, in the Go plugin's format; either plugin restores what
+//! the other saved. Keys of ours stand beside Go's, which ignores them: whose file it is, in which
+//! namespace, sysctls, and what was written. This room is what is in it; `folder` is where it lies.
 //!
-//! Easy to get wrong: the file's name does not tell where the container's ID ends, since both halves may contain `_`.
-//! Only what is inside says whose it is; Go's files say nothing. Half of one, which a killed writer leaves, says by its name
-//! which network's it is (`folder`).
+//! Easy to get wrong: the file's name does not tell where the container's ID ends, since both
+//! halves may contain `_`. Only what is inside says whose it is; Go's files say nothing. Half of
+//! one, which a killed writer leaves, says by its name which network's it is (`folder`).
 
 mod folder;
 
@@ -93,8 +93,8 @@ pub(crate) struct Attachment {
     pub(crate) interface: Option<Interface>,
 }
 
-/// A network namespace. The number of one that has died is soon given to another, so an interface's numbers, which
-/// are not, help to tell them apart.
+/// A network namespace. The number of one that has died is soon given to another, so an interface's
+/// numbers, which are not, help to tell them apart.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Namespace {
@@ -193,7 +193,8 @@ impl Record {
         let mut bytes = Vec::with_capacity(512);
         let formatter = serde_json::ser::PrettyFormatter::with_indent(b" ");
         let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
-        // Our own types have string keys and a Vec never fails to grow: there is nothing that could fail here.
+        // Our own types have string keys and a Vec never fails to grow: there is nothing that could
+        // fail here.
         let written = self.serialize(&mut serializer);
         debug_assert!(written.is_ok());
         bytes

@@ -45,7 +45,8 @@ fn existing(draw: &mut Draw, bridge: &str) -> Vec<String> {
     }
     if draw.percent(40) {
         lines.push("link add port0 type veth peer name wire0".to_owned());
-        // Lower than any random one: a bridge without a MAC of its own takes the lowest of its ports.
+        // Lower than any random one: a bridge without a MAC of its own takes the lowest of its
+        // ports.
         lines.push("link set port0 address 02:00:00:00:00:01".to_owned());
         lines.push(format!("link set port0 master {bridge} up"));
         lines.push("link set wire0 up".to_owned());

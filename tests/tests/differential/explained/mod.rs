@@ -1,7 +1,8 @@
 //! Explains the differences that are intended, each as narrowly as possible.
 //!
-//! An explanation names the paragraph of docs/differences.md, of a plugin's page, or the decision that it follows from. A run
-//! counts how often each was needed, and reports those that thousands of lists never needed: they should go.
+//! An explanation names the paragraph of docs/differences.md, of a plugin's page, or the decision
+//! that it follows from. A run counts how often each was needed, and reports those that thousands
+//! of lists never needed: they should go.
 
 mod left;
 mod node;
@@ -80,7 +81,8 @@ fn other_default(case: &Value) -> bool {
     first || list(&case["lists"]).len() > 1 || two_interfaces(case)
 }
 
-/// Whether the other side does the step than the one that has attached: ours looks at what Go made, and the reverse.
+/// Whether the other side does the step than the one that has attached: ours looks at what Go made,
+/// and the reverse.
 fn swapped(case: &Value, it: &Difference) -> bool {
     case["steps"][it.step]["swap"] == true
 }

@@ -143,7 +143,8 @@ pub(super) const NODE: &[Explanation] = &[
                 .ours
                 .as_deref()
                 .is_some_and(|ours| theirs.lines().all(|line| ours.replace(" nodad=true", "").contains(line)));
-            // Without the address Go's host has no route to the container, and its portmap sets no route_localnet.
+            // Without the address Go's host has no route to the container, and its portmap sets no
+            // route_localnet.
             let localnet = it.key.ends_with("/route_localnet") && is(&it.ours, "1");
             forced && (localnet || more && (it.key.starts_with("host/addresses/") || it.key.starts_with("host/route/")))
         },

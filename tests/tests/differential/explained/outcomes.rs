@@ -20,7 +20,8 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         reason: "differences, bridge: isDefaultGateway with a default route from IPAM works",
         covers: |case, it| {
             let asked = plugins(case).any(|plugin| said(plugin, "isDefaultGateway") == true);
-            // The second one is refused where a route between them leads to the gateway through itself.
+            // The second one is refused where a route between them leads to the gateway through
+            // itself.
             let unreachable = it.expected.as_deref().is_some_and(|text| text.contains("no route to host"));
             asked && unreachable && case.to_string().contains("\"::/0\"") && outcome(it, "failed to add route", "done")
         },

@@ -1,4 +1,5 @@
-//! bridge behind another plugin: it makes that plugin's host end a port, and owns nothing else of it.
+//! bridge behind another plugin: it makes that plugin's host end a port, and owns nothing else of
+//! it.
 
 use cni_testkit::{Attachment, Container, Node, Outcome, probe, require};
 use conformance::{bridge, layer2, patched};
@@ -108,7 +109,8 @@ fn ipam_is_asked_only_if_it_is_named() {
     node.exec(&["ip", "link", "del", "host0"]);
 }
 
-/// The earlier plugin gave the interface an address: that one's gateway and masquerading are not bridge's.
+/// The earlier plugin gave the interface an address: that one's gateway and masquerading are not
+/// bridge's.
 #[track_caller]
 fn judged_by_its_own_addresses(keys: Value, broken: &[&str]) {
     let node = Node::new();

@@ -12,7 +12,8 @@ fn network(node: &Node) -> Value {
     )
 }
 
-/// CHECK is green before and red after `sabotage(node, container, host end)`, with a message of substance.
+/// CHECK is green before and red after `sabotage(node, container, host end)`, with a message of
+/// substance.
 #[track_caller]
 fn red_after(sabotage: impl FnOnce(&Node, &Container, &str)) {
     let node = Node::new();

@@ -107,7 +107,8 @@ fn del_with_a_path_that_is_a_plain_file_takes_the_link_too() {
     cleans_from_the_host_side(Some("/etc/hostname"), true);
 }
 
-/// The host's end bears another name than it was given, and in the container nobody finds CNI_IFNAME.
+/// The host's end bears another name than it was given, and in the container nobody finds
+/// CNI_IFNAME.
 #[track_caller]
 fn cleans_what_was_renamed(clean: impl FnOnce(&Container, Attachment<'_>, &Value) -> Outcome) {
     let node = Node::new();

@@ -1,4 +1,5 @@
-//! Dummy interfaces, which are neither veth nor bridge: nodes have them as uplinks and for addresses of their own.
+//! Dummy interfaces, which are neither veth nor bridge: nodes have them as uplinks and for
+//! addresses of their own.
 
 use cni_testkit::{Attachment, Node, probe, require};
 use conformance::{attach, bridge, layer2, patched};
@@ -36,7 +37,8 @@ fn a_gateway_keeps_the_address_of_its_uplink() {
     require!(probe::dummy());
     let node = with_uplink();
     let all = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 2);
-    // With a lower address than its own a port would give the bridge another one, and cut off who knows the gateway.
+    // With a lower address than its own a port would give the bridge another one, and cut off who
+    // knows the gateway.
     assert_eq!(node.link("br0").unwrap()["address"], UPLINK_MAC);
     all[0].0.ping("10.1.0.1");
     for (_, attachment, result) in all {

@@ -75,7 +75,8 @@ fn the_rules_of_gos_living_interface_are_not_replaced() {
     let failure = second.add().failure();
     assert_eq!(failure.code, Some(102), "{failure:?}");
     assert_eq!((node.ruleset(), links(&node), node.reservations("net1")), before);
-    // The runtime's DEL of the refused ADD finds no interface of its own. The address is released: IPAM knows no namespace.
+    // The runtime's DEL of the refused ADD finds no interface of its own. The address is released:
+    // IPAM knows no namespace.
     second.del().success();
     assert_eq!((node.ruleset(), links(&node)), (before.0, before.1));
     go.del_with(&result).success();

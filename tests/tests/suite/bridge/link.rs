@@ -1,4 +1,5 @@
-//! The link and its port: layer 2, hairpin, promiscuity, isolation, MTU, the interface without an address.
+//! The link and its port: layer 2, hairpin, promiscuity, isolation, MTU, the interface without an
+//! address.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{attach, bridge, host_end, layer2, patched};
@@ -10,7 +11,8 @@ fn port_flag(node: &Node, result: &Value, flag: &str) -> Value {
     link["linkinfo"]["info_slave_data"][flag].clone()
 }
 
-/// A spanning tree holds a new port back for half a minute. That is the administrator's choice, and no failure.
+/// A spanning tree holds a new port back for half a minute. That is the administrator's choice, and
+/// no failure.
 #[test]
 fn a_bridge_that_runs_a_spanning_tree_is_no_failure() {
     let node = Node::new();

@@ -9,7 +9,8 @@ fn asking(node: &Node, address: &str) -> Value {
     patched(bridge(node, &[subnet]), json!({"runtimeConfig": {"ips": [address]}}))
 }
 
-/// The host knows the address by the first container's MAC; the first packet to the second must be answered.
+/// The host knows the address by the first container's MAC; the first packet to the second must be
+/// answered.
 #[track_caller]
 fn first_packet_is_answered(address: &str) {
     let node = Node::new();

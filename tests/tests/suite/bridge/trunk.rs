@@ -1,4 +1,5 @@
-//! Frames with tags: what a container on a trunk sends and hears, and what its MAC is held to there.
+//! Frames with tags: what a container on a trunk sends and hears, and what its MAC is held to
+//! there.
 
 use cni_testkit::{Container, Node, probe, require};
 use conformance::{attach, layer2, patched};
@@ -59,7 +60,8 @@ fn a_trunk_talks_in_each_of_its_vlans_and_in_no_other() {
     reaches(ten, "10.0.10.2");
     // What has no tag belongs to VLAN 1, where those are that asked for nothing.
     reaches(trunk, "10.0.1.3");
-    // No trunk of this list: what comes with that tag is dropped, and nothing of that VLAN comes out.
+    // No trunk of this list: what comes with that tag is dropped, and nothing of that VLAN comes
+    // out.
     is_cut_off_from(trunk, "10.0.30.3");
     is_cut_off_from(trunk, "10.0.30.2");
     is_cut_off_from(thirty, "10.0.30.1");
@@ -80,7 +82,8 @@ fn a_vlan_goes_on_beyond_the_bridge_s_uplink_with_its_tag() {
     require!(probe::vlan_filtering());
     require!(probe::vlan_links());
     let node = Node::new();
-    // The owner's bridge and its uplink, a trunk; beyond it is somebody who tags and is no attachment.
+    // The owner's bridge and its uplink, a trunk; beyond it is somebody who tags and is no
+    // attachment.
     node.exec(&["ip", "link", "add", "br0", "type", "bridge", "vlan_filtering", "1"]);
     let far = node.container();
     let path = far.netns().to_str().unwrap();

@@ -290,7 +290,8 @@ fn a_gateway_serves_its_own_vlan_alone() {
     for (number, (container, ..)) in all.iter().enumerate() {
         assert!(reaches(container, &format!("10.{}.0.1", number + 1)), "gateway {number}");
     }
-    // Another VLAN's address on the red one's own interface: ARP alone decides, and must not be heard.
+    // Another VLAN's address on the red one's own interface: ARP alone decides, and must not be
+    // heard.
     all[0].0.exec(&["ip", "addr", "add", "10.2.0.77/24", "dev", "eth0"]);
     assert!(is_cut_off_from(&all[0].0, "10.2.0.2"), "blue's container");
     all[0].0.exec(&["ip", "addr", "add", "10.3.0.77/24", "dev", "eth0"]);

@@ -1,4 +1,5 @@
-//! dhcp: the daemon's flags, its end by a signal, systemd's socket; and every version of the specification.
+//! dhcp: the daemon's flags, its end by a signal, systemd's socket; and every version of the
+//! specification.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};

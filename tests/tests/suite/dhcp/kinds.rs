@@ -23,8 +23,8 @@ fn leases_for(lan: &Lan, keys: Value, flags: &[&str], expected: &str) {
     assert_eq!(lan.records(), 0);
 }
 
-/// All of ipvlan's interfaces have the master's hardware address, and a packet goes to the one that has its address: an answer
-/// to an address that no interface has yet must be a broadcast.
+/// All of ipvlan's interfaces have the master's hardware address, and a packet goes to the one that
+/// has its address: an answer to an address that no interface has yet must be a broadcast.
 #[test]
 fn ipvlan_gets_a_lease_by_broadcast_and_gives_it_back() {
     require!(Server::Dnsmasq.probe());

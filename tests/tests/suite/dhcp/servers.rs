@@ -1,4 +1,5 @@
-//! What holds for every server, with dnsmasq and with Kea; silence, two networks, routes and many containers at once.
+//! What holds for every server, with dnsmasq and with Kea; silence, two networks, routes and many
+//! containers at once.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};

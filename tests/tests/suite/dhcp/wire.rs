@@ -177,7 +177,8 @@ fn a_server_that_answers_by_broadcast_alone_is_asked_for_it() {
     attachment.del().success();
 }
 
-/// What no client may take for an answer, and what only looks like one. 192.168.1.66 is in all of it.
+/// What no client may take for an answer, and what only looks like one. 192.168.1.66 is in all of
+/// it.
 fn hostile(message: &Message) -> Vec<Vec<u8>> {
     const EVIL: [u8; 4] = [192, 168, 1, 66];
     let kind = if message.kind() == DISCOVER { OFFER } else { ACK };
@@ -295,7 +296,8 @@ fn floods_of_offers_and_refusals_do_not_move_the_deadline() {
     };
     let began = Instant::now();
     let failure = wire.during(answers, || attachment.add().failure());
-    // The daemon gives up after two seconds. Without an end of its own the plugin waits for minutes.
+    // The daemon gives up after two seconds. Without an end of its own the plugin waits for
+    // minutes.
     assert!(began.elapsed() < patience(Duration::from_secs(30)), "{:?}", began.elapsed());
     assert_eq!(failure.msg, "error calling DHCP.Allocate: no more tries");
     attachment.del().success();

@@ -1,5 +1,5 @@
-//! The backend firewalld, with the real one on a bus of its own: sources of a zone, their owners, and what happens when it reloads, stops or
-//! was never there.
+//! The backend firewalld, with the real one on a bus of its own: sources of a zone, their owners,
+//! and what happens when it reloads, stops or was never there.
 
 use std::cell::RefCell;
 use std::fs;

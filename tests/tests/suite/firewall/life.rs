@@ -1,4 +1,5 @@
-//! The life of a container's rules in each backend: sabotaged, undone, without `prevResult`, collected, isolated.
+//! The life of a container's rules in each backend: sabotaged, undone, without `prevResult`,
+//! collected, isolated.
 
 use cni_testkit::{Attachment, bin_dir};
 use conformance::patched;

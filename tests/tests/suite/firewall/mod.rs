@@ -1,4 +1,5 @@
-//! `firewall`: packets of containers pass the node's filter, bridges are isolated, and nothing of a container stays.
+//! `firewall`: packets of containers pass the node's filter, bridges are isolated, and nothing of a
+//! container stays.
 
 mod firewalld;
 mod killed;

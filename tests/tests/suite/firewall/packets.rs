@@ -1,4 +1,5 @@
-//! Real packets, in both families: through a filter that drops what nobody accepts, and between isolated bridges.
+//! Real packets, in both families: through a filter that drops what nobody accepts, and between
+//! isolated bridges.
 
 use serde_json::{Value, json};
 
@@ -6,7 +7,8 @@ use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, config, each, end_is
 use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for};
 use conformance::{HOST, OUTSIDE};
 
-/// A node on which every forwarded packet is dropped, and how firewall is told of the chain that does it.
+/// A node on which every forwarded packet is dropped, and how firewall is told of the chain that
+/// does it.
 fn dropping(world: &World) -> Value {
     for (subnet, host) in ["10.0.0.0/8", "fd00::/16"].into_iter().zip(HOST) {
         world.client.exec(&["ip", "route", "add", subnet, "via", host]);

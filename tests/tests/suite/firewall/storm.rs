@@ -25,7 +25,8 @@ fn call<'n>((attachment, prev): &(Attachment<'n>, Value), verb: &str, path: &str
     attachment.invocation(verb, Some(prev)).env("PATH", path)
 }
 
-/// All at once. One that has waited for the lock of iptables too long says so (11), and is tried again, as runtimes do.
+/// All at once. One that has waited for the lock of iptables too long says so (11), and is tried
+/// again, as runtimes do.
 fn all(world: &World, crowd: &[(Attachment<'_>, Value)], verb: &str) {
     let path = world.backend.path(&world.node);
     let mut started: Vec<_> = crowd.iter().map(|one| call(one, verb, &path).start()).collect();
@@ -69,7 +70,8 @@ fn fifty_adds_beside_a_foreign_writer_are_all_there() {
         world.backend.path(&world.node);
         thread::scope(|scope| {
             if world.backend != Backend::Nftables {
-                // Somebody who does not know our lock, as kube-proxy does it, at most as often as there are ADDs.
+                // Somebody who does not know our lock, as kube-proxy does it, at most as often as
+                // there are ADDs.
                 scope.spawn(|| {
                     for number in 0..count {
                         if done.load(Ordering::Relaxed) {

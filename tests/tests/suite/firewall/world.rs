@@ -1,4 +1,5 @@
-//! What is the same for all: configurations of firewall behind a bridge, and the rules in table filter.
+//! What is the same for all: configurations of firewall behind a bridge, and the rules in table
+//! filter.
 
 pub(crate) use crate::portmap::world::{BACKENDS, Backend, IPTABLES, Pod, World, each, go};
 use conformance::{VERSION, patched};
@@ -14,7 +15,8 @@ pub(crate) fn named(world: &World, network: &str, patch: Value) -> Value {
     patched(json!({"cniVersion": VERSION, "name": network, "type": "firewall", "backend": world.backend.key()}), patch)
 }
 
-/// The rules of both families in their order, without counters: table `filter`, or all of nf_tables.
+/// The rules of both families in their order, without counters: table `filter`, or all of
+/// nf_tables.
 pub(crate) fn rules(world: &World) -> Vec<String> {
     let text = match world.backend {
         Backend::Nftables => world.node.ruleset(),

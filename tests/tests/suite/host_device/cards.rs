@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 
 use super::layer2;
 
-/// The network cards that `scripts/vm` gives a virtual machine, by their addresses, and what connects them.
+/// The network cards that `scripts/vm` gives a virtual machine, by their addresses, and what
+/// connects them.
 const CARDS: [&str; 2] = ["52:54:00:63:6e:01", "52:54:00:63:6e:02"];
 
 /// The name of a card in the namespace of this process, without the help of a node.
@@ -25,7 +26,8 @@ fn card(mac: &str) -> Option<String> {
     cards.next()
 }
 
-/// The plugin, called where the kernel brings a card when its namespace ends: in this process's own namespace.
+/// The plugin, called where the kernel brings a card when its namespace ends: in this process's own
+/// namespace.
 fn call(verb: &str, container: Option<&Container>, keys: &Value) -> Value {
     let netns = container.map_or(Path::new(""), |container| container.netns());
     let mut child = Command::new(bin_dir().join("host-device"))

@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 /// The hardware address of `dev0`.
 const MAC: &str = "02:00:00:00:00:d0";
 
-/// A node with an interface `dev0`, up, whose other end `peer0` stays, and an interface of the usual name.
+/// A node with an interface `dev0`, up, whose other end `peer0` stays, and an interface of the
+/// usual name.
 fn node() -> Node {
     let node = Node::new();
     for name in ["dev0", "peer0", "eth0", "eth0-peer"] {

@@ -1,5 +1,6 @@
-//! Disks that are full, read-only, somebody else's or not what they should be: each is a clear error or no matter, and
-//! nothing is lost. What others leave in a readable folder is in `store`, and a disk without room in `status`.
+//! Disks that are full, read-only, somebody else's or not what they should be: each is a clear
+//! error or no matter, and nothing is lost. What others leave in a readable folder is in `store`,
+//! and a disk without room in `status`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -14,7 +15,8 @@ pub(super) fn config(node: &Node) -> Value {
     patched(host_local(node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"cniVersion": "1.1.0"}))
 }
 
-/// A verb of host-local that must not take long, with these capabilities taken away (`-dac_override,...`).
+/// A verb of host-local that must not take long, with these capabilities taken away
+/// (`-dac_override,...`).
 pub(super) fn run(node: &Node, verb: &str, container: &Container, config: &Value, without: &str) -> Outcome {
     let plugin = cni_testkit::bin_dir().join("host-local");
     let call = if without.is_empty() {
@@ -29,7 +31,8 @@ pub(super) fn run(node: &Node, verb: &str, container: &Container, config: &Value
     }
 }
 
-/// What stands where the folder of the network should: it is named, nobody waits, and DEL has nothing to do.
+/// What stands where the folder of the network should: it is named, nobody waits, and DEL has
+/// nothing to do.
 #[test]
 fn no_folder_where_one_should_be() {
     type Prepare = fn(&Path);
@@ -57,7 +60,8 @@ fn no_folder_where_one_should_be() {
     }
 }
 
-/// The signal of a file that may not grow (`ulimit -f`) ends nobody in the middle of an ADD, or of a DEL for ever.
+/// The signal of a file that may not grow (`ulimit -f`) ends nobody in the middle of an ADD, or of
+/// a DEL for ever.
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error_and_keeps_no_del() {
     let node = Node::new();

@@ -1,7 +1,8 @@
 //! After a reboot: what we reserved before is free again, and nothing else is.
 //!
-//! A reboot is another boot ID and another uptime: files of the test, mounted over the kernel's in the node's own mount
-//! namespace. A namespace of times would not do, for it does not change the times of files.
+//! A reboot is another boot ID and another uptime: files of the test, mounted over the kernel's in
+//! the node's own mount namespace. A namespace of times would not do, for it does not change the
+//! times of files.
 
 use std::cell::Cell;
 use std::fs;
@@ -78,7 +79,8 @@ impl Machine {
     }
 }
 
-/// Whether the folder of the tests is on a file system that the plugin trusts, and the machine has an ID to mount over.
+/// Whether the folder of the tests is on a file system that the plugin trusts, and the machine has
+/// an ID to mount over.
 fn possible() -> probe::Probed {
     if !Path::new(MACHINE_ID).exists() {
         return Err(format!("no {MACHINE_ID} on this machine"));
@@ -129,7 +131,8 @@ fn ten_reboots_of_a_full_node_leak_nothing() {
     assert_eq!(machine.held(), []);
 }
 
-/// Whatever host-local was killed at, the next boot finds nothing of it: a file without a record would stay for ever.
+/// Whatever host-local was killed at, the next boot finds nothing of it: a file without a record
+/// would stay for ever.
 #[test]
 fn what_a_killed_add_has_reserved_is_reclaimed_too() {
     require!(possible());
@@ -276,7 +279,8 @@ fn kept(change: impl FnOnce(&Machine, &Path)) {
     let before = machine.held();
     machine.reboot();
     let folder = machine.node.data_dir().join("net1");
-    // What is changed in the tick of the kernel's clock in which it was made looks unchanged on kernels before 6.13.
+    // What is changed in the tick of the kernel's clock in which it was made looks unchanged on
+    // kernels before 6.13.
     let made = fs::read_dir(&folder).unwrap().map(|entry| changed_at(&entry.unwrap().path())).max().unwrap();
     let deadline = Instant::now() + Duration::from_secs(20);
     while changed_at(&machine.node.file("now", "")) <= made {
@@ -333,8 +337,9 @@ fn a_file_touched_in_any_way_is_kept() {
     kept(|_, folder| each(folder, |path| fs::set_permissions(path, fs::Permissions::from_mode(0o640)).unwrap()));
 }
 
-/// A machine cloned with its ID, file by file: the boot is another one and the ID the same. Of a disk cloned block by block
-/// nothing tells it but the boot, as after a reboot, and nothing of what it has on record lives on the clone.
+/// A machine cloned with its ID, file by file: the boot is another one and the ID the same. Of a
+/// disk cloned block by block nothing tells it but the boot, as after a reboot, and nothing of what
+/// it has on record lives on the clone.
 #[test]
 fn a_data_dir_copied_with_all_its_times_is_kept() {
     require!(possible());
@@ -440,8 +445,9 @@ fn a_shared_or_passing_file_system_is_left_alone() {
     }
 }
 
-/// Another machine, cloned with its ID, has its data on a disk of this one (here an overlay stands for NFS): what it reserves
-/// lives on when this one is booted, and inode and times are the same from both sides.
+/// Another machine, cloned with its ID, has its data on a disk of this one (here an overlay stands
+/// for NFS): what it reserves lives on when this one is booted, and inode and times are the same
+/// from both sides.
 #[test]
 fn what_a_machine_of_the_same_id_reserved_from_afar_is_kept() {
     require!(possible());

@@ -1,4 +1,5 @@
-//! What is on disk: a node may be switched between the Go plugins and these at any time, with pods running.
+//! What is on disk: a node may be switched between the Go plugins and these at any time, with pods
+//! running.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

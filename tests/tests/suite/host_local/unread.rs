@@ -1,6 +1,8 @@
-//! A reservation that cannot be read, for a moment or for good: it hides no address, and keeps no container from ending.
+//! A reservation that cannot be read, for a moment or for good: it hides no address, and keeps no
+//! container from ending.
 //!
-//! The index is thrown away before, so that whoever comes next reads the whole folder and may fail to.
+//! The index is thrown away before, so that whoever comes next reads the whole folder and may fail
+//! to.
 
 use std::fs;
 use std::os::unix::fs::chown;
@@ -117,7 +119,8 @@ fn what_nobody_can_read_keeps_no_container_from_ending_and_is_found_as_soon_as_i
         let all = with_a_foreign_file(&node);
         fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
         for (container, attachment, _) in all.iter().rev() {
-            // It may be anybody's: told, and no error, or no DEL of this network would ever succeed.
+            // It may be anybody's: told, and no error, or no DEL of this network would ever
+            // succeed.
             let outcome = run(&node, "DEL", container, &attachment.config, POWERLESS);
             outcome.success();
             assert!(outcome.stderr.contains("net1/10.1.0.2: Permission denied"), "{}", outcome.report());

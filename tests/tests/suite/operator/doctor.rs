@@ -1,4 +1,5 @@
-//! A node made ill in one way after another: the doctor names it, the printed command mends it, and then it is well.
+//! A node made ill in one way after another: the doctor names it, the printed command mends it, and
+//! then it is well.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

@@ -163,7 +163,8 @@ fn journald_is_written_to_where_it_is_and_stderr_where_it_is_not() {
     {
         assert!(seen.contains(words), "it should say `{words}`: {seen}");
     }
-    // A journal that does not read holds nobody up: its queue takes a few datagrams, then calls go on without it.
+    // A journal that does not read holds nobody up: its queue takes a few datagrams, then calls go
+    // on without it.
     for _ in 0..20 {
         quiet(&logged.call("DEL").env("CNI_LOG", "debug").run());
     }

@@ -1,5 +1,5 @@
-//! cnitool's verbs for who looks after a node: each shows what is wrong on a node that was made so, and what it
-//! offers mends it.
+//! cnitool's verbs for who looks after a node: each shows what is wrong on a node that was made so,
+//! and what it offers mends it.
 
 mod doctor;
 mod explain;
@@ -14,7 +14,8 @@ use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
 use conformance::bridge;
 use serde_json::{Value, json};
 
-/// A node with a configured network `net1`: a bridge with host-local, and whatever else a test puts there.
+/// A node with a configured network `net1`: a bridge with host-local, and whatever else a test puts
+/// there.
 pub(crate) struct Operator {
     pub(crate) node: Node,
 }

@@ -1,4 +1,5 @@
-//! `rules restore`: rules that something else has removed are written again, and nothing else changes.
+//! `rules restore`: rules that something else has removed are written again, and nothing else
+//! changes.
 
 use std::io::Write as _;
 use std::net::TcpListener;

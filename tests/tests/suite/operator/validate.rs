@@ -127,7 +127,8 @@ fn a_sound_network_is_told_so_and_networks_lists_all() {
     let text = operator.done(&["networks"]);
     let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!((rows[1][..3].to_vec(), rows[1].last()), (vec!["net1", "1.1.0", "bridge"], Some(&"ok")), "{text}");
-    // Another network that gives out the same addresses, and one that the kernel of this host cannot have.
+    // Another network that gives out the same addresses, and one that the kernel of this host
+    // cannot have.
     let twin = std::fs::read_to_string(&file).unwrap().replace("\"net1\"", "\"net2\"");
     operator.node.file("net.d/20-net2.conflist", &twin);
     let text = operator.done(&["networks"]);

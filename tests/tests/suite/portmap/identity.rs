@@ -287,7 +287,8 @@ fn rules_of_go_s_nftables_backend_are_checked_and_removed() {
     let world = World::new(Backend::Nftables);
     let pod = world.pod(&world.network("net1", &["10.1.0.0/24"]));
     let id = &pod.container.id;
-    // As v1.9 leaves it, with conditions in the shared chains and every rule doubled by a second ADD.
+    // As v1.9 leaves it, with conditions in the shared chains and every rule doubled by a second
+    // ADD.
     let rule = format!("tcp dport 8080 dnat to 10.1.0.2:80 comment \"{id}\"");
     let masquerade = |from: &str| format!("ip saddr {from} ip daddr 10.1.0.2 masquerade comment \"{id}\"");
     let (own, local) = (masquerade("10.1.0.2"), masquerade("127.0.0.1"));

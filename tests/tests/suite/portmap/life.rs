@@ -1,4 +1,5 @@
-//! The life of a mapping: twice, sabotaged, half-done, racing, taken, in every version, and what it costs.
+//! The life of a mapping: twice, sabotaged, half-done, racing, taken, in every version, and what it
+//! costs.
 
 use cni_testkit::{Attachment, bin_dir, probe, program, require};
 use conformance::{VERSIONS, patched};
@@ -356,7 +357,8 @@ fn conditions_beyond_the_subset_go_through_nft() {
 #[test]
 fn without_any_iptables_nf_tables_serve_and_del_never_fails() {
     require!(Backend::Nftables.probe());
-    // A PATH of nothing does not hide the system's folders, so this is about what is held, not what is installed.
+    // A PATH of nothing does not hide the system's folders, so this is about what is held, not what
+    // is installed.
     let world = World::new(Backend::Nftables);
     let pod = world.mapped(one());
     let path = world.node.dir().join("empty");
@@ -373,7 +375,8 @@ fn no_operation_runs_more_than_two_programs_for_a_family() {
         let (pod, config) = (world.dual(), world.config(one()));
         let legacy = world.backend == Backend::IptablesLegacy;
         world.ran();
-        // Of the older one its programs alone can tell what is there: a save for each family before anything else.
+        // Of the older one its programs alone can tell what is there: a save for each family before
+        // anything else.
         for (step, nft, older) in [("ADD", 2, 2), ("ADD", 0, 2), ("CHECK", 0, 3), ("DEL", 0, 4), ("DEL", 0, 2)] {
             pod.call_by(&bin_dir(), step, &config, Some(&pod.result)).success();
             let ran = world.ran();

@@ -1,6 +1,7 @@
 //! `portmap`: ports of the host lead to a container, with every backend, and leave nothing.
 //!
-//! A network of two plugins, called one after the other as a runtime does: `bridge`, then `portmap` with its result.
+//! A network of two plugins, called one after the other as a runtime does: `bridge`, then `portmap`
+//! with its result.
 
 mod identity;
 mod life;

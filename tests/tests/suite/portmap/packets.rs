@@ -1,4 +1,5 @@
-//! Real packets: from outside, from the node, from other pods, from the pod itself, over both families.
+//! Real packets: from outside, from the node, from other pods, from the pod itself, over both
+//! families.
 
 use std::net::UdpSocket;
 use std::time::Duration;

@@ -22,8 +22,8 @@ fn sctp(family: AddressFamily) -> OwnedFd {
 
 /// Tells everybody who associates with this address of the pod's the name.
 ///
-/// Both sides use one address alone: those with several tell each other of them, and what is sent again goes by
-/// another one, past every translation.
+/// Both sides use one address alone: those with several tell each other of them, and what is sent
+/// again goes by another one, past every translation.
 fn serve(pod: &Pod<'_>, family: usize, port: u16, name: &'static str) {
     let address = SocketAddr::new(pod.address(family), port);
     let listener = pod.container.enter(|| {

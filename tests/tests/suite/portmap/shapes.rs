@@ -1,4 +1,5 @@
-//! What stands in the kernel: with iptables what Go leaves there in the same run, with nf_tables what the reference says.
+//! What stands in the kernel: with iptables what Go leaves there in the same run, with nf_tables
+//! what the reference says.
 
 use cni_testkit::{bin_dir, require};
 use conformance::patched;
@@ -57,7 +58,8 @@ fn same_as_go(world: &World, patch: &Value, mappings: Value, around: Option<[&st
             one.iter().filter(|line| !other.contains(line)).cloned().collect()
         };
         let (more, less) = (lacks(ours, go), lacks(go, ours));
-        // `ip6tables-legacy -C` (1.8.9) finds rules that are not there, so Go leaves some of IPv6 out.
+        // `ip6tables-legacy -C` (1.8.9) finds rules that are not there, so Go leaves some of IPv6
+        // out.
         let excused = |line: &String| world.backend == Backend::IptablesLegacy && line.starts_with("v6 -A CNI-DN-");
         if less.is_empty() && more.iter().all(excused) {
             continue;

@@ -1,4 +1,5 @@
-//! An ADD that fails leaves everything as it was: nothing after a first one, the earlier ADD's rules after a second.
+//! An ADD that fails leaves everything as it was: nothing after a first one, the earlier ADD's
+//! rules after a second.
 
 use cni_testkit::{bin_dir, require};
 use conformance::patched;

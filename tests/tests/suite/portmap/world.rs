@@ -1,4 +1,5 @@
-//! A node with an uplink, a client beyond it, containers on a bridge, servers in them, and three backends.
+//! A node with an uplink, a client beyond it, containers on a bridge, servers in them, and three
+//! backends.
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
@@ -41,7 +42,8 @@ impl Backend {
         if self == Backend::IptablesLegacy { "xtables-legacy-multi" } else { "xtables-nft-multi" }
     }
 
-    /// A PATH in which `iptables` is the one meant, and in which every program that is run leaves a line.
+    /// A PATH in which `iptables` is the one meant, and in which every program that is run leaves a
+    /// line.
     pub(crate) fn path(self, node: &Node) -> String {
         let folder = node.dir().join(format!("bin-{self:?}"));
         let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
@@ -89,7 +91,8 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(backend: Backend) -> World {
         let node = Node::new();
-        // Looking for duplicates of a new bridge's address takes the kernel a second or two, and is none of portmap's.
+        // Looking for duplicates of a new bridge's address takes the kernel a second or two, and is
+        // none of portmap's.
         node.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
         let client = uplink(&node, "up0");
         World { node, client, backend }
@@ -136,7 +139,8 @@ impl World {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// All rules and chains of the backend, comparable: for iptables what its save program says of `nat`.
+    /// All rules and chains of the backend, comparable: for iptables what its save program says of
+    /// `nat`.
     pub(crate) fn rules(&self) -> String {
         match self.backend {
             Backend::Nftables => self.node.ruleset(),
@@ -275,8 +279,8 @@ impl<'w> Pod<'w> {
 /// How long to wait for an answer that must not come.
 pub(crate) const IN_VAIN: Duration = Duration::from_millis(1500);
 
-/// Asks the TCP server at `to`; run it inside the place that asks. `None` if nobody answers; where that is right, see
-/// [`ask_tcp_for`].
+/// Asks the TCP server at `to`; run it inside the place that asks. `None` if nobody answers; where
+/// that is right, see [`ask_tcp_for`].
 pub(crate) fn ask_tcp(to: &str) -> Option<String> {
     ask_tcp_for(patience(Duration::from_secs(10)), to)
 }

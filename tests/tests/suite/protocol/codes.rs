@@ -1,7 +1,7 @@
 //! Every error code of the specification, provoked.
 //!
-//! Unlike the other files this one excuses nobody: what the messages say is asserted where the subject is, what
-//! a runtime decides by is asserted here.
+//! Unlike the other files this one excuses nobody: what the messages say is asserted where the
+//! subject is, what a runtime decides by is asserted here.
 
 use cni_testkit::{Attachment, Node, probe, unprovoked};
 use conformance::{attach, bridge, host_local, layer2, patched};

@@ -1,4 +1,5 @@
-//! A runtime's pid may have been reused: `CNI_NETNS` may be the host's own namespace. Nothing in it may be touched.
+//! A runtime's pid may have been reused: `CNI_NETNS` may be the host's own namespace. Nothing in it
+//! may be touched.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{bridge, host_local, loopback};

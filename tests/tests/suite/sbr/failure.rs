@@ -1,4 +1,5 @@
-//! What is refused, what a failed ADD takes back, CHECK, and DEL in whatever state the container is.
+//! What is refused, what a failed ADD takes back, CHECK, and DEL in whatever state the container
+//! is.
 
 use std::fs::File;
 

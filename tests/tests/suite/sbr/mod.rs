@@ -1,7 +1,7 @@
 //! sbr: packets from an interface's addresses leave by that interface.
 //!
-//! The container has `eth0` with the default route, and `net1`, which the plugin is asked about. No interface makes an
-//! address of its own, so that the tables hold what the test has put there.
+//! The container has `eth0` with the default route, and `net1`, which the plugin is asked about. No
+//! interface makes an address of its own, so that the tables hold what the test has put there.
 
 mod failure;
 mod mixed;

@@ -1,5 +1,5 @@
-//! Real packets: a machine that reaches both networks talks to each address, and both routers have strict reverse-path
-//! filters, so an answer by the wrong interface is lost.
+//! Real packets: a machine that reaches both networks talks to each address, and both routers have
+//! strict reverse-path filters, so an answer by the wrong interface is lost.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
@@ -40,7 +40,8 @@ fn outside(node: &Node, networks: &[Container; 2]) -> Container {
         for interface in ["all", "lan", "wan"] {
             network.set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), "1");
         }
-        // IPv6 has no such sysctl: what comes from a source of the other network is not forwarded at all.
+        // IPv6 has no such sysctl: what comes from a source of the other network is not forwarded
+        // at all.
         let other = if number == 1 { 2 } else { 1 };
         network.exec(&["ip", "-6", "rule", "add", "from", &format!("fd0{other}::/64"), "prohibit"]);
     }

@@ -1,7 +1,8 @@
-//! `macvlan`, `ipvlan` and `vlan`: an interface of a container on top of one of the host. Here what they have in common.
+//! `macvlan`, `ipvlan` and `vlan`: an interface of a container on top of one of the host. Here what
+//! they have in common.
 //!
-//! The master is always called `eth0`, as the container's interface: some kernels look a new interface's name up in the
-//! host's namespace too.
+//! The master is always called `eth0`, as the container's interface: some kernels look a new
+//! interface's name up in the host's namespace too.
 
 mod ipvlan;
 mod macvlan;

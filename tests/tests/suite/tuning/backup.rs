@@ -1,4 +1,5 @@
-//! The backup file: originals survive whatever happens between ADD and DEL, and nothing survives DEL.
+//! The backup file: originals survive whatever happens between ADD and DEL, and nothing survives
+//! DEL.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};

@@ -1,4 +1,5 @@
-//! CHECK: what this list set is still so, whoever of the list set it last; what others do beside it is their business.
+//! CHECK: what this list set is still so, whoever of the list set it last; what others do beside it
+//! is their business.
 
 use cni_testkit::Node;
 use serde_json::{Value, json};

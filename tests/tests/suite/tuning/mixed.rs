@@ -1,4 +1,5 @@
-//! A node is switched between this plugin and Go's with pods running: each restores what the other has saved.
+//! A node is switched between this plugin and Go's with pods running: each restores what the other
+//! has saved.
 
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
 use serde_json::{Value, json};

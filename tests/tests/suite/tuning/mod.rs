@@ -1,7 +1,7 @@
 //! tuning: settings of an interface and of its namespace, set by ADD and put back by DEL.
 //!
-//! The interface is one end of a veth pair inside the container, so that no other plugin is needed; `prev` is what the
-//! plugin that made it would have said.
+//! The interface is one end of a veth pair inside the container, so that no other plugin is needed;
+//! `prev` is what the plugin that made it would have said.
 
 mod allowlist;
 mod backup;
@@ -55,7 +55,8 @@ pub(crate) fn tuned<'n>(node: &'n Node, container: &Container, keys: Value) -> A
     Attachment::new(node, container, tuning(node, keys))
 }
 
-/// What a plugin before this one returned: the host's end, the container's, and another sandbox's of the same name.
+/// What a plugin before this one returned: the host's end, the container's, and another sandbox's
+/// of the same name.
 pub(crate) fn prev(container: &Container) -> Value {
     json!({
         "cniVersion": VERSION,
@@ -70,7 +71,8 @@ pub(crate) fn prev(container: &Container) -> Value {
     })
 }
 
-/// A call whose configuration is text, since JSON values neither keep the order of keys nor have them twice.
+/// A call whose configuration is text, since JSON values neither keep the order of keys nor have
+/// them twice.
 fn call<'n>(node: &'n Node, container: &Container, verb: &str, keys: &str) -> Invocation<'n> {
     let (folder, prev) = (data_dir(node), prev(container));
     let folder = folder.to_str().unwrap();

@@ -50,8 +50,8 @@ fn gc_takes_what_a_killed_add_was_about_to_write() {
     attachment.del().success();
 }
 
-/// Where the file system has no files without a name. The second half of the name is the network's, and all that says
-/// whose it is.
+/// Where the file system has no files without a name. The second half of the name is the network's,
+/// and all that says whose it is.
 #[test]
 fn gc_takes_half_of_what_a_killed_add_was_about_to_write() {
     let node = Node::new();

@@ -1,4 +1,5 @@
-//! The result: what came before, in its version's shape, with what was changed in this interface's entry.
+//! The result: what came before, in its version's shape, with what was changed in this interface's
+//! entry.
 
 use cni_testkit::Node;
 use conformance::patched;

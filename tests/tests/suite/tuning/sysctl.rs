@@ -1,4 +1,5 @@
-//! Sysctls: which file a key means, in which order they are written, what is refused before anything is.
+//! Sysctls: which file a key means, in which order they are written, what is refused before
+//! anything is.
 
 use cni_testkit::{Container, Node, skip};
 use serde_json::{Map, Value, json};
@@ -57,7 +58,8 @@ fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
     let own_first = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
     let node = Node::new();
     let container = pod(&node);
-    // "all" reaches every interface, so the last word is heard. An order by chance does not come right every time.
+    // "all" reaches every interface, so the last word is heard. An order by chance does not come
+    // right every time.
     for _ in 0..6 {
         for (keys, expected) in [(all_first, "0"), (own_first, "1")] {
             container.set_sysctl(all, "0");

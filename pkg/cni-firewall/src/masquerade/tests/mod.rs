@@ -1,4 +1,5 @@
-//! Masquerading against the real kernel, in throw-away namespaces, beside Go's bridge plugin: the rig.
+//! Masquerading against the real kernel, in throw-away namespaces, beside Go's bridge plugin: the
+//! rig.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::symlink;
@@ -159,7 +160,8 @@ impl Go {
         assert!(self.run(rig, "ADD"), "ADD");
     }
 
-    /// Whether it succeeded. Go's DEL knows the addresses from its `prevResult` alone when the interface is gone.
+    /// Whether it succeeded. Go's DEL knows the addresses from its `prevResult` alone when the
+    /// interface is gone.
     fn run(&self, rig: &Rig, verb: &str) -> bool {
         use std::io::Write as _;
         let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());

@@ -9,8 +9,9 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl IptablesPortMap<'_> {
-    /// What is not as [`ensure`](IptablesPortMap::ensure) would have it, one sentence each; empty if all is well. What
-    /// Go made passes, doubled too. Conditions are not compared: the kernel writes them in its own words.
+    /// What is not as [`ensure`](IptablesPortMap::ensure) would have it, one sentence each; empty
+    /// if all is well. What Go made passes, doubled too. Conditions are not compared: the kernel
+    /// writes them in its own words.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let chain = shape::chain(&wanted.mark);
         let mut differences = Vec::new();
@@ -48,7 +49,8 @@ fn differences_of(nat: &mut Chains<'_>, wanted: &Forwarding, container: Cidr, cl
     let sections = shape::sections(there);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
     let others: Vec<&Section> = others.into_iter().filter(|section| section.marker.is_none()).collect();
-    // With Go's rules for another address too: what marks connections to a port it makes once for all of them.
+    // With Go's rules for another address too: what marks connections to a port it makes once for
+    // all of them.
     let rules: Vec<&Rule> = own.iter().chain(&others).flat_map(|section| section.rules()).collect();
     for claim in claims {
         for words in shape::forward(wanted, container, claim) {

@@ -1,7 +1,8 @@
 //! What an attachment had before an ADD, and how an ADD that fails puts it back.
 //!
-//! Compared is what stands there now: what somebody else has removed meanwhile comes back, what another attachment has
-//! in the same chain is not touched. The shared chains keep what they were given.
+//! Compared is what stands there now: what somebody else has removed meanwhile comes back, what
+//! another attachment has in the same chain is not touched. The shared chains keep what they were
+//! given.
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
@@ -59,8 +60,8 @@ impl Former {
     }
 }
 
-/// Whether a section of the container's chain is this attachment's. Unmarked rules that lead to the container's address
-/// are an earlier ADD's, by Go.
+/// Whether a section of the container's chain is this attachment's. Unmarked rules that lead to the
+/// container's address are an earlier ADD's, by Go.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.mark.alias(),
@@ -69,8 +70,9 @@ pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
 }
 
 impl IptablesPortMap<'_> {
-    /// Gives the attachment back what it had before an [`ensure`](IptablesPortMap::ensure), and takes what that added.
-    /// SIGTERM, which may be why, does not end it, nor what is done with this connection after it.
+    /// Gives the attachment back what it had before an [`ensure`](IptablesPortMap::ensure), and
+    /// takes what that added. SIGTERM, which may be why, does not end it, nor what is done with
+    /// this connection after it.
     ///
     /// # Errors
     /// The first; the other family is done all the same.

@@ -1,11 +1,14 @@
-//! Host ports with iptables, on nf_tables or the older one: at most two processes for each family and attempt. A family
-//! of the container's in which no port is mapped gets a chain too, because the CHECK of Go's plugin looks for it.
+//! Host ports with iptables, on nf_tables or the older one: at most two processes for each family
+//! and attempt. A family of the container's in which no port is mapped gets a chain too, because
+//! the CHECK of Go's plugin looks for it.
 //!
-//! The rules are those of `shape`; reading, writing, locking and repeating is [`crate::iptables`]'s. What an
-//! attachment has is replaced only where it differs, so an ADD that finds everything in place writes nothing.
+//! The rules are those of `shape`; reading, writing, locking and repeating is
+//! [`crate::iptables`]'s. What an attachment has is replaced only where it differs, so an ADD that
+//! finds everything in place writes nothing.
 //!
-//! The newcomer's mistake: emptying the container's chain. Another interface of the container may have rules in it, of
-//! ours or of Go's. And the shared chains are never removed, only what is double in them is folded.
+//! The newcomer's mistake: emptying the container's chain. Another interface of the container may
+//! have rules in it, of ours or of Go's. And the shared chains are never removed, only what is
+//! double in them is folded.
 
 use std::net::IpAddr;
 
@@ -52,8 +55,8 @@ impl<'m> IptablesPortMap<'m> {
         IptablesPortMap { iptables }
     }
 
-    /// Puts `wanted` in force: IPv4, then IPv6, each in one transaction where nothing has to go. Both are judged before
-    /// either is changed. On failure the attachment has what it had before.
+    /// Puts `wanted` in force: IPv4, then IPv6, each in one transaction where nothing has to go.
+    /// Both are judged before either is changed. On failure the attachment has what it had before.
     ///
     /// # Errors
     /// What the program said, and what kept the former state from being put back.
@@ -89,7 +92,8 @@ impl<'m> IptablesPortMap<'m> {
             Err((changed, error)) => (changed, Err(error)),
         };
         former.keep(changed);
-        // One family may have been changed before the other failed, or before somebody took a port of it.
+        // One family may have been changed before the other failed, or before somebody took a port
+        // of it.
         let restored = if done.is_err() || held.is_some() { self.put_back(wanted, &former) } else { Ok(()) };
         match (done, restored, held) {
             (Err(error), Err(other), _) => Err(error.context(format_args!("{other}; and"))),
@@ -108,9 +112,10 @@ impl<'m> IptablesPortMap<'m> {
         }
     }
 
-    /// Makes the chain without a mapping, and the rule that leads to it, in each family in which the
-    /// container has an address and no port is mapped: the CHECK of Go's plugin fails without them.
-    /// They serve nothing else, so a host that lacks iptables for that family is only remarked on.
+    /// Makes the chain without a mapping, and the rule that leads to it, in each family in which
+    /// the container has an address and no port is mapped: the CHECK of Go's plugin fails without
+    /// them. They serve nothing else, so a host that lacks iptables for that family is only
+    /// remarked on.
     ///
     /// # Errors
     /// SIGTERM or a deadline.
@@ -155,9 +160,10 @@ impl<'m> IptablesPortMap<'m> {
         })
     }
 
-    /// Removes whatever there is of the attachment, in both families and variants, whoever made it. `addresses` are the
-    /// container's as far as they are known; they decide on rules that name the container alone, which without an address
-    /// of their family all go. No process where nothing is found by netlink and there is no legacy table.
+    /// Removes whatever there is of the attachment, in both families and variants, whoever made it.
+    /// `addresses` are the container's as far as they are known; they decide on rules that name the
+    /// container alone, which without an address of their family all go. No process where nothing
+    /// is found by netlink and there is no legacy table.
     pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let (chain, old) = (shape::chain(mark), shape::snat_chain(mark));
         self.everywhere(&[&chain, &old], |nat, edit| {
@@ -177,8 +183,8 @@ impl<'m> IptablesPortMap<'m> {
         })
     }
 
-    /// Removes what names `network` and none of the valid attachments: ours by its marker, Go's by the comment on the way
-    /// to it, which names the container.
+    /// Removes what names `network` and none of the valid attachments: ours by its marker, Go's by
+    /// the comment on the way to it, which names the container.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let aliases: Vec<String> = valid.iter().map(AttachmentId::alias).collect();
         let prefix = AttachmentId::network_prefix(network);
@@ -249,23 +255,24 @@ impl<'m> IptablesPortMap<'m> {
     }
 }
 
-/// Whose a section without a marker is: the networks and containers that the ways to its chain name; `None` if they
-/// name none.
+/// Whose a section without a marker is: the networks and containers that the ways to its chain
+/// name; `None` if they name none.
 type Named = Option<Vec<(String, String)>>;
 
 /// Whether a section is the attachment's, or could be.
 fn belongs(section: &Section, named: &Named, mark: &AttachmentId) -> bool {
     match section.alias() {
         Some(alias) => alias == mark.alias(),
-        // Without a separator in the key two containers can share a chain; a way that names another is proof.
+        // Without a separator in the key two containers can share a chain; a way that names another
+        // is proof.
         None => named
             .as_ref()
             .is_none_or(|named| named.iter().any(|(network, id)| *network == mark.network && *id == mark.container_id)),
     }
 }
 
-/// Adds to `edit` the removal of the sections chosen, of the ways that then lead to nothing, and of the chain with the
-/// last of them. Returns what was claimed.
+/// Adds to `edit` the removal of the sections chosen, of the ways that then lead to nothing, and of
+/// the chain with the last of them. Returns what was claimed.
 fn plan_removal(
     nat: &mut Chains<'_>,
     edit: &mut Edit,
@@ -302,8 +309,9 @@ fn plan_removal(
     Ok(claims)
 }
 
-/// Removes a section, but for what marks connections to a port that is still mapped: Go makes that once for all
-/// addresses, and iptables-legacy, which knows no handles, would remove the first rule that looks like it.
+/// Removes a section, but for what marks connections to a port that is still mapped: Go makes that
+/// once for all addresses, and iptables-legacy, which knows no handles, would remove the first rule
+/// that looks like it.
 fn delete_section(edit: &mut Edit, chain: &str, section: &Section, still: &[Claim]) {
     let is_mapped = |rule: &Rule| {
         let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
@@ -421,7 +429,8 @@ fn own(
     let jumps: Vec<&Rule> = ways.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     let mut kept: Vec<usize> = Vec::new();
     for words in shape::jumps(wanted, conditions) {
-        // What the kernel makes of conditions cannot be compared with what was asked for: they are always written anew.
+        // What the kernel makes of conditions cannot be compared with what was asked for: they are
+        // always written anew.
         let same = jumps.iter().enumerate().position(|(at, jump)| jump.is(&words) && !kept.contains(&at));
         match same.filter(|_| conditions.is_empty()) {
             Some(at) => kept.push(at),

@@ -127,7 +127,8 @@ impl<'t> Theirs<'t> {
         Theirs { chain, mark: &wanted.mark, address, named, plain }
     }
 
-    /// The other container whose mapping this is, if it claims what is wanted or leads to this container's address.
+    /// The other container whose mapping this is, if it claims what is wanted or leads to this
+    /// container's address.
     fn holder(&self, section: &Section, group: &Group, claims: &[Claim]) -> Option<Holder> {
         let claim = group.claim?;
         let concerns = claim.container.ip() == self.address || claims.iter().any(|wanted| wanted.overlaps(&claim));

@@ -41,7 +41,8 @@ impl IptablesPortMap<'_> {
                 let unknown = |why: &str| {
                     format!("{name}-{variant} has a table nat, but {why}: who has ports in it is not known")
                 };
-                // A program of the older iptables that this ADD does not otherwise need must not be what it fails by.
+                // A program of the older iptables that this ADD does not otherwise need must not be
+                // what it fails by.
                 let is_optional = variant == Variant::Legacy && then == Then::Nothing;
                 match self.iptables.can_remove(family, variant) {
                     Ok(true) => {}

@@ -1,6 +1,7 @@
 //! The chains and rules of the iptables backend, as Go has them, in the words of `iptables -S`.
 //!
-//! In table `nat`, with D for `CNI-DN-` and 21 hex digits of the SHA-512 of network and container ID:
+//! In table `nat`, with D for `CNI-DN-` and 21 hex digits of the SHA-512 of network and container
+//! ID:
 //! ```text
 //! -A PREROUTING            -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT          and the same from OUTPUT
 //! -I POSTROUTING           -m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ
@@ -12,8 +13,8 @@
 //! -A D                     -s 127.0.0.1/32 [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK            not in IPv6
 //! -A D                     [-d H] -p P -m P --dport A -j DNAT --to-destination C:Q
 //! ```
-//! D has no interface in its key. The rule without a target says whose the rules after it are; LINK is the host's end
-//! of the container's link, where there is one that bears our mark.
+//! D has no interface in its key. The rule without a target says whose the rules after it are; LINK
+//! is the host's end of the container's link, where there is one that bears our mark.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -151,7 +152,8 @@ impl Jump {
     }
 }
 
-/// The rule that says whose the rules after it are. `link` is the host's end that bears the mark, if there is one.
+/// The rule that says whose the rules after it are. `link` is the host's end that bears the mark,
+/// if there is one.
 pub(super) fn marker(mark: &AttachmentId, link: Option<&str>) -> Words {
     let mut marker = link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &mark.alias()]));
@@ -219,7 +221,8 @@ pub(super) struct Group {
     pub(super) rules: Vec<Rule>,
 }
 
-/// The rules of one attachment in a container's chain, or those without a marker that lead to one address.
+/// The rules of one attachment in a container's chain, or those without a marker that lead to one
+/// address.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Section {
     /// Its marker.
@@ -264,9 +267,9 @@ pub(super) fn first(rules: &[Rule], claim: &Claim) -> Option<Claim> {
     rules.iter().filter_map(read).find(|there| there.overlaps(claim))
 }
 
-/// A container's chain as sections: first what bears no marker, one for each address and one for each group that tells
-/// none; then one for each marker. What follows a marker but leads to another address than the first mapping after it was
-/// appended by Go. An empty chain is one empty section.
+/// A container's chain as sections: first what bears no marker, one for each address and one for
+/// each group that tells none; then one for each marker. What follows a marker but leads to another
+/// address than the first mapping after it was appended by Go. An empty chain is one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut unmarked: Vec<Group> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();

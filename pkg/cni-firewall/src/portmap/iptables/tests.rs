@@ -1,5 +1,5 @@
-//! What is read of a container's chain, and what a call of the plugin cannot bring about. The backend as a whole is
-//! tested through the plugin, with packets, in both variants.
+//! What is read of a container's chain, and what a call of the plugin cannot bring about. The
+//! backend as a whole is tested through the plugin, with packets, in both variants.
 
 use crate::portmap::Earlier;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -8,8 +8,8 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl NftPortMap {
-    /// What is not as [`ensure`](NftPortMap::ensure) would have it, one sentence each; empty if all is well. What Go
-    /// made passes, with its conditions in the shared chains, and doubled.
+    /// What is not as [`ensure`](NftPortMap::ensure) would have it, one sentence each; empty if all
+    /// is well. What Go made passes, with its conditions in the shared chains, and doubled.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let identity = Identity::new(&wanted.mark);
         let addresses = wanted.addresses();
@@ -77,7 +77,8 @@ impl NftPortMap {
 }
 
 impl State {
-    /// The chains from which no way leads on. A base chain with Go's conditions in it has one for what Go made.
+    /// The chains from which no way leads on. A base chain with Go's conditions in it has one for
+    /// what Go made.
     fn without_a_way(&self, by_go: bool) -> Vec<&'static str> {
         let is_gap = |name: &'static str| self.gaps.iter().any(|(chain, _)| *chain == name);
         let shared = ENTRIES.into_iter().map(|(name, _)| name).filter(|_| !by_go).chain([ALL]);

@@ -30,12 +30,12 @@ fn is_lost(rule: &Listed) -> bool {
 }
 
 impl NftPortMap {
-    /// Gives the attachment back what it had before an [`ensure`](NftPortMap::ensure), and takes what that added; in one
-    /// transaction.
+    /// Gives the attachment back what it had before an [`ensure`](NftPortMap::ensure), and takes
+    /// what that added; in one transaction.
     ///
     /// # Errors
-    /// Rules with sets in them, which only the program `nft` can write, do not come back: that is told when all else is
-    /// done.
+    /// Rules with sets in them, which only the program `nft` can write, do not come back: that is
+    /// told when all else is done.
     pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
         let identity = Identity::new(&wanted.mark);
         let lost = repeat(|| {

@@ -1,12 +1,13 @@
 //! Host ports with nf_tables: one transaction for each verb and both families, no process.
 //!
-//! The rules are those of `shape`. Whether something collides, or is there already, is found out by reading, so the
-//! transaction of an ADD holds only if nobody has changed any rule since ([`Batch::only_at`]); else all is read again.
-//! That costs nobody a lock, and of many racing ADDs one succeeds each time.
+//! The rules are those of `shape`. Whether something collides, or is there already, is found out by
+//! reading, so the transaction of an ADD holds only if nobody has changed any rule since
+//! ([`Batch::only_at`]); else all is read again. That costs nobody a lock, and of many racing ADDs
+//! one succeeds each time.
 //!
-//! The newcomer's mistakes: a rule that is deleted makes the closing of the socket wait for an RCU grace period (some
-//! 10 ms), so an ADD deletes only what is in its way; and the shared chains are never emptied or removed, although Go's
-//! ADD refills some of them.
+//! The newcomer's mistakes: a rule that is deleted makes the closing of the socket wait for an RCU
+//! grace period (some 10 ms), so an ADD deletes only what is in its way; and the shared chains are
+//! never emptied or removed, although Go's ADD refills some of them.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -37,8 +38,8 @@ use others::Others;
 use program::Written;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
-/// How often a change is worked out anew because somebody else changed a rule meanwhile. Of n racing changes each loses at
-/// most n - 1 times.
+/// How often a change is worked out anew because somebody else changed a rule meanwhile. Of n
+/// racing changes each loses at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
@@ -90,17 +91,18 @@ struct State {
 }
 
 impl NftPortMap {
-    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a kernel without
-    /// netfilter's netlink, where there is nothing to purge either.
+    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a
+    /// kernel without netfilter's netlink, where there is nothing to purge either.
     pub fn open() -> Result<NftPortMap> {
         Ok(NftPortMap { nft: Nft::open()? })
     }
 
-    /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in the same one; if it is
-    /// the same already, nothing happens. On failure everything is as it was, but for what all share.
+    /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in
+    /// the same one; if it is the same already, nothing happens. On failure everything is as it
+    /// was, but for what all share.
     ///
-    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there is one, and are
-    /// followed by the transaction.
+    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there
+    /// is one, and are followed by the transaction.
     ///
     /// # Errors
     /// [`Refusal`]
@@ -142,7 +144,8 @@ impl NftPortMap {
             let table = shape::table(family);
             // `None`: the program has written the mappings of this family.
             let compiled = conditions::compile(wanted.conditions(family), family).ok();
-            // Where no port is mapped too: the CHECK of Go's plugin asks for the chains and the masquerading.
+            // Where no port is mapped too: the CHECK of Go's plugin asks for the chains and the
+            // masquerading.
             let state = self.state(container, wanted, &identity, &claims)?;
             state.complete(&mut batch);
             if wanted.policy == Policy::Judge {
@@ -209,9 +212,10 @@ impl NftPortMap {
         Ok(Ensured::Done { former: changes.then_some(former), remarks })
     }
 
-    /// Removes whatever there is of the attachment in both families, in one transaction, whoever made it. `addresses`
-    /// are the container's as far as they are known; they decide on rules that name the container alone, which without
-    /// an address of their family all go. Nothing there, or a kernel without nf_tables: that is fine.
+    /// Removes whatever there is of the attachment in both families, in one transaction, whoever
+    /// made it. `addresses` are the container's as far as they are known; they decide on rules that
+    /// name the container alone, which without an address of their family all go. Nothing there, or
+    /// a kernel without nf_tables: that is fine.
     pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(mark);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
@@ -259,7 +263,8 @@ impl NftPortMap {
         removal
     }
 
-    /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they may have gone.
+    /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they
+    /// may have gone.
     fn purge_where(
         &mut self,
         within: &str,
@@ -341,8 +346,9 @@ impl NftPortMap {
         let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
         state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
         for name in CONTAINERS {
-            // An ADD looks for what its attachment has. Mappings and masquerades come and go in one transaction, so where
-            // there are none of the former the longest of the chains need not be read.
+            // An ADD looks for what its attachment has. Mappings and masquerades come and go in one
+            // transaction, so where there are none of the former the longest of the chains need not
+            // be read.
             let is_about = |listed: &Listed| {
                 listed.rule.comment.as_deref() == Some(&identity.comment)
                     || shape::container(&listed.rule) == Some(container.address())

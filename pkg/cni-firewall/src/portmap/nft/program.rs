@@ -1,9 +1,10 @@
-//! Conditions that only `nft` itself understands: sets, connection states, whatever its language has.
+//! Conditions that only `nft` itself understands: sets, connection states, whatever its language
+//! has.
 //!
-//! The rules of such a family are added by `nft -f -`, which costs a process, behind what the attachment has; the
-//! transaction after it removes that. `nft` writes no tags, so rules without effect beside them say, by their handles,
-//! whose they are, and by a hash of the text whether an ADD would write the same again: then it does not. Between the two
-//! the rules look like Go's.
+//! The rules of such a family are added by `nft -f -`, which costs a process, behind what the
+//! attachment has; the transaction after it removes that. `nft` writes no tags, so rules without
+//! effect beside them say, by their handles, whose they are, and by a hash of the text whether an
+//! ADD would write the same again: then it does not. Between the two the rules look like Go's.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -49,7 +50,8 @@ pub(super) struct Written {
     text: String,
     token: String,
     program: PathBuf,
-    /// The rules it has added; `None` if an earlier ADD had the same text and its rules are all there.
+    /// The rules it has added; `None` if an earlier ADD had the same text and its rules are all
+    /// there.
     fresh: Option<Vec<u64>>,
 }
 
@@ -108,7 +110,8 @@ impl Written {
 }
 
 impl NftPortMap {
-    /// Has the program add what it has to; what the attachment has stays beside it. On failure nothing is added.
+    /// Has the program add what it has to; what the attachment has stays beside it. On failure
+    /// nothing is added.
     pub(super) fn write(
         &mut self,
         machine: &dyn Machine,

@@ -27,7 +27,8 @@ impl NftPortMap {
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
             let state = self.suspects(container, &claims)?;
-            // Conditions in the words of iptables are of no use here; without any, both sides can be compared.
+            // Conditions in the words of iptables are of no use here; without any, both sides can
+            // be compared.
             let plain = conditions::compile(wanted.conditions(family), family).ok();
             let others = Others { identity: &identity, container, claims: &claims, plain: plain.as_deref() };
             let judged = others.judge(&state, wanted, judge)?;

@@ -12,7 +12,8 @@
 //!         ip saddr A ip daddr A masquerade comment "ID"
 //!         ip saddr 127.0.0.1 ip daddr A masquerade comment "ID" } }    # not in ip6
 //! ```
-//! Go puts the conditions before the `fib` of the two base chains, where the last ADD's replace everybody's.
+//! Go puts the conditions before the `fib` of the two base chains, where the last ADD's replace
+//! everybody's.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -94,8 +95,8 @@ pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
     }
 }
 
-/// What a rule of a mapping claims, and how many of its steps, from the first, are conditions. `None` for any other
-/// rule.
+/// What a rule of a mapping claims, and how many of its steps, from the first, are conditions.
+/// `None` for any other rule.
 pub(crate) fn read(rule: &Rule) -> Option<(Claim, usize)> {
     let exprs = rule.exprs.as_slice();
     let at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
@@ -122,8 +123,9 @@ pub(crate) fn read(rule: &Rule) -> Option<(Claim, usize)> {
     Some((Claim { protocol, host_ip, host_port, container }, conditions))
 }
 
-/// Whether a rule, as the kernel sends it, compares something with one of these ports: in every such rule stands an
-/// attribute `NFTA_DATA_VALUE` of two bytes, and attributes begin at multiples of four.
+/// Whether a rule, as the kernel sends it, compares something with one of these ports: in every
+/// such rule stands an attribute `NFTA_DATA_VALUE` of two bytes, and attributes begin at multiples
+/// of four.
 pub(super) fn names_port(rule: &[u8], claims: &[Claim]) -> bool {
     let [len, kind] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
     let head = [len[0], len[1], kind[0], kind[1]];

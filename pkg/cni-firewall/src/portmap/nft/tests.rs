@@ -134,7 +134,8 @@ fn of_many_who_want_one_port_all_find_each_other() {
                 scope.spawn(move || ensure(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
             }
         });
-        // Nothing is known of any of them, so all stand; and each but the first has been told of all before it.
+        // Nothing is known of any of them, so all stand; and each but the first has been told of
+        // all before it.
         assert_eq!(ruleset().matches("dnat to").count(), 40);
         let late = ensure(&forwarding("late", "eth0", 99, 8080));
         assert!(matches!(late, Ensured::Done { remarks, .. } if remarks.len() == 40));
