@@ -218,7 +218,7 @@ fn definition(input: &mut Input<'_>) -> Result<Type> {
     kind.ok_or(GobError("a type has no shape"))
 }
 
-/// What is left of a message.
+/// The unread rest of a message.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {

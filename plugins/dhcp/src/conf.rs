@@ -94,7 +94,7 @@ impl Conf {
     }
 }
 
-/// The keys of `ipam` that nobody here reads.
+/// The keys of `ipam` that the plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| {

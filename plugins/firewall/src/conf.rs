@@ -89,7 +89,7 @@ impl Raw {
 pub(crate) struct Lenient {
     /// The zone that addresses without a record are removed from.
     pub(crate) zone: String,
-    /// Whether firewalld may have been chosen, as far as can be told.
+    /// Whether the configuration leaves open that firewalld was chosen.
     pub(crate) may_be_firewalld: bool,
 }
 
@@ -138,7 +138,7 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads.
+/// The keys that the plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     json.unknown_keys::<Raw>()
 }

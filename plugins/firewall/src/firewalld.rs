@@ -250,7 +250,7 @@ impl<'m> Zone<'m> {
         if !bus.is_running()? {
             return Err(Error::new(Code::TRY_AGAIN, "firewalld is not running"));
         }
-        // An address of nobody's: the zone is what is asked for.
+        // An address that no container has: only the zone matters.
         bus.call(Method::Query, &self.name, IpAddr::from([192, 0, 2, 1])).map(drop).map_err(|failure| {
             let doing = format!("firewalldZone: firewalld does not answer for {} zone", self.name);
             Error::from(failure).context(doing)

@@ -98,7 +98,7 @@ impl Plugin for Firewall {
         let mark = call.attachment();
         let may_have: &[IpAddr] = if lenient.may_be_firewalld { &addresses } else { &[] };
         let in_zone = self.zone(call, &lenient.zone).purge(Whose::Of(&mark), may_have);
-        // The Go plugin has no other rules for them, and what its isolation is for cannot be told.
+        // The Go plugin has no other rules for them, and its isolation names no containers.
         let go = in_zone.as_deref().unwrap_or_default();
         let rest: Vec<IpAddr> = addresses.into_iter().filter(|address| !go.contains(address)).collect();
         Error::join([forward(call).purge(&mark, &rest).err().map(Error::from), in_zone.err()].into_iter().flatten())

@@ -166,7 +166,7 @@ fn a_server_that_offers_and_then_is_silent_is_given_up() {
 }
 
 #[test]
-fn a_recorded_lease_goes_on_and_one_without_end_is_never_renewed() {
+fn a_recorded_lease_goes_on_and_an_infinite_one_stays() {
     let lease = bound().lease().unwrap().clone();
     let mut session = Session::resume(client(), Limits::default(), 1, lease.clone());
     assert_eq!(session.step(s(10)), Step::Sleep(s(500)));

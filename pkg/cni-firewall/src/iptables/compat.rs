@@ -2,8 +2,8 @@
 //!
 //! Only what CNI plugins write is known, in the forms that releases of iptables from 1.8.2 on give
 //! it: a match of xtables or expressions of nf_tables for the same thing, a shorter load or a mask
-//! for a prefix. All else makes the rule not [whole](super::Rule::is_whole). Never fails and never
-//! panics: the bytes come from the kernel, but anybody may have put them there.
+//! for a prefix. All else makes the rule not [whole](super::Rule::is_whole). Never fails or panics:
+//! the bytes come from the kernel, but any program may have written them.
 
 use std::net::IpAddr;
 
@@ -50,8 +50,7 @@ pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
     Rule { raw: Some(raw), ..words.into_rule(handle) }
 }
 
-/// What these steps do, in words; those that are not known are left out. For rules of one meaning
-/// in several spellings.
+/// What these steps do, in words, without unknown steps. For rules with several spellings.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
     Words::read(family, exprs).into_rule(0).words
 }
@@ -183,8 +182,7 @@ impl Words {
                 Some(states) => self.push(&["-m", "conntrack", "--ctstate", &states]),
                 None => self.whole = false,
             },
-            // Source ports, first and last, destination ports, then what else there is to match and
-            // to invert.
+            // Source ports, first and last, destination ports, other matches, inversions.
             ("tcp" | "udp", 0) => {
                 let flags = if name == "tcp" { info.get(8..12) } else { info.get(8..9) };
                 match (ports(info, 0), ports(info, 4), flags) {
@@ -196,8 +194,7 @@ impl Words {
                     _ => self.whole = false,
                 }
             }
-            // `struct xt_sctp_info`: destination ports first, and at the end which of its parts
-            // count.
+            // `struct xt_sctp_info`: destination ports first, which parts count last.
             ("sctp", 0) => match (ports(info, 0), u32_at(info, 284), u32_at(info, 288)) {
                 (Some((first, last)), Some(2), Some(0)) if first == last => {
                     self.push(&["-m", "sctp", "--dport", &first.to_string()]);
@@ -216,8 +213,7 @@ impl Words {
         self.jump(name);
         match name {
             "MASQUERADE" => {
-                // Ports or flags in it are nothing that plugins write. Both layouts are all zero
-                // without, but for the count of one range in the older.
+                // Plugins write no ports or flags. Without them only the count of ranges is not zero.
                 let flags = if family == Family::V4 { u32_at(info, 4) } else { u32_at(info, 0) };
                 self.whole &= flags.is_none_or(|flags| flags == 0);
             }

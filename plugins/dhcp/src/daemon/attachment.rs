@@ -18,7 +18,7 @@ use crate::record::{Held, Record};
 /// Timers are set no further ahead.
 const LONGEST: Duration = Duration::from_secs(3600);
 
-/// What a plugin's call can be told at once.
+/// The answer to a plugin's call that does not wait.
 #[derive(Clone, Debug)]
 pub(crate) enum Status {
     /// There is no lease yet.

@@ -79,8 +79,8 @@ impl Interface {
         }
     }
 
-    /// Sets the interface up and waits until it sends, or until the time is up: then it is tried
-    /// all the same.
+    /// Sets the interface up and waits until it sends, at most `patience`. A lease is requested in
+    /// either case.
     pub(crate) async fn bring_up(&self, patience: Duration) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let netns = self.open().map_err(text)?.ok_or("its network namespace has gone")?;

@@ -56,7 +56,7 @@ fn bind(path: &Path) -> io::Result<StdListener> {
                 let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
                 Err(failed(io::Error::other(format!("process {pid} ({}) listens there", name.trim_end()))))
             }
-            // Nobody accepts there any more.
+            // The process that listened has ended.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 fs::remove_file(path).and_then(|()| StdListener::bind(path)).map_err(failed)
             }
