@@ -22,7 +22,7 @@ use cni::result::AddResult;
 use cni::rollback::Notes;
 use cni::skel::{Added, Call, Environment, Plugin, Role, Streams, dispatch};
 use cni::version::Version;
-use cni_plugin::{Interface, InterfacePlugin};
+use cni_plugin::Interface;
 
 use crate::input::Input;
 use crate::machine::NoMachine;
@@ -30,27 +30,6 @@ use crate::machine::NoMachine;
 /// A plugin that reads its configuration with the real reader and does nothing.
 #[derive(Clone, Copy)]
 struct Reader(&'static dyn Plugin);
-
-/// Every plugin.
-const READERS: [Reader; 17] = [
-    Reader(&plugin_bandwidth::Bandwidth),
-    Reader(&InterfacePlugin(plugin_bridge::Bridge)),
-    Reader(&InterfacePlugin(plugin_dummy::Dummy)),
-    Reader(&plugin_firewall::Firewall),
-    Reader(&InterfacePlugin(plugin_host_device::HostDevice)),
-    Reader(&plugin_host_local::HostLocal),
-    Reader(&InterfacePlugin(plugin_ipvlan::Ipvlan)),
-    Reader(&plugin_loopback::Loopback),
-    Reader(&InterfacePlugin(plugin_macvlan::Macvlan)),
-    Reader(&plugin_portmap::Portmap),
-    Reader(&InterfacePlugin(plugin_ptp::Ptp)),
-    Reader(&plugin_sbr::Sbr),
-    Reader(&plugin_static::Static),
-    Reader(&InterfacePlugin(plugin_tap::TapPlugin)),
-    Reader(&plugin_tuning::Tuning),
-    Reader(&InterfacePlugin(plugin_vlan::Vlan)),
-    Reader(&plugin_vrf::Vrf),
-];
 
 /// Reads the configuration of a plugin that creates an interface, and CNI_ARGS.
 fn parse<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
@@ -143,8 +122,8 @@ pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let head = input.line_text();
     let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
-    let known = |name: &str| READERS.into_iter().find(|reader| reader.name() == name);
-    let plugin = known(plugin).or_else(|| known("bridge")).expect("bridge is one");
+    let known = cni_multicall::find(plugin).or_else(|| cni_multicall::find("bridge"));
+    let plugin = Reader(known.expect("bridge is one"));
     let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
     let mut variables: Vec<(OsString, OsString)> =
         variables.map(|name| (name.into(), OsString::from_vec(input.line().to_vec()))).into();
