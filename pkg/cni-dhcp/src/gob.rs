@@ -9,6 +9,8 @@ use std::collections::HashMap;
 
 /// The largest message that is read.
 pub const MAX_MESSAGE: usize = 4 << 20;
+/// The longest name of a field. Go's calls have names of at most 14 bytes.
+const MAX_NAME: usize = 64;
 /// How deep structures may be nested.
 const MAX_DEPTH: u32 = 32;
 /// How many types a stream may define.
@@ -198,6 +200,10 @@ fn definition(input: &mut Input<'_>) -> Result<Type> {
                             }
                             Ok(())
                         })?;
+                        // Each value has a copy of it.
+                        if name.len() > MAX_NAME {
+                            return Err(GobError("a field's name is too long"));
+                        }
                         members.push((name, id));
                     }
                 }

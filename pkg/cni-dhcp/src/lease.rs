@@ -19,6 +19,8 @@ const FIRST_WAIT: Duration = Duration::from_millis(250);
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
 /// How often an offered address is requested before the search begins again.
 const SELECT_TRIES: u32 = 4;
+/// The shortest wait between two messages, whatever the flags of the daemon are.
+const MIN_WAIT: Duration = Duration::from_millis(10);
 /// No lease is asked to be extended more often.
 const MIN_EXTEND: Duration = Duration::from_secs(10);
 
@@ -250,11 +252,10 @@ impl Session {
             let wait = match self.state {
                 State::Renewing(_) | State::Rebinding(_) => (end.saturating_sub(now) / 2).max(MIN_EXTEND),
                 // Once there was a lease, the search has no end, and the pauses grow.
-                _ => (FIRST_WAIT * (1 << self.tries.min(10))).min(if self.deadline.is_some() {
-                    self.limits.answer
-                } else {
-                    self.limits.pause
-                }),
+                _ => {
+                    let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
+                    (FIRST_WAIT * (1 << self.tries.min(10))).min(longest.max(MIN_WAIT))
+                }
             };
             self.tries += 1;
             self.sent = now;

@@ -13,6 +13,8 @@ use smoltcp::wire::{ArpHardware, DhcpFlags, DhcpMessageType, DhcpOpCode, DhcpOpt
 /// The options that are requested unless the configuration says otherwise. Classless routes come
 /// first, as RFC 3442 says.
 pub const DEFAULT_REQUEST: [u8; 8] = [121, 3, 1, 33, 6, 15, 119, 26];
+/// No lease is renewed earlier, in seconds, unless its half is over.
+const MIN_T1: u32 = 10;
 /// The lease time of a server that names none.
 const DEFAULT_LEASE: u32 = 3600;
 /// No message is shorter, as some servers and relays expect of BOOTP.
@@ -172,6 +174,9 @@ impl Client {
             (t1, t2) if t1 < t2 && t2 < seconds => (t1, t2),
             _ => (half, most),
         };
+        // A server that sets both to zero, or leases for a second, would keep the daemon busy.
+        let rest = seconds.div_ceil(2).min(MIN_T1);
+        let (t1, t2) = (t1.max(rest), t2.max(rest));
         let list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
         let text = |data: Vec<u8>| String::from_utf8(data).ok().map(|text| text.trim_end_matches('\0').to_owned());
         let mtu = requested(26).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);

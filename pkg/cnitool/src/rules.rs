@@ -16,8 +16,8 @@ use cni::skel::{Environment, RestoreMode};
 use cni::version::Version;
 use cni::{Code, Error, Result};
 use cni_linux::{Netlink, Netns};
+use libcni::Cache;
 use libcni::cache::{Entry, Listing};
-use libcni::{Cache, NetworkList};
 use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, failed};
@@ -122,7 +122,7 @@ fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, 
     if let Some(why) = absent(entry, call)? {
         return Ok(Outcome::Skipped(why));
     }
-    let list = NetworkList::parse(&entry.config)?;
+    let list = entry.list()?;
     let environment = environment(entry);
     let calls = list.plugins().iter().map(|plugin| {
         let conf = entry.request(&list, plugin).and_then(NetConf::parse)?;

@@ -62,8 +62,6 @@ impl Conf {
     /// 6 and 7, with Go's texts where it has them.
     pub(crate) fn read(conf: &NetConf, args: &str) -> Result<Conf> {
         let ipam = conf.decode::<Keys>()?.ipam;
-        let socket =
-            if ipam.daemon_socket_path.is_empty() { DEFAULT_SOCKET.into() } else { ipam.daemon_socket_path.into() };
         let mut provide: Vec<(u8, Vec<u8>)> = Vec::new();
         for entry in &ipam.provide {
             let code = option(&entry.option)?;
@@ -90,8 +88,19 @@ impl Conf {
         }
         let mut seen = [false; 256];
         request.retain(|code| !std::mem::replace(&mut seen[usize::from(*code)], true));
-        Ok(Conf { socket, priority: Some(ipam.priority).filter(|priority| *priority != 0), provide, request })
+        Ok(Conf {
+            socket: socket(conf),
+            priority: Some(ipam.priority).filter(|priority| *priority != 0),
+            provide,
+            request,
+        })
     }
+}
+
+/// Returns the daemon's socket. A configuration that ADD refuses names one too.
+pub(crate) fn socket(conf: &NetConf) -> PathBuf {
+    let path = conf.json().get("ipam").and_then(|ipam| ipam.get("daemonSocketPath")).and_then(Json::as_str);
+    path.filter(|path| !path.is_empty()).unwrap_or(DEFAULT_SOCKET).into()
 }
 
 /// The keys of `ipam` that the plugin does not read.

@@ -11,6 +11,7 @@ mod record;
 use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -75,12 +76,12 @@ impl Plugin for Dhcp {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let daemon = Daemon::of(call)?;
+        let daemon = Daemon::lenient(call);
         match daemon.connect() {
             Ok(stream) => daemon.speak(stream, Method::Release, &args(call)).map(drop),
             Err(error) => {
                 let key = record::key(&call.container_id, call.conf.name(), &call.ifname);
-                match Records::of(&daemon.conf.socket).find(&key)? {
+                match Records::of(&daemon.socket).find(&key)? {
                     None => Ok(()),
                     Some(_) => Err(error.context("the attachment has a lease").with_code(Code::TRY_AGAIN)),
                 }
@@ -89,8 +90,8 @@ impl Plugin for Dhcp {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let daemon = Daemon::of(call)?;
-        let stale = Records::of(&daemon.conf.socket).list()?.into_iter().filter(|record| {
+        let daemon = Daemon::lenient(call);
+        let stale = Records::of(&daemon.socket).list()?.into_iter().filter(|record| {
             record.network == call.conf.name() && !valid.contains(&record.container_id, &record.ifname)
         });
         let errors = stale.filter_map(|record| {
@@ -126,18 +127,24 @@ fn args(call: &Call<'_>) -> CmdArgs {
 /// The daemon, as a client sees it.
 #[derive(Clone)]
 struct Daemon<'a> {
-    conf: Conf,
+    socket: PathBuf,
     machine: MachineRef<'a>,
 }
 
 impl<'a> Daemon<'a> {
     fn of(call: &Call<'a>) -> Result<Daemon<'a>> {
-        Ok(Daemon { conf: Conf::read(&call.conf, &call.environment.args)?, machine: call.machine })
+        Conf::read(&call.conf, &call.environment.args)?;
+        Ok(Daemon::lenient(call))
+    }
+
+    /// For DEL and GC, which clean up whatever else the configuration says.
+    fn lenient(call: &Call<'a>) -> Daemon<'a> {
+        Daemon { socket: conf::socket(&call.conf), machine: call.machine }
     }
 
     fn connect(&self) -> Result<UnixStream> {
-        let doing = format!("error dialing DHCP daemon: dial unix {}: connect", self.conf.socket.display());
-        UnixStream::connect(&self.conf.socket).map_err(|error| Error::caused(Code::TRY_AGAIN, doing, error))
+        let doing = format!("error dialing DHCP daemon: dial unix {}: connect", self.socket.display());
+        UnixStream::connect(&self.socket).map_err(|error| Error::caused(Code::TRY_AGAIN, doing, error))
     }
 
     fn call(&self, method: Method, args: &CmdArgs) -> Result<AddResult> {

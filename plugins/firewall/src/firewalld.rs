@@ -192,18 +192,21 @@ impl<'m> Zone<'m> {
         if known.own.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
         }
-        let mut unrecorded = Vec::new();
+        let (mut unrecorded, mut errors) = (Vec::new(), Vec::new());
         // Sources do not outlive firewalld.
         if let Some(bus) = self.running(OnSigterm::Finish)? {
             for address in known.own.iter().filter(|one| !known.others.contains(one)) {
-                self.remove(&*bus, *address, Recorded::Yes)?;
+                errors.extend(self.remove(&*bus, *address, Recorded::Yes).err());
             }
             for address in addresses.iter().filter(|one| !known.own.contains(one) && !known.others.contains(one)) {
-                if self.remove(&*bus, *address, Recorded::No)? == Removed::Yes {
-                    unrecorded.push(*address);
+                match self.remove(&*bus, *address, Recorded::No) {
+                    Ok(Removed::Yes) => unrecorded.push(*address),
+                    done => errors.extend(done.err()),
                 }
             }
         }
+        // The records stay if a source does, so that the next DEL or GC finds it.
+        Error::join(errors)?;
         if !known.own.is_empty() {
             sources::forget(whose)?;
         }

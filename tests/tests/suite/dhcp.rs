@@ -12,8 +12,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use cni_testkit::{bin_dir, go_bin_dir, probe, require};
-use conformance::VERSION;
 use conformance::lan::{Lan, Process, configure, until};
+use conformance::{VERSION, patched};
 use serde_json::json;
 
 #[test]
@@ -71,6 +71,21 @@ fn several_dels_at_once_succeed() {
     configure(&container, "eth0", &attachment.add().success());
     let started = [(); 3].map(|()| attachment.invocation("DEL", None).start());
     started.into_iter().for_each(|started| drop(started.finish().success()));
+    attachment.del().success();
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
+fn del_releases_the_lease_whatever_the_configuration_says() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    configure(&container, "eth0", &attachment.add().success());
+    let bad = patched(attachment.config.clone(), json!({"ipam": {"provide": [{"option": "nonsense", "value": "x"}]}}));
+    let attachment = attachment.config(bad);
+    attachment.add().failure();
     attachment.del().success();
     until("the server has the address back", || lan.leased().is_empty());
 }

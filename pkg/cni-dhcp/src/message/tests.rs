@@ -84,6 +84,9 @@ fn times_that_contradict_each_other_are_replaced() {
     assert_eq!(times(&[&[51, 4, 0, 0, 0, 100], &[58, 4, 0, 0, 0, 20], &[59, 4, 0, 0, 0, 30]]), Some((100, 20, 30)));
     assert_eq!(times(&[&[51, 4, 0, 0, 0, 100], &[58, 4, 0, 0, 0, 40], &[59, 4, 0, 0, 0, 30]]), Some((100, 50, 87)));
     assert_eq!(times(&[&[51, 4, 0, 0, 0, 0]]), None);
+    // No server makes the client renew without a pause.
+    assert_eq!(times(&[&[51, 4, 0, 0, 0, 100], &[58, 4, 0, 0, 0, 0], &[59, 4, 0, 0, 0, 1]]), Some((100, 10, 10)));
+    assert_eq!(times(&[&[51, 4, 0, 0, 0, 1]]), Some((1, 1, 1)));
 }
 
 #[test]

@@ -78,6 +78,15 @@ enum Found {
 }
 
 impl Entry {
+    /// Returns the network at the time of the ADD: a list, or the single plugin that Go's libcni
+    /// remembers of an ADD without a list.
+    ///
+    /// # Errors
+    /// Those of a list.
+    pub fn list(&self) -> Result<NetworkList> {
+        NetworkList::parse(&self.config).or_else(|error| NetworkList::parse_single(&self.config).map_err(|_| error))
+    }
+
     /// Returns the attachment that it is of.
     pub fn id(&self) -> AttachmentId {
         self.attachment.id(&self.network)

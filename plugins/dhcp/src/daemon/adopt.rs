@@ -8,7 +8,6 @@ use cni::json::Json;
 use cni::result::AddResult;
 use cni::version::Version;
 use cni_dhcp::rpc::CmdArgs;
-use libcni::NetworkList;
 use libcni::cache::{Cache, Entry};
 
 use crate::conf::Conf;
@@ -23,21 +22,22 @@ pub(super) struct Cached {
     pub(super) result: AddResult,
 }
 
-/// Returns the attachments whose configuration names this daemon's socket.
-pub(super) fn list(cache: &Path, socket: &Path) -> cni::Result<Vec<Cached>> {
+/// Returns the attachments whose configuration names this daemon's socket, with or without the
+/// prefix of the host's files.
+pub(super) fn list(cache: &Path, sockets: &[&Path]) -> cni::Result<Vec<Cached>> {
     let entries = Cache::new(cache).list_all()?.entries;
-    Ok(entries.iter().filter_map(|entry| read(entry, socket)).collect())
+    Ok(entries.iter().filter_map(|entry| read(entry, sockets)).collect())
 }
 
-fn read(entry: &Entry, socket: &Path) -> Option<Cached> {
+fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let attachment = &entry.attachment;
     let pairs: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let args = pairs.join(";");
-    let list = NetworkList::parse(&entry.config).or_else(|_| NetworkList::parse_single(&entry.config)).ok()?;
+    let list = entry.list().ok()?;
     let mut requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, Some(&attachment.capability_args)));
     let (conf, keys) = requests.find_map(|request| {
         let conf = NetConf::parse(request).ok().filter(|conf| conf.ipam_type() == "dhcp")?;
-        let keys = Conf::read(&conf, &args).ok().filter(|keys| keys.socket == socket)?;
+        let keys = Conf::read(&conf, &args).ok().filter(|keys| sockets.contains(&keys.socket.as_path()))?;
         Some((conf, keys))
     })?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;

@@ -112,12 +112,14 @@ impl Attachment {
     async fn live(&mut self, key: &str) -> End {
         if self.session.lease().is_none() {
             log(format_args!("{key}: acquiring lease"));
-            let interface = self.interface.clone();
+            let (interface, patience) = (self.interface.clone(), self.daemon.limits.answer);
             tokio::select! {
-                up = interface.bring_up(self.daemon.limits.answer) => if let Err(error) = up {
+                // A release that is ordered already comes before the first message.
+                biased;
+                end = self.ordered(key) => return end,
+                up = interface.bring_up(patience) => if let Err(error) = up {
                     return End::Forgotten(error);
                 },
-                end = self.ordered(key) => return end,
             }
         }
         let mut exchange = Exchange::default();
@@ -152,7 +154,13 @@ impl Attachment {
                     exchange.close();
                     until
                 }
-                Step::Failed => return End::Forgotten("no more tries".into()),
+                Step::Failed => {
+                    // The server may have leased the address, and its answer is lost.
+                    if matches!(self.record.held, Held::Requested(_)) {
+                        self.release(key);
+                    }
+                    return End::Forgotten("no more tries".into());
+                }
             };
             let wait = until.saturating_sub(now()).min(LONGEST);
             tokio::select! {
@@ -218,18 +226,23 @@ impl Attachment {
     /// Does what a change means for the record, the interface and those who wait.
     fn changed(&mut self, key: &str, change: Change) {
         match change {
-            // Before the request: if the daemon ends now, the address can still be released.
+            // Before the request: if the daemon ends now, the address can still be released. The
+            // record of a lost lease stays, because with it a restarted daemon goes on searching.
+            Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return,
             Change::Offered(terms) => return self.keep(Held::Requested(terms)),
             Change::Lost(network) => {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
                 self.on_interface(key, self.interface.delete(network));
+                // A daemon that is restarted now must not take the lease for a good one.
+                if let Held::Bound(lease) = &mut self.record.held {
+                    lease.terms.seconds = 0;
+                }
                 self.failed(why.clone());
                 self.status.send_replace(Status::Lost(why));
                 return;
             }
-            Change::Moved(old) => self.on_interface(key, self.interface.delete(old)),
-            Change::Acquired | Change::Extended => {}
+            Change::Moved(_) | Change::Acquired | Change::Extended => {}
         }
         let Some(lease) = self.session.lease().cloned() else { return };
         let moved =
@@ -237,6 +250,10 @@ impl Attachment {
         let regained = matches!(*self.status.borrow(), Status::Lost(_));
         if moved || regained {
             self.on_interface(key, self.interface.add(lease.terms.network));
+        }
+        // Not before the new address is there: with its last address an interface loses its routes.
+        if let Change::Moved(old) = change {
+            self.on_interface(key, self.interface.delete(old));
         }
         let result = lease.terms.result(self.record.priority);
         self.keep(Held::Bound(lease.clone()));

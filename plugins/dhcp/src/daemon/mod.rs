@@ -98,7 +98,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
         attachments: RefCell::default(),
     });
     daemon.resume();
-    daemon.adopt(&path);
+    daemon.adopt(&[&path, &flags.socket]);
     match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
         Ok(watch) => drop(spawn_local(Rc::clone(&daemon).look(watch))),
         Err(error) => log(format_args!("interfaces that go are noticed late: {error}")),
@@ -182,8 +182,8 @@ impl Daemon {
     }
 
     /// Takes over the leases that Go's daemon made: those of libcni's cache that are not recorded.
-    fn adopt(self: &Rc<Self>, socket: &Path) {
-        let found = adopt::list(&self.path(DEFAULT_DIR), socket).unwrap_or_else(|error| {
+    fn adopt(self: &Rc<Self>, sockets: &[&Path]) {
+        let found = adopt::list(&self.path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
             log(format_args!("leases of another daemon are not adopted: {error}"));
             Vec::new()
         });
@@ -312,7 +312,7 @@ impl Daemon {
     }
 
     async fn give_up(self: &Rc<Self>, args: &CmdArgs) -> Result<(), String> {
-        let (conf, _) = read(args)?;
+        let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
         let key = key(&args.container_id, conf.name(), &args.ifname);
         if !self.attachments.borrow().contains_key(&key)
             && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
