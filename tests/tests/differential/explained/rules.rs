@@ -65,7 +65,8 @@ pub(super) const RULES: &[Explanation] = &[
                 ports
             };
             mappings(case).any(upper)
-                && it.key.ends_with("tables/CNI-HOSTPORT-DNAT")
+                && it.key.contains("tables")
+                && it.key.ends_with("/CNI-HOSTPORT-DNAT")
                 && ports(&it.expected) == ports(&it.ours)
         },
     },
@@ -88,7 +89,8 @@ pub(super) const RULES: &[Explanation] = &[
                 && one_family
                 && fewer
                 && two_interfaces(case)
-                && it.key.ends_with("tables/CNI-HOSTPORT-DNAT")
+                && it.key.contains("tables")
+                && it.key.ends_with("/CNI-HOSTPORT-DNAT")
         },
     },
     Explanation {
