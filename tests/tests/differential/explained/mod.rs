@@ -103,6 +103,11 @@ fn host_of(mapping: &Value) -> &str {
     said(mapping, "hostIP").as_str().unwrap_or_default()
 }
 
+/// Whether a mapping's protocol is in capitals.
+fn has_capitals(case: &Value) -> bool {
+    mappings(case).any(|mapping| said(mapping, "protocol").as_str().is_some_and(|said| said != said.to_lowercase()))
+}
+
 /// Whether an object has a key in two cases.
 fn has_twins(value: &Value) -> bool {
     match value {

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::side::list;
 
-use super::{Explanation, bridges, has_twins, mappings, outcome, plugins, said, swapped, two_interfaces};
+use super::{Explanation, bridges, has_capitals, has_twins, mappings, outcome, plugins, said, swapped, two_interfaces};
 
 pub(super) const OUTCOMES: &[Explanation] = &[
     Explanation {
@@ -193,6 +193,11 @@ pub(super) const OUTCOMES: &[Explanation] = &[
         name: "promiscuity that another network asked for",
         reason: "differences, bridge: CHECK tolerates promiscuity that somebody else added",
         covers: |_, it| it.verb == "CHECK" && outcome(it, "configured Promisc Mode false", "done"),
+    },
+    Explanation {
+        name: "Go's CHECK looks for a jump of its own for a protocol in capitals",
+        reason: "differences, portmap: a protocol in capitals; in Go each spelling has a jump of its own",
+        covers: |case, it| it.verb == "CHECK" && swapped(case, it) && outcome(it, "dnat", "done") && has_capitals(case),
     },
     Explanation {
         name: "a key given twice in different cases",

@@ -1,6 +1,6 @@
 //! Differences of firewall rules.
 
-use super::{Explanation, host_of, is, mappings, plugins, said, swapped, two_interfaces};
+use super::{Explanation, has_capitals, host_of, is, mappings, plugins, said, swapped, two_interfaces};
 
 pub(super) const RULES: &[Explanation] = &[
     Explanation {
@@ -54,9 +54,6 @@ pub(super) const RULES: &[Explanation] = &[
         name: "a protocol in capitals is the same one",
         reason: "differences, portmap: a protocol in capitals; in Go each spelling has a jump of its own",
         covers: |case, it| {
-            let upper = |mapping: &serde_json::Value| {
-                said(mapping, "protocol").as_str().is_some_and(|said| said != said.to_lowercase())
-            };
             let ports = |value: &Option<String>| {
                 let text = value.as_deref().unwrap_or_default();
                 let lists = text.lines().filter_map(|line| line.split("--dports ").nth(1)?.split(' ').next());
@@ -64,7 +61,7 @@ pub(super) const RULES: &[Explanation] = &[
                 ports.sort();
                 ports
             };
-            mappings(case).any(upper)
+            has_capitals(case)
                 && it.key.contains("tables")
                 && it.key.ends_with("/CNI-HOSTPORT-DNAT")
                 && ports(&it.expected) == ports(&it.ours)
