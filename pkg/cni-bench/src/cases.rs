@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use crate::alone::{self, Alone};
 use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Error, Result};
 use crate::floor::Floor;
@@ -39,18 +40,13 @@ impl Side {
 }
 
 /// Sides where no firewall is involved, and where one is.
-const PLAIN: [Side; 2] = [Side::Ours, Side::Theirs];
-const FIREWALL: [Side; 3] = [Side::Ours, Side::OursNft, Side::Theirs];
+pub(crate) const PLAIN: [Side; 2] = [Side::Ours, Side::Theirs];
+pub(crate) const FIREWALL: [Side; 3] = [Side::Ours, Side::OursNft, Side::Theirs];
 
 /// Which plugins, and how.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Plugins {
-    Loopback,
-    HostLocal,
-    /// A portmap of one port behind a result made by hand.
-    Portmap,
-    /// tuning behind a result made by hand: two sysctls and an MTU.
-    Tuning,
+    Alone(&'static Alone),
     Chain(Links),
     /// VERSION of this plugin, nothing else.
     Version(&'static str),
@@ -102,7 +98,24 @@ pub(crate) const START: &str = "start-up";
 /// The chain of the targets.
 pub(crate) const WHOLE: Links = Links { masquerade: true, tuning: true, ports: 1, dual: false };
 pub(crate) const SIMPLE: Links = Links { masquerade: false, tuning: false, ports: 0, dual: false };
-pub(crate) const PLUGINS: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
+/// The plugins whose start-up is measured, and whose size has a target.
+pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
+/// The others, whose sizes are listed.
+pub(crate) const OTHERS: [&str; 13] = [
+    "bandwidth",
+    "dhcp",
+    "dummy",
+    "firewall",
+    "host-device",
+    "ipvlan",
+    "macvlan",
+    "ptp",
+    "sbr",
+    "static",
+    "tap",
+    "vlan",
+    "vrf",
+];
 
 impl Links {
     pub(crate) fn name(self) -> String {
@@ -133,16 +146,11 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
     let mut push = |group, name: String, plugins, before, sides: &[Side], at_once| {
         cases.push(Case { group, name, plugins, before, sides: sides.to_vec(), at_once });
     };
-    for plugin in PLUGINS {
+    for plugin in FIVE {
         push(START, format!("VERSION of {plugin}"), Plugins::Version(plugin), Before::Nothing, &PLAIN, None);
     }
-    for (name, plugins, sides) in [
-        ("loopback", Plugins::Loopback, &PLAIN[..]),
-        ("host-local", Plugins::HostLocal, &PLAIN),
-        ("tuning", Plugins::Tuning, &PLAIN),
-        ("portmap", Plugins::Portmap, &FIREWALL),
-    ] {
-        push(ALONE, name.to_owned(), plugins, Before::Nothing, sides, None);
+    for plugin in &alone::ALL {
+        push(ALONE, plugin.name.to_owned(), Plugins::Alone(plugin), Before::Nothing, plugin.sides, None);
     }
     for dual in [false, true] {
         for (masquerade, tuning, ports) in
@@ -163,13 +171,14 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
             push(AT_ONCE, links.name(), Plugins::Chain(links), Before::Nothing, sides, Some(count));
         }
     }
+    let host_local = Plugins::Alone(&alone::HOST_LOCAL);
     for count in extent.sizes(&[0, 1000, 10_000, 60_000]) {
         let before = Before::Reservations(count);
-        push(RESERVATIONS, format!("{} reservations", grouped(count)), Plugins::HostLocal, before, &PLAIN, None);
+        push(RESERVATIONS, format!("{} reservations", grouped(count)), host_local, before, &PLAIN, None);
     }
-    push(RESERVATIONS, "4 of 4,093 addresses free".to_owned(), Plugins::HostLocal, Before::AlmostFull, &PLAIN, None);
+    push(RESERVATIONS, "4 of 4,093 addresses free".to_owned(), host_local, Before::AlmostFull, &PLAIN, None);
     for (group, plugins, what) in [
-        (MAPPINGS, Plugins::Portmap, "mappings"),
+        (MAPPINGS, Plugins::Alone(&alone::PORTMAP), "mappings"),
         (MASQUERADE, Plugins::Chain(Links { masquerade: true, ..SIMPLE }), "masqueraded addresses"),
     ] {
         for count in extent.sizes(&[0, 100, 1000, 5000]) {
@@ -207,6 +216,7 @@ pub(crate) fn grouped(number: usize) -> String {
 pub(crate) struct Ready {
     pub(crate) side: Side,
     pub(crate) node: Node,
+    plugins: Plugins,
     pub(crate) chain: Chain,
     pub(crate) containers: Vec<PathBuf>,
     pub(crate) floor: Option<Floor>,
@@ -217,6 +227,16 @@ impl Ready {
     pub(crate) fn attachment(&self, round: usize, number: usize) -> Attachment {
         let netns = self.containers.get(number).cloned().unwrap_or_default();
         Attachment { container: format!("bench-{round}-{number}"), netns, number }
+    }
+
+    /// Gives the first container what plugins before the measured one would have made, for the time
+    /// of `work`.
+    pub(crate) fn behind_others<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let (Plugins::Alone(plugin), Some(netns)) = (self.plugins, self.containers.first()) else { return work() };
+        plugin.attach(netns)?;
+        let value = work()?;
+        plugin.detach()?;
+        Ok(value)
     }
 }
 
@@ -235,16 +255,11 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
     let first = containers.first().cloned().unwrap_or_default();
     let chain = Chain { dir, plugins: plugins(case.plugins, side, &data, &first) };
-    if matches!(case.plugins, Plugins::Portmap) {
-        run(&["ip", "link", "add", "br0", "type", "bridge"])?;
-        run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
-        run(&["ip", "link", "set", "br0", "up"])?;
+    if let Plugins::Alone(plugin) = case.plugins {
+        plugin.set_up_node()?;
     }
-    if matches!(case.plugins, Plugins::Tuning) {
-        let net = format!("--net={}", first.display());
-        run(&["nsenter", &net, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "other"])?;
-    }
-    let mut ready = Ready { side, node, chain, containers, floor: None };
+    let plugins = case.plugins;
+    let mut ready = Ready { side, node, plugins, chain, containers, floor: None };
     match case.before {
         Before::Nothing => {}
         Before::Reservations(count) => reserve(&data, "10.1", 2, count, None)?,
@@ -259,12 +274,15 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
         conf["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
     }
     if side == Side::Kernel {
-        ready.floor = Some(Floor::new(&data)?);
+        ready.floor = Some(match case.plugins {
+            Plugins::Alone(Alone { link: Some(link), .. }) => Floor::of_link(&data, *link)?,
+            _ => Floor::of_bridge(&data)?,
+        });
     }
     Ok(ready)
 }
 
-fn ipam(data: &Path, dual: bool) -> Value {
+pub(crate) fn ipam(data: &Path, dual: bool) -> Value {
     let mut ranges = vec![json!([{"subnet": "10.1.0.0/16"}])];
     let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
     if dual {
@@ -274,11 +292,11 @@ fn ipam(data: &Path, dual: bool) -> Value {
     json!({"type": "host-local", "dataDir": data, "ranges": ranges, "routes": routes})
 }
 
-fn tuning() -> Value {
+pub(crate) fn tuning() -> Value {
     json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500", "net.ipv4.conf.all.arp_filter": "1"}, "mtu": 1400})
 }
 
-fn portmap(side: Side, count: usize) -> Value {
+pub(crate) fn portmap(side: Side, count: usize) -> Value {
     let mappings: Vec<Value> = (0..count)
         .map(|place| json!({"hostPort": 8080 + place, "containerPort": 80 + place, "protocol": "tcp"}))
         .collect();
@@ -292,17 +310,9 @@ fn portmap(side: Side, count: usize) -> Value {
 }
 
 fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<Value> {
-    let by_hand = json!({
-        "cniVersion": "1.0.0",
-        "interfaces": [{"name": "eth0", "sandbox": container}],
-        "ips": [{"address": "10.1.0.9/16", "gateway": "10.1.0.1", "interface": 0}],
-    });
     let mut list = match plugins {
-        Plugins::Loopback => vec![json!({"type": "loopback"})],
+        Plugins::Alone(plugin) => vec![plugin.conf(side, data, container)],
         Plugins::Version(plugin) => vec![json!({"type": plugin})],
-        Plugins::HostLocal => vec![json!({"type": "host-local", "ipam": ipam(data, false)})],
-        Plugins::Portmap => vec![portmap(side, 1)],
-        Plugins::Tuning => vec![tuning()],
         Plugins::Chain(links) => {
             let mut bridge =
                 json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam(data, links.dual)});
@@ -323,9 +333,6 @@ fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<V
     for conf in &mut list {
         conf["cniVersion"] = "1.0.0".into();
         conf["name"] = "benchnet".into();
-        if matches!(plugins, Plugins::Portmap | Plugins::Tuning) {
-            conf["prevResult"] = by_hand.clone();
-        }
     }
     list
 }
@@ -354,7 +361,8 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     }
     let scratch = Path::new("/run");
     let at = ready.attachment(0, 0);
-    let result = ready.chain.run("ADD", &at, None, |call| call.run(scratch).map(|(said, _)| said))?;
+    let add = || ready.chain.run("ADD", &at, None, |call| call.run(scratch).map(|(said, _)| said));
+    let result = ready.behind_others(add)?;
     let address = result["ips"][0]["address"].as_str().and_then(|text| text.split('/').next()).unwrap_or_default();
     if address.is_empty() {
         return Err(Error::new("the result of an ADD has no address"));

@@ -1,9 +1,10 @@
-//! The floor: what the kernel alone takes for the attachment of bridge + host-local.
+//! The floor: what the kernel alone takes for the attachment of an interface plugin + host-local.
 //!
 //! In this process, by one blocking socket per namespace and the fewest requests that leave the
-//! same state behind: the pair with its mark, the announcement's and duplicate detection's sysctls,
-//! address, "up", default route, the wait until the bridge forwards, the announcement, and a
-//! reservation under a lock. Nothing is checked, nothing is undone.
+//! same state behind. For bridge: the pair with its mark, the announcement's and duplicate
+//! detection's sysctls, address, "up", default route, the wait until the bridge forwards, the
+//! announcement, and a reservation under a lock. For a [`Link`]: the link, made in the container,
+//! address, "up", default route and reservation. Nothing is checked, nothing is undone.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;
@@ -16,7 +17,8 @@ use netlink_packet_core::{
 };
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::link::{
-    InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, State,
+    InfoBridgePort, InfoData, InfoIpVlan, InfoKind, InfoMacVlan, InfoPortData, InfoVeth, InfoVlan, IpVlanMode,
+    LinkAttribute, LinkFlags, LinkInfo, LinkMessage, MacVlanMode, State,
 };
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
@@ -40,22 +42,47 @@ const LINK_EVENTS: u32 = 1;
 #[derive(Debug)]
 pub(crate) struct Floor {
     data: PathBuf,
-    bridge: u32,
+    made: What,
     round: std::cell::Cell<u32>,
+}
+
+/// A link that one request makes in the container's namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Link {
+    /// A veth pair, of which one end stays on the node.
+    Pair,
+    /// The next three stand on the node's `eth0`.
+    Macvlan,
+    Ipvlan,
+    Vlan,
+    Dummy,
+}
+
+/// What an attachment makes.
+#[derive(Debug)]
+enum What {
+    /// A pair whose end on the node is a port of the bridge with this index.
+    Port(u32),
+    /// A link, and the index of `eth0`.
+    Link(Link, u32),
 }
 
 /// What [`Floor::add`] left.
 #[derive(Debug)]
 pub(crate) struct Made {
     link: u32,
+    /// The connection to the namespace in which the link is.
+    netns: Connection,
     reservation: PathBuf,
 }
+
+#[derive(Debug)]
 
 struct Connection(Socket);
 
 impl Floor {
     /// A node with a bridge in use: up, with the gateway's address, forwarding.
-    pub(crate) fn new(data: &Path) -> Result<Floor> {
+    pub(crate) fn of_bridge(data: &Path) -> Result<Floor> {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
@@ -66,7 +93,13 @@ impl Floor {
             Some(index) => index,
             None => Connection::open(0)?.find("br0")?,
         };
-        Ok(Floor { data: data.to_owned(), bridge, round: std::cell::Cell::new(0) })
+        Ok(Floor { data: data.to_owned(), made: What::Port(bridge), round: std::cell::Cell::new(0) })
+    }
+
+    /// A node with an `eth0`.
+    pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
+        let made = What::Link(link, Connection::open(0)?.find("eth0")?);
+        Ok(Floor { data: data.to_owned(), made, round: std::cell::Cell::new(0) })
     }
 
     /// ADD.
@@ -80,38 +113,12 @@ impl Floor {
     fn attach(&self, netns: &Path, address: [u8; 4]) -> Result<Made> {
         let reservation = self.reserve(address)?;
         let netns = File::open(netns).doing("failed to open a namespace")?;
-        let host = Connection::open(0)?;
         let mac = [2, 0, address[0], address[1], address[2], address[3]];
-        host.find("br0")?;
-        let (outer, inner) = host.pair(self.bridge, &netns, mac)?;
-        let events = Connection::open(LINK_EVENTS)?;
-        let mut mark = LinkMessage::default();
-        mark.header.index = outer;
-        mark.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
-        host.ask(RouteNetlinkMessage::SetLink(mark), 0)?;
-        // The thread that enters the namespace ends afterwards, so that no later work runs in the
-        // wrong namespace.
-        let container = thread::scope(|scope| {
-            let visit = || -> Result<Connection> {
-                setns(&netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
-                for (value, text) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
-                    let _ = fs::write(format!("/proc/sys/net/{value}"), text);
-                }
-                Connection::open(0)
-            };
-            scope.spawn(visit).join().unwrap_or_else(|_| Err(Error::new("the visit to a namespace failed")))
-        })?;
-        container.address(inner, address)?;
-        container.up(inner)?;
-        container.default_route(inner)?;
-        while !host.forwards(outer)? {
-            events.0.recv_from_full().doing("failed to wait for the port")?;
-        }
-        let mut announce = LinkMessage::default();
-        announce.header.index = inner;
-        announce.attributes.push(LinkAttribute::Address(mac.to_vec()));
-        container.ask(RouteNetlinkMessage::SetLink(announce), 0)?;
-        Ok(Made { link: outer, reservation })
+        let (link, netns) = match self.made {
+            What::Port(bridge) => attach_port(bridge, &netns, mac, address)?,
+            What::Link(link, eth0) => attach_link(link, eth0, &netns, address)?,
+        };
+        Ok(Made { link, netns, reservation })
     }
 
     fn reserve(&self, address: [u8; 4]) -> Result<PathBuf> {
@@ -129,15 +136,83 @@ impl Floor {
     /// DEL: all of it, and of that the one RTM_DELLINK.
     pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
         let (alone, all) = timed(|| {
-            let host = Connection::open(0)?;
             let mut message = LinkMessage::default();
             message.header.index = made.link;
-            let ((), alone) = timed(|| host.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
+            let ((), alone) = timed(|| made.netns.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
             fs::remove_file(&made.reservation).doing("failed to give an address back")?;
             Ok(alone)
         })?;
         Ok((all, alone))
     }
+}
+
+/// bridge's work; the index of the end on the node.
+fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
+    let host = Connection::open(0)?;
+    host.find("br0")?;
+    let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
+    let events = Connection::open(LINK_EVENTS)?;
+    let mut mark = LinkMessage::default();
+    mark.header.index = outer;
+    mark.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
+    host.ask(RouteNetlinkMessage::SetLink(mark), 0)?;
+    let container = inside(netns, || {
+        for (value, text) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
+            let _ = fs::write(format!("/proc/sys/net/{value}"), text);
+        }
+    })?;
+    container.configure(inner, address)?;
+    while !host.forwards(outer)? {
+        events.0.recv_from_full().doing("failed to wait for the port")?;
+    }
+    let mut announce = LinkMessage::default();
+    announce.header.index = inner;
+    announce.attributes.push(LinkAttribute::Address(mac.to_vec()));
+    container.ask(RouteNetlinkMessage::SetLink(announce), 0)?;
+    Ok((outer, host))
+}
+
+/// The work of the plugin that makes `link`; the link's index, and the namespace in which a DEL
+/// removes it.
+fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<(u32, Connection)> {
+    let host = Connection::open(0)?;
+    let (kind, data) = match link {
+        Link::Pair => {
+            let (outer, inner) = host.pair(None, netns, None)?;
+            inside(netns, || ())?.configure(inner, address)?;
+            return Ok((outer, host));
+        }
+        Link::Macvlan => (InfoKind::MacVlan, Some(InfoData::MacVlan(vec![InfoMacVlan::Mode(MacVlanMode::Bridge)]))),
+        Link::Ipvlan => (InfoKind::IpVlan, Some(InfoData::IpVlan(vec![InfoIpVlan::Mode(IpVlanMode::L2)]))),
+        Link::Vlan => (InfoKind::Vlan, Some(InfoData::Vlan(vec![InfoVlan::Id(5)]))),
+        Link::Dummy => (InfoKind::Dummy, None),
+    };
+    let mut message = LinkMessage::default();
+    message.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
+    message.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
+    if link != Link::Dummy {
+        message.attributes.push(LinkAttribute::Link(eth0));
+    }
+    let info = [LinkInfo::Kind(kind)].into_iter().chain(data.map(LinkInfo::Data)).collect();
+    message.attributes.push(LinkAttribute::LinkInfo(info));
+    host.ask(RouteNetlinkMessage::NewLink(message), NLM_F_CREATE | NLM_F_EXCL)?;
+    let container = inside(netns, || ())?;
+    let index = container.find("eth0")?;
+    container.configure(index, address)?;
+    Ok((index, container))
+}
+
+/// Does `work` in a namespace and opens a connection to it, on a thread that ends with it: so no
+/// later work runs in the wrong namespace.
+fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
+    let visit = || -> Result<Connection> {
+        setns(netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
+        work();
+        Connection::open(0)
+    };
+    thread::scope(|scope| {
+        scope.spawn(visit).join().unwrap_or_else(|_| Err(Error::new("the visit to a namespace failed")))
+    })
 }
 
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
@@ -204,15 +279,15 @@ impl Connection {
         Ok(self.link(message)?.header.index)
     }
 
-    fn pair(&self, bridge: u32, netns: &File, mac: [u8; 6]) -> Result<(u32, u32)> {
+    fn pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
         let mut peer = LinkMessage::default();
         peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
-        peer.attributes.push(LinkAttribute::Address(mac.to_vec()));
+        peer.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.to_vec())));
         peer.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
         let mut host = LinkMessage::default();
         (host.header.flags, host.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
         host.attributes.push(LinkAttribute::IfName("vethfloor".to_owned()));
-        host.attributes.push(LinkAttribute::Controller(bridge));
+        host.attributes.extend(bridge.map(LinkAttribute::Controller));
         host.attributes.push(LinkAttribute::LinkInfo(vec![
             LinkInfo::Kind(InfoKind::Veth),
             LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
@@ -235,6 +310,13 @@ impl Connection {
             _ => None,
         });
         Ok((made.header.index, inner.ok_or_else(|| Error::new("the kernel did not tell of the other end"))?))
+    }
+
+    /// Address, "up" and default route.
+    fn configure(&self, index: u32, address: [u8; 4]) -> Result<()> {
+        self.address(index, address)?;
+        self.up(index)?;
+        self.default_route(index)
     }
 
     fn address(&self, index: u32, address: [u8; 4]) -> Result<()> {

@@ -7,6 +7,7 @@
 //! The speed of a machine changes within minutes, so each round runs every side once: compared
 //! values were measured within the same second.
 
+mod alone;
 mod burst;
 mod call;
 mod cases;

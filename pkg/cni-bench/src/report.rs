@@ -163,6 +163,9 @@ fn text(results: &Results) -> String {
     for failure in &results.failures {
         text.push_str(&format!("NOT MEASURED  {failure}\n"));
     }
+    for name in &results.lacking {
+        text.push_str(&format!("NOT MEASURED  {name}: this kernel has no such links\n"));
+    }
     text
 }
 
@@ -188,6 +191,9 @@ fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> Stri
     text.push_str(&size_table(results).markdown());
     for failure in &results.failures {
         text.push_str(&format!("- Not measured: {failure}\n"));
+    }
+    for name in &results.lacking {
+        text.push_str(&format!("- Not measured: {name}, since this kernel has no such links\n"));
     }
     text
 }
@@ -367,5 +373,6 @@ fn as_json(results: &Results) -> Value {
         "at_once": crowds.collect::<Value>(),
         "sizes": sizes.collect::<Value>(),
         "failures": results.failures,
+        "lacking": results.lacking,
     })
 }

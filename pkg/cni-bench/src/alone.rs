@@ -1,0 +1,179 @@
+//! Each plugin on its own: its configuration, and what it finds on the node and in the container.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::cases::{FIREWALL, PLAIN, Side, ipam, portmap, tuning};
+use crate::error::Result;
+use crate::floor::Link;
+use crate::world::{World, feed};
+
+/// A plugin as it is measured alone.
+#[derive(Debug)]
+pub(crate) struct Alone {
+    pub(crate) name: &'static str,
+    conf: fn(Side, &Path) -> Value,
+    place: Place,
+    pub(crate) sides: &'static [Side],
+    /// The link that the kernel makes with one request for the same attachment.
+    pub(crate) link: Option<Link>,
+    /// What `ip link add` needs to make a link of this kind, which some kernels lack.
+    kind: Option<&'static str>,
+}
+
+/// Where in a list the plugin stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    First,
+    /// Behind another plugin: it gets an interface and a result made by hand.
+    Chained,
+}
+
+const WITH_KERNEL: [Side; 3] = [Side::Ours, Side::Theirs, Side::Kernel];
+const FIREWALL_WITH_KERNEL: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
+
+const fn first(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
+    Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, kind: None }
+}
+
+const fn chained(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
+    Alone { place: Place::Chained, ..first(name, conf) }
+}
+
+/// An interface plugin with host-local.
+const fn link(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
+    Alone { sides: &WITH_KERNEL, link: Some(link), ..first(name, conf) }
+}
+
+pub(crate) const HOST_LOCAL: Alone =
+    first("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data, false)}));
+
+/// One host port.
+pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained("portmap", |side, _| portmap(side, 1)) };
+
+/// All plugins but bridge, which the chains begin with, and dhcp, which needs a server.
+pub(crate) static ALL: [Alone; 20] = [
+    first("loopback", |_, _| json!({"type": "loopback"})),
+    HOST_LOCAL,
+    first(
+        "static",
+        |_, _| json!({"type": "static", "ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}}),
+    ),
+    link("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data, false)}), Link::Pair),
+    Alone {
+        sides: &FIREWALL_WITH_KERNEL,
+        ..link(
+            "ptp, ipMasq",
+            |side, data| {
+                let mut conf = json!({"type": "ptp", "ipMasq": true, "ipam": ipam(data, false)});
+                conf["ipMasqBackend"] = backend(side);
+                conf
+            },
+            Link::Pair,
+        )
+    },
+    link("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
+    first("macvlan without IPAM", |_, _| json!({"type": "macvlan", "master": "eth0", "ipam": {}})),
+    Alone { kind: Some("link eth0 type ipvlan"), ..link("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan) },
+    Alone {
+        kind: Some("link eth0 type vlan id 5"),
+        ..link(
+            "vlan",
+            |_, data| {
+                let mut conf = on_master("vlan", data);
+                conf["vlanId"] = 5.into();
+                conf
+            },
+            Link::Vlan,
+        )
+    },
+    Alone {
+        kind: Some("type dummy"),
+        ..link("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data, false)}), Link::Dummy)
+    },
+    first("tap", |_, data| json!({"type": "tap", "ipam": ipam(data, false)})),
+    first("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
+    first("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data, false)})),
+    first("host-device without IPAM", |_, _| json!({"type": "host-device", "device": "dev0"})),
+    chained("tuning", |_, _| tuning()),
+    PORTMAP,
+    Alone { sides: &FIREWALL, ..chained("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})) },
+    chained("bandwidth", |_, _| {
+        json!({"type": "bandwidth", "ingressRate": 10_000_000, "ingressBurst": 1_000_000,
+               "egressRate": 10_000_000, "egressBurst": 1_000_000})
+    }),
+    chained("sbr", |_, _| json!({"type": "sbr"})),
+    Alone { kind: Some("type vrf table 10"), ..chained("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"})) },
+];
+
+impl Alone {
+    /// The plugin's configuration; `data` is host-local's folder, `netns` the container.
+    pub(crate) fn conf(&self, side: Side, data: &Path, netns: &Path) -> Value {
+        let mut conf = (self.conf)(side, data);
+        if self.place == Place::Chained {
+            conf["prevResult"] = json!({
+                "cniVersion": "1.0.0",
+                "interfaces": [{"name": "host0"}, {"name": "eth0", "mac": MAC, "sandbox": netns}],
+                "ips": [{"address": "10.8.0.2/24", "gateway": "10.8.0.1", "interface": 1}],
+                "routes": [{"dst": "10.7.0.0/16", "gw": "10.8.0.1"}],
+            });
+        }
+        conf
+    }
+
+    /// Whether the kernel has the kind of link that the plugin makes.
+    pub(crate) fn kernel_has_kind(&self, world: &World) -> Result<bool> {
+        let Some(kind) = self.kind else { return Ok(true) };
+        world.node()?;
+        ip(None, "link add eth0 type veth peer name outside")?;
+        Ok(ip(None, &format!("link add probe0 {kind}")).is_ok())
+    }
+
+    /// What stands on the node from the beginning: an interface to the outside with the default
+    /// route, and a device to be given away.
+    pub(crate) fn set_up_node(&self) -> Result<()> {
+        ip(
+            None,
+            "link add eth0 type veth peer name outside\nlink set outside up\nlink set eth0 up\n\
+             addr add 192.0.2.1/24 dev eth0\nroute add default via 192.0.2.2\nlink add dev0 type veth peer name dev1\n",
+        )
+    }
+
+    /// Gives the container the interface that the plugin before would have made.
+    pub(crate) fn attach(&self, netns: &Path) -> Result<()> {
+        if self.place == Place::First {
+            return Ok(());
+        }
+        let path = netns.display();
+        let pair = format!("link add host0 type veth peer name eth0 address {MAC} netns {path}\n");
+        ip(None, &format!("{pair}link set host0 up\naddr add 10.8.0.1/24 dev host0\n"))?;
+        let routed = "route add 10.7.0.0/16 via 10.8.0.1\n";
+        ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{routed}"))
+    }
+
+    /// Takes it away again.
+    pub(crate) fn detach(&self) -> Result<()> {
+        if self.place == Place::First { Ok(()) } else { ip(None, "link del host0") }
+    }
+}
+
+/// The hardware address of the interface made by hand.
+const MAC: &str = "02:00:00:00:00:02";
+
+/// Runs commands of ip(8), one a line, on the node or in a container.
+fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
+    let net = netns.map(|path| format!("--net={}", path.display()));
+    let mut argv: Vec<&str> = net.iter().flat_map(|net| ["nsenter", net.as_str()]).collect();
+    argv.extend(["ip", "-batch", "-"]);
+    feed(&argv, commands).map(drop)
+}
+
+fn on_master(plugin: &str, data: &Path) -> Value {
+    json!({"type": plugin, "master": "eth0", "ipam": ipam(data, false)})
+}
+
+/// The backend of the rules: theirs knows nftables too, and uses iptables by default.
+fn backend(side: Side) -> Value {
+    if side == Side::OursNft { "nftables".into() } else { "iptables".into() }
+}
