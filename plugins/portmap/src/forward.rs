@@ -13,7 +13,7 @@ use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
 use cni_firewall::portmap::iptables::{IptablesPortMap, Unseen};
 use cni_firewall::portmap::nft::NftPortMap;
-use cni_firewall::portmap::{Earlier, Ensured, Forwarding, Holder, Rivals, Snat, Then};
+use cni_firewall::portmap::{Ensured, Forwarding, Holder, Rivals, Snat, Then};
 use cni_linux::conntrack::{Conntrack, Forget};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
@@ -21,12 +21,11 @@ use cni_linux::{Netlink, sysctl};
 use crate::conf::Conf;
 use cni_firewall::Backend;
 
-pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, earlier: Earlier) -> Result<Rollback<'a>> {
+pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
     let mut rollback = call.rollback();
     let links = prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
     let wanted = Forwarding {
         links: links.map(|interface| interface.name.clone()).collect(),
-        earlier,
         ..forwarding(call, conf, containers(&call.ifname, prev))
     };
     let claims = wanted.all_claims();
@@ -198,7 +197,6 @@ pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) ->
         conditions_v6: conf.conditions_v6.clone(),
         policy: conf.policy,
         links: Vec::new(),
-        earlier: Earlier::Whole,
     }
 }
 

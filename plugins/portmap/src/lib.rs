@@ -24,7 +24,7 @@ use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
-use cni_firewall::portmap::{Earlier, Mapping, Policy};
+use cni_firewall::portmap::{Mapping, Policy};
 use cni_linux::route;
 
 use cni_firewall::Backend;
@@ -62,7 +62,7 @@ impl Plugin for Portmap {
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let (conf, result) = wanted(call)?;
-        let rollback = forward::add(call, &conf, &result, Earlier::Whole)?;
+        let rollback = forward::add(call, &conf, &result)?;
         Ok(Added { result, rollback })
     }
 
@@ -108,7 +108,7 @@ impl Plugin for Portmap {
         if conf.mappings.is_empty() {
             return Ok(None);
         }
-        let write = || forward::add(call, &conf, &result, Earlier::Partial);
+        let write = || forward::add(call, &conf, &result);
         Restored::after_check(call, mode, self.check(call), write).map(Some)
     }
 }

@@ -108,17 +108,6 @@ pub struct Forwarding {
     pub policy: Policy,
     /// Returns the names of the attachment's interfaces on the host.
     pub links: Vec<String>,
-    /// Which rules it may have already.
-    pub earlier: Earlier,
-}
-
-/// Which rules an attachment may have before an ADD.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Earlier {
-    /// All of an earlier ADD's, or none.
-    Whole,
-    /// Any: something else has removed rules.
-    Partial,
 }
 
 impl Forwarding {

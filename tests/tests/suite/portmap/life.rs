@@ -5,6 +5,7 @@ use cni_testkit::{Attachment, bin_dir, probe, program, require};
 use conformance::{VERSIONS, patched};
 use serde_json::{Value, json};
 
+use super::undo::lines;
 use super::world::{BACKENDS, Backend, IN_VAIN, IPTABLES, Pod, World, ask_tcp, ask_tcp_for, at, each, map};
 
 fn one() -> Value {
@@ -110,11 +111,13 @@ fn check_is_green_after_add_and_red_after_any_sabotage() {
         let pod = world.dual();
         pod.add(&config).success();
         pod.check(&config).success();
+        let whole = lines(world);
         for script in sabotage {
             shell(world, script);
             pod.check(&config).failure();
             pod.add(&config).success();
             pod.check(&config).success();
+            assert_eq!(lines(world), whole, "every rule is there once: {:?} {script}", world.backend);
         }
         for wrong in [map(8081, 80, "tcp"), map(8080, 81, "tcp"), map(8080, 80, "udp")] {
             pod.check(&world.config(json!([wrong]))).failure();

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, each, map};
 
 /// The rules as a set of lines: what is put back stands at a chain's end.
-fn lines(world: &World) -> Vec<String> {
+pub(super) fn lines(world: &World) -> Vec<String> {
     let mut lines: Vec<String> = world.rules().lines().map(str::to_owned).collect();
     lines.sort();
     lines

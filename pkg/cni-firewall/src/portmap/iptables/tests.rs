@@ -1,7 +1,6 @@
 //! What is read of a container's chain, and what a call of the plugin cannot bring about. The
 //! backend as a whole is tested through the plugin, with packets, in both variants.
 
-use crate::portmap::Earlier;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -130,7 +129,6 @@ fn forwarding() -> Forwarding {
         conditions_v6: Vec::new(),
         policy: Policy::Judge,
         links: Vec::new(),
-        earlier: Earlier::Whole,
     }
 }
 

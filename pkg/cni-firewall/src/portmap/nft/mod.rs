@@ -18,7 +18,7 @@ use cni::machine::Machine;
 use super::conditions;
 use super::conflict::Judge;
 use super::identity::{self, Identity, Witnessed};
-use super::{Claim, Earlier, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
+use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
@@ -346,16 +346,7 @@ impl NftPortMap {
         let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
         state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
         for name in CONTAINERS {
-            // An ADD looks for what its attachment has. Mappings and masquerades come and go in one
-            // transaction, so where there are none of the former the longest of the chains need not
-            // be read.
-            let is_about = |listed: &Listed| {
-                listed.rule.comment.as_deref() == Some(&identity.comment)
-                    || shape::container(&listed.rule) == Some(container.address())
-            };
-            let none = wanted.earlier == Earlier::Whole && !claims.is_empty();
-            let none = none && !state.rules.iter().any(|(_, rules)| rules.iter().any(is_about));
-            if state.missing.contains(&name) || (name == MASQUERADING && none) {
+            if state.missing.contains(&name) {
                 continue;
             }
             let rules = self.nft.rules_where(table, name, |rule| {

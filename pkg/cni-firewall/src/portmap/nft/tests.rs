@@ -17,7 +17,6 @@ fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwardin
         conditions_v6: Vec::new(),
         policy: Policy::Judge,
         links: Vec::new(),
-        earlier: Earlier::Whole,
     }
 }
 
