@@ -167,9 +167,6 @@ impl SpoofCheck {
         for object in old {
             object.remove(&mut batch);
         }
-        // Not asked of the kernel needlessly: it takes "ensure" of an existing base chain for a
-        // change of it, whose remains it frees after an RCU grace period, for which the socket's
-        // closing then waits (6.18: 12 ms).
         if !self.is_hooked_in()? {
             shared(&mut batch);
         }
@@ -320,7 +317,7 @@ impl SpoofCheck {
     }
 
     fn is_hooked_in(&mut self) -> Result<bool> {
-        Ok(self.nft.find_chain(TABLE, PREROUTING)?.is_some_and(|chain| chain.base == Some(BASE)))
+        self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
     /// What there is of the attachment, PREROUTING's `rules` known, in an order in which the kernel

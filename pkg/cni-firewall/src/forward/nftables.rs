@@ -248,16 +248,12 @@ fn add(nft: &mut Nft, batch: &mut Batch, place: &Place, wanted: &[&Owned]) -> Re
     let table = place.table();
     if place.is_own() {
         batch.ensure_table(table, Some(OWN_COMMENT));
-        if nft.find_chain(table, ENTRY)?.is_none_or(|chain| chain.base != Some(BASE)) {
+        if !nft.has_base_chain(table, ENTRY, BASE)? {
             batch.ensure_base_chain(table, ENTRY, BASE, None);
         }
     }
     for chain in [OWNERS, STAGE_2, STAGE_1, FORWARD] {
-        // To name one that exists is a change, whose memory the kernel frees after an RCU grace
-        // period, and closing the socket waits for that: 13 ms.
-        if nft.find_chain(table, chain)?.is_none() {
-            batch.ensure_chain(table, chain, None);
-        }
+        nft.add_missing_chain(batch, table, chain)?;
     }
     let expected = forward_rules(place);
     for any in [IpAddr::from([0; 4]), IpAddr::from([0; 16])].into_iter().filter(|any| place.sees(*any)) {

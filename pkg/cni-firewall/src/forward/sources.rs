@@ -116,9 +116,7 @@ fn change(whose: Whose<'_>, wanted: &[Owned]) -> Result<()> {
         let missing: Vec<&Owned> = wanted.iter().filter(|owned| !there.contains(owned)).collect();
         if !missing.is_empty() {
             batch.ensure_table(TABLE, Some(OWN_COMMENT));
-            if nft.find_chain(TABLE, SOURCES)?.is_none() {
-                batch.ensure_chain(TABLE, SOURCES, None);
-            }
+            nft.add_missing_chain(&mut batch, TABLE, SOURCES)?;
         }
         for owned in missing {
             batch.append_rule(TABLE, SOURCES, &owner_rule(TABLE, owned)?);

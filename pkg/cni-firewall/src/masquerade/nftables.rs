@@ -14,9 +14,8 @@
 //! attachment, so nothing of ours has to stand beside it. The rest of the comment is for people,
 //! and cut where it is too long.
 //!
-//! Go fills `postrouting` anew at each ADD; here it is left alone while it is as it should be: the
-//! kernel takes the request for an existing base chain for a change, and closing the socket then
-//! waits 12 ms (6.18).
+//! Go fills `postrouting` again at each ADD. This module leaves it alone while it is as it should
+//! be, for the reason given at [`Nft::has_base_chain`].
 
 use std::cell::RefCell;
 
@@ -138,7 +137,7 @@ fn shared(batch: &mut Batch) {
 
 /// Whether the base chain is there and leads to the checks past multicast, whoever has written it.
 fn hooked_in(nft: &mut Nft) -> Result<bool> {
-    if nft.find_chain(TABLE, POSTROUTING)?.is_none_or(|chain| chain.base != Some(BASE)) {
+    if !nft.has_base_chain(TABLE, POSTROUTING, BASE)? {
         return Ok(false);
     }
     // In words: releases of nft differ in how they write a prefix.

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 
 use super::batch::{Batch, Meaning};
 use super::decode;
-use super::{Chain, Listed, NFNL_SUBSYS_NFTABLES, Table};
+use super::{BaseChain, Chain, Listed, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::socket::{Protocol, Socket};
 use cni_linux::netlink::wire::{self, Message, NLMSG_ERROR};
@@ -273,6 +273,23 @@ impl Nft {
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Whether the chain exists and is hooked in like this. Callers ask before
+    /// [`Batch::ensure_base_chain`]: to name an existing chain in a transaction is a change of it,
+    /// whose memory the kernel frees after an RCU grace period, and closing the socket waits for
+    /// that (6.18: 12 ms).
+    pub fn has_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain) -> Result<bool> {
+        Ok(self.find_chain(table, name)?.is_some_and(|chain| chain.base == Some(base)))
+    }
+
+    /// Adds the chain to the batch unless it exists, for the reason given at
+    /// [`has_base_chain`](Nft::has_base_chain).
+    pub fn add_missing_chain(&mut self, batch: &mut Batch, table: Table<'_>, name: &str) -> Result<()> {
+        if self.find_chain(table, name)?.is_none() {
+            batch.ensure_chain(table, name, None);
+        }
+        Ok(())
     }
 
     /// The chains of all tables of the family that are `wanted`, each with its table.
