@@ -110,8 +110,8 @@ impl Witnesses<'_> {
     }
 }
 
-/// The alias of each link in the namespace of this process that is a mark of ours, and the link's
-/// name.
+/// Returns the mark of each link in the namespace of this process, and the link's name. bandwidth's
+/// ifbs are left out: they do not go with the container, so they are no sign of life.
 ///
 /// # Errors
 /// The kernel's.
@@ -121,7 +121,7 @@ pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
         let alias = mark_in(&link.alias?);
         cni::AttachmentId::parse(&alias).map(|_| (alias, link.name))
     };
-    Ok(links.into_iter().filter_map(marked).collect())
+    Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(marked).collect())
 }
 
 /// The mark in an alias: a port that another plugin made is marked `cni-port:<mark> …`. Any other

@@ -11,7 +11,7 @@ use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
 
 use super::Fact;
-use super::picture::Picture;
+use super::picture::{Picture, plugins_of};
 use crate::Call;
 use crate::target::Presence;
 
@@ -41,7 +41,8 @@ impl Attached {
         match Presence::of(&netns, call.machine) {
             Presence::There => {
                 facts.push(Fact::fine("namespace", netns.clone()));
-                if let Err(why) = container(&netns, &mark.ifname, &result, &mut facts) {
+                let seen = container(&netns, &mark.ifname, &result, &mut facts);
+                if let Err(why) = seen.and_then(|()| device(&netns, entry, &mut facts)) {
                     facts.push(Fact::differs("namespace", why.to_string()));
                 }
             }
@@ -77,6 +78,15 @@ fn host(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mut 
     for link in marked {
         shown.push(link.index);
         facts.push(Fact::fine("host link", described(link, &picture.links)));
+    }
+    let is_named = |ifb: &Link| result.interfaces.iter().any(|one| one.sandbox.is_empty() && one.name == ifb.name);
+    let is_its = |whose: &Option<AttachmentId>, ifb: &Link| match whose {
+        Some(whose) => whose.alias() == mark.alias(),
+        None => is_named(ifb),
+    };
+    for (_, ifb) in picture.ifbs.iter().filter(|(whose, ifb)| is_its(whose, ifb)) {
+        shown.push(ifb.index);
+        facts.push(Fact::fine("bandwidth", described(ifb, &picture.links)));
     }
     for interface in named {
         match picture.links.iter().find(|link| link.name == interface.name) {
@@ -153,6 +163,19 @@ fn container(path: &str, ifname: &str, result: &AddResult, facts: &mut Vec<Fact>
     }
     addresses(&netlink, ifname, &links, result, facts)?;
     routes(&netlink, ifname, &links, result, facts)
+}
+
+/// The device that host-device has moved into the namespace. Its alias is its name on the host.
+fn device(path: &str, entry: &Entry, facts: &mut Vec<Fact>) -> cni_linux::Result<()> {
+    if plugins_of(&entry.config, "host-device").is_empty() {
+        return Ok(());
+    }
+    let ifname = &entry.attachment.ifname;
+    let inside = Netlink::open()?.open_in(&Netns::open(Path::new(path))?)?.find_link(ifname)?;
+    if let Some(name) = inside.and_then(|link| link.alias) {
+        facts.push(Fact::fine("device", format!("{name} of the host is {ifname} in the container")));
+    }
+    Ok(())
 }
 
 fn addresses(

@@ -9,10 +9,13 @@ use std::path::Path;
 
 use cni::AttachmentId;
 use cni::Error;
+use cni::json::Json;
+use cni_linux::{Link, LinkKind};
+use libcni::NetworkList;
 use libcni::cache::Entry;
 use serde_json::{Value, json};
 
-use super::picture::Picture;
+use super::picture::{Picture, plugins_of};
 use crate::Call;
 use crate::node::{Life, Witnesses};
 use crate::target::Presence;
@@ -46,6 +49,7 @@ pub(crate) fn find(picture: &Picture, call: &Call<'_>) -> Result<Vec<Orphan>, Er
     let mut orphans = Vec::new();
     memories(picture, call, &mut orphans);
     links(picture, &mut orphans);
+    devices(picture, &mut orphans);
     rules(picture, &mut orphans);
     reservations(picture, call, &mut orphans);
     backups(picture, &mut orphans);
@@ -106,7 +110,8 @@ fn memories(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
 }
 
 fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
-    for (mark, link) in &picture.marked {
+    let ifbs = picture.ifbs.iter().filter_map(|(mark, ifb)| Some((mark.as_ref()?, ifb)));
+    for (mark, link) in picture.marked.iter().map(|(mark, link)| (mark, link)).chain(ifbs) {
         let is_remembered = picture.remembered.iter().any(|entry| entry.id().alias() == mark.alias());
         // A long ID stands in the alias as a hash, which the memory's mark has too.
         let is_hashed = link.alias.as_deref().is_some_and(|alias| {
@@ -127,6 +132,46 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
     }
 }
 
+/// The ifbs without a mark, which the Go plugin or a killed ADD has created, and the devices that
+/// the kernel has given back to the host with a container's namespace.
+fn devices(picture: &Picture, orphans: &mut Vec<Orphan>) {
+    let mut push = |kind, what, why: &str, command| {
+        let (network, container) = (None, None);
+        orphans.push(Orphan { kind, what, network, container, why: why.to_owned(), command });
+    };
+    for (_, ifb) in picture.ifbs.iter().filter(|(mark, _)| mark.is_none()) {
+        let names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
+        if !picture.remembered.iter().any(|entry| names(entry).contains(&ifb.name)) {
+            let (what, command) = (format!("{}, without a mark", ifb.name), format!("ip link delete dev {}", ifb.name));
+            push("link", what, "no runtime remembers a container whose limit it could be", command);
+        }
+    }
+    let configured = picture.networks.iter().map(NetworkList::raw);
+    let confs = configured.chain(picture.remembered.iter().map(|entry| entry.config.as_slice()));
+    let selected: Vec<Json> = confs.flat_map(|config| plugins_of(config, "host-device")).collect();
+    // Of a device that is selected by its address or by the runtime the name is unknown.
+    let can_be = |link: &Link, name: &str| {
+        selected.iter().any(|plugin| match plugin.get("device").and_then(Json::as_str) {
+            Some(device) => device == name,
+            None => link.kind == LinkKind::Device,
+        })
+    };
+    for link in &picture.links {
+        let Some(name) = link.alias.as_deref().filter(|name| cni::ident::check_interface_name(name).is_ok()) else {
+            continue;
+        };
+        if can_be(link, name) {
+            let (now, then) = (quoted(&link.name), quoted(name));
+            let command = match link.name == name {
+                true => format!("ip link set dev {now} alias ''"),
+                false => format!("ip link set dev {now} down && ip link set dev {now} name {then} alias ''"),
+            };
+            let why = "host-device moved it into a container, and the kernel gave it back with the namespace";
+            push("device", format!("{}, {name} by its alias", link.name), why, command);
+        }
+    }
+}
+
 fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
     for held in &picture.rules {
         let known = picture.remembered.iter().map(Entry::id).chain(picture.marked.iter().map(|(mark, _)| mark.clone()));
@@ -144,13 +189,21 @@ fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
         };
         let command = mark.as_ref().and_then(|mark| del(picture, mark)).or_else(|| held.removal.clone());
         let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
+        // Without its network's configuration no DEL finds the network.
+        let command = command.unwrap_or_else(|| match &mark {
+            Some(AttachmentId { network, container_id, ifname }) => {
+                let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
+                format!("configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")
+            }
+            None => format!("see 'iptables-save -t nat', chain of {}", held.place),
+        });
         orphans.push(Orphan {
             kind: "rule",
             what: format!("{} of {}: {}  [{}]", held.purpose, names.join(" "), held.text, held.place),
             network: owner.network.clone(),
             container: owner.container.clone(),
             why: "no runtime remembers its attachment, and no link has its mark".to_owned(),
-            command: command.unwrap_or_else(|| format!("see 'iptables-save -t nat', chain of {}", held.place)),
+            command,
         });
     }
 }

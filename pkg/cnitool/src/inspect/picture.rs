@@ -28,8 +28,10 @@ pub(crate) struct Picture {
     pub(crate) remembered: Vec<Entry>,
     /// The links of the namespace of this process, which is taken for the host's.
     pub(crate) links: Vec<Link>,
-    /// Whose mark a link bears.
+    /// The links with an attachment's mark that go with the container.
     pub(crate) marked: Vec<(AttachmentId, Link)>,
+    /// bandwidth's ifbs, which stay when the container has gone; the Go plugin's have no mark.
+    pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
     pub(crate) rules: Vec<Held>,
     pub(crate) saved: Vec<Saved>,
     /// By network and folder.
@@ -44,7 +46,10 @@ impl Picture {
         let listing = shared.cache().list_all()?;
         listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
-        let marked = links.iter().filter_map(|link| Some((bearer(link)?, link.clone()))).collect();
+        let (ifbs, others): (Vec<&Link>, Vec<&Link>) = links.iter().partition(|link| link.is_ifb());
+        let marked = others.into_iter().filter_map(|link| Some((bearer(link)?, link.clone()))).collect();
+        let ifbs = ifbs.into_iter().filter(|ifb| AttachmentId::is_ifb_name(&ifb.name));
+        let ifbs = ifbs.map(|ifb| (bearer(ifb), ifb.clone())).collect();
         let mut folders: Vec<NetConf> = Vec::new();
         for list in &networks {
             for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
@@ -76,7 +81,7 @@ impl Picture {
         }
         let rules = survey(call.machine.0, notes)?;
         let remembered = listing.entries;
-        Ok(Picture { networks, remembered, links, marked, rules, saved: backups, reservations, unusual })
+        Ok(Picture { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual })
     }
 
     /// The host's end of each attachment that is known of: by our mark, else by what is remembered
@@ -132,6 +137,16 @@ pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
         if named.is_empty() { "cni0".to_owned() } else { named }
     };
     confs.map(name).collect()
+}
+
+/// The keys of each plugin of this type in a configuration.
+pub(crate) fn plugins_of(config: &[u8], kind: &str) -> Vec<Json> {
+    let plugins = Json::parse(config).ok().and_then(|config| match config.get("plugins") {
+        Some(Json::Array(plugins)) => Some(plugins.clone()),
+        _ => None,
+    });
+    let is_it = |plugin: &Json| plugin.get("type").and_then(Json::as_str) == Some(kind);
+    plugins.unwrap_or_default().into_iter().filter(is_it).collect()
 }
 
 /// What an ADD answered, if it is remembered and can be read.

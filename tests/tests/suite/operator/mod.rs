@@ -1,6 +1,7 @@
 //! cnitool's verbs for who looks after a node: each shows what is wrong on a node that was made so,
 //! and what it offers mends it.
 
+mod devices;
 mod doctor;
 mod explain;
 mod inspect;
