@@ -62,7 +62,8 @@ impl Plugin for Firewall {
         if wanted.addresses.is_empty() {
             return Ok(Added { result, rollback });
         }
-        match self.choice(call, &conf)? {
+        let choice = self.choice(call, &conf)?;
+        match choice {
             Choice::Rules(backend) => rules(call, &conf, &wanted, backend, &mut rollback)?,
             Choice::Firewalld => {
                 if conf.policy != Policy::Open {
@@ -75,6 +76,7 @@ impl Plugin for Firewall {
                 zone.add(&wanted.mark, &wanted.addresses, &former)?;
             }
         }
+        remark(call, &conf, choice);
         Ok(Added { result, rollback })
     }
 
@@ -185,7 +187,6 @@ fn rules<'a>(
     if let Err(error) = forward(call).ensure(wanted, backend, &former) {
         return Err(refusal(call, error, conf, backend));
     }
-    remark(call, conf, backend);
     Ok(())
 }
 
@@ -251,16 +252,25 @@ fn refusal(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backe
 }
 
 /// What the operator should know although nothing has failed.
-fn remark(call: &Call<'_>, conf: &Conf, backend: Backend) {
-    if backend == Backend::Nftables
-        && let Ok(dropping) = forward::dropping(conf.place.as_ref())
-        && !dropping.is_empty()
+fn remark(call: &Call<'_>, conf: &Conf, choice: Choice) {
+    let overruled = match choice {
+        // Its rules are in the table whose policy drops.
+        Choice::Rules(Backend::Iptables) => None,
+        Choice::Rules(Backend::Nftables) => Some(("backend nftables", "name the chain in \"nftablesChain\"")),
+        Choice::Firewalld => Some(("firewalld", "accept the containers' addresses in that chain too")),
+    };
+    if let Some((accepting, advice)) = overruled
+        && let Ok(mut dropping) = forward::dropping(conf.place.as_ref())
     {
-        call.notes.note(format_args!(
-            "firewall: {} drops what it does not accept itself, and backend nftables cannot change that from another \
-             table: name the chain in \"nftablesChain\"",
-            dropping.join(", ")
-        ));
+        // firewalld drops everything in a table of its own while it reloads.
+        dropping.retain(|chain| choice != Choice::Firewalld || !chain.contains(" firewalld"));
+        if !dropping.is_empty() {
+            call.notes.note(format_args!(
+                "firewall: {} drops what it does not accept itself, and {accepting} cannot change that from another \
+                 table: {advice}",
+                dropping.join(", ")
+            ));
+        }
     }
     if conf.policy == Policy::Isolated {
         let key = "net/bridge/bridge-nf-call-iptables";

@@ -198,6 +198,31 @@ fn the_zone_has_the_addresses_from_add_to_del() {
 }
 
 #[test]
+fn an_add_notes_chains_that_drop_despite_firewalld() {
+    require!(probe::firewalld().map(drop));
+    let firewalld = Firewalld::new();
+    let (node, pod) = (&firewalld.world.node, firewalld.world.dual());
+    let config = firewalld.config(json!({}));
+    let noted = || {
+        let outcome = pod.add(&config);
+        outcome.success();
+        outcome.stderr
+    };
+    assert!(!noted().contains("drops what it does not accept"), "firewalld's own chains are not noted");
+    node.exec(&[
+        "nft",
+        "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }",
+    ]);
+    let text = noted();
+    assert_eq!(
+        text.matches("ip filter FORWARD drops what it does not accept itself, and firewalld cannot").count(),
+        1,
+        "{text}"
+    );
+    pod.leave();
+}
+
+#[test]
 fn another_zone_has_them_if_the_configuration_says_so() {
     require!(probe::firewalld().map(drop));
     let firewalld = Firewalld::new();
