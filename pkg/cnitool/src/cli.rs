@@ -19,10 +19,10 @@ use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 use crate::report::Format;
 use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, rules, validate};
 
-/// Where the networks are unless told otherwise.
+/// The default folder of the networks.
 pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
 
-/// Where the plugins are unless told otherwise.
+/// The default folder of the plugins.
 pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
 
 /// Why a call did not succeed.
@@ -59,13 +59,13 @@ enum Verb {
     /// Ask every plugin whether an attachment is as add left it
     #[command(before_help = help::CHECK, after_help = help::AFTER_CHECK)]
     Check(network::Attach),
-    /// Detach a network namespace; what is gone already is no error
+    /// Detach a network namespace; succeeds if it is gone already
     #[command(before_help = help::DEL, after_help = help::AFTER_DEL)]
     Del(network::Detach),
     /// Remove what belongs to attachments that are no longer valid
     #[command(before_help = help::GC, after_help = help::AFTER_GC)]
     Gc(network::Collect),
-    /// Ask every plugin whether an add could be served
+    /// Ask every plugin whether it can handle an add
     #[command(before_help = help::STATUS, after_help = help::AFTER_STATUS)]
     Status(network::Named),
     /// List a network's plugins and the versions they speak
@@ -77,13 +77,13 @@ enum Verb {
     /// Check a network's file without running it: every problem, with line and column
     #[command(before_help = help::VALIDATE, after_help = help::AFTER_VALIDATE)]
     Validate(validate::Validate),
-    /// Look the node over; each thing that is wrong comes with the command that mends it
+    /// Look for problems of the node; each is printed with the command that fixes it
     #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
     Doctor,
-    /// Show what the kernel really holds for attachments, and what is left over
+    /// Show what the kernel holds for attachments, and leftovers
     #[command(before_help = help::INSPECT, after_help = help::AFTER_INSPECT)]
     Inspect(inspect::Inspect),
-    /// Run a verb and tell each step of its plugins, and the request that failed
+    /// Run a verb and print each step of its plugins, and the request that failed
     #[command(before_help = help::EXPLAIN, after_help = help::AFTER_EXPLAIN)]
     Explain(explain::Explain),
     /// See and repair the address reservations of host-local
@@ -194,7 +194,7 @@ impl Variables<'_> {
     }
 
     /// # Errors
-    /// Code 4 for what is no text.
+    /// Code 4 if the value is not valid UTF-8.
     pub(crate) fn find(&self, name: &str) -> Result<Option<String>, Error> {
         let text = |value: OsString| {
             value.into_string().map_err(|_| {

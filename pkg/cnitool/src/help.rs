@@ -4,7 +4,7 @@
 
 /// Behind `cnitool --help`.
 pub(crate) const AFTER_OVERVIEW: &str = "\
-'cnitool help VERB' tells more.
+'cnitool help VERB' prints more.
 
 Environment:
   CNI_PATH     the plugins' folders, separated by ':'         [/opt/cni/bin]
@@ -27,7 +27,7 @@ Examples:
 pub(crate) const ADD: &str = "\
 Runs ADD of the network's plugins in order, prints the last one's result and
 remembers it for check, del and gc. If a plugin fails, every plugin gets a DEL,
-so that nothing stays behind, and all errors are told.";
+so that nothing stays behind, and all errors are printed.";
 
 pub(crate) const AFTER_ADD: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
@@ -124,7 +124,7 @@ Example:
   cnitool man /usr/local/share/man/man1";
 
 pub(crate) const AFTER_IPAM: &str = "\
-'cnitool ipam help VERB' tells more.
+'cnitool ipam help VERB' prints more.
 
 Environment: NETCONFPATH
 Exit codes: 0 done, 1 failed or refused, 2 the call made no sense
@@ -139,11 +139,12 @@ Examples:
 pub(crate) const IPAM_GC: &str = "\
 Goes through the reservations under the store's own lock, so that it disturbs no
 running plugin. What a runtime remembers goes if its network namespace is gone
-and no link on the host has its mark. What nobody knows anything of stays
-unless --unknown is given.
+and no link on the host has its mark. A reservation of an unknown container
+stays unless --unknown is given.
 
-Where a whole attachment is left over, with rules and links, 'cnitool gc' or the
-runtime's own garbage collection removes all of it; this removes addresses alone.";
+If rules and links of the attachment are left over too, 'cnitool gc' or the
+runtime's own garbage collection removes all of them; this verb removes only
+addresses.";
 
 pub(crate) const AFTER_IPAM_GC: &str = "\
 Exit codes: 0 done, 1 failed, 2 the call made no sense
@@ -193,11 +194,11 @@ Examples:
 pub(crate) const INSPECT: &str = "\
 For each attachment that a runtime or cnitool remembers: the links on the host
 and in the container, addresses, routes, rules, the reservation, what tuning
-saved; a '!' marks what is not as the result of the add says. Then what is left
-over for nobody, each with the command that removes it. Changes nothing.
+saved; a '!' marks a difference from the result of the add. Then the leftovers
+of lost attachments, each with the command that removes it. Changes nothing.
 
-What an add that is under way has made looks left over for a moment: look twice.
-Whether everything is as the plugins want it, 'cnitool check' asks them.";
+Objects of an add that is still running look left over for a moment: look twice.
+'cnitool check' asks the plugins whether everything is as they want it.";
 
 pub(crate) const AFTER_INSPECT: &str = "\
 Run it in the host's network namespace.
@@ -215,7 +216,7 @@ pub(crate) const DOCTOR: &str = "\
 Checks the networks' files, the plugins and who may change them, the plugins'
 own STATUS, how full the ranges are, forwarding, links, MTUs, rp_filter,
 policies that drop what containers send, br_netfilter, mixed variants of
-iptables, the table of connections, and what is left over. Changes nothing.";
+iptables, the table of connections, and leftovers. Changes nothing.";
 
 pub(crate) const AFTER_DOCTOR: &str = "\
 Run it in the host's network namespace. Read a command before you run it.
@@ -231,12 +232,12 @@ pub(crate) const EXPLAIN: &str = "\
 Runs add, check, del, gc or status as without 'explain': it does what they do.
 Of each plugin it prints the steps, in the order in which they ended, with their
 durations in milliseconds: requests to the kernel, files, programs, and what its
-delegates did. The step by which a plugin failed bears a '!' and shows the
-request itself. An error without a '!' was only an answer: whether a link is
-there is asked by asking for it. Then the result, as ever.";
+delegates did. A '!' marks the step by which a plugin failed, with the request
+itself. An error without a '!' was only an answer, for example when a plugin
+asks whether a link exists. The result follows as without 'explain'.";
 
 pub(crate) const AFTER_EXPLAIN: &str = "\
-'cnitool explain help VERB' tells a verb's arguments. Plugins that keep no log,
+'cnitool explain help VERB' prints a verb's arguments. Plugins that keep no log,
 as Go's, show their duration alone.
 
 Environment and exit codes: the verb's

@@ -2,10 +2,10 @@
 //!
 //! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin
 //!   layer over [`libcni`].
-//! - `inspect`: attachments as they are, beside what their results said, and what is left over.
+//! - `inspect`: attachments as they are, beside their results, and leftovers.
 //! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every
 //!   file.
-//! - `doctor`: what on the node keeps networks from working, and what mends it.
+//! - `doctor`: what on the node keeps networks from working, and what fixes it.
 //! - `explain`: a verb of a network with the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
 //! - `rules`: the packet filter rules of attachments, written again after something else has

@@ -11,7 +11,7 @@ use cnitool::{Call, Exit, Streams, Style};
 
 fn main() -> ExitCode {
     let notes = Notes::new(|line| {
-        let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is nobody's problem
+        let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is ignored
     });
     cni_plugin::logging::install("cnitool");
     let machine = match LinuxMachine::install() {

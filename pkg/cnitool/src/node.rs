@@ -1,8 +1,8 @@
 //! What the verbs that look at the node know of it: the networks that are configured, the
-//! attachments that are remembered, whose marks the host's links bear.
+//! attachments in the result cache, and the marks of the host's links.
 //!
 //! Every runtime that uses Go's libcni remembers its attachments in the same folder as cnitool, so
-//! an attachment that nobody remembers is rare; but it is no proof of anything.
+//! an attachment that is missing there is rare; but its absence does not prove that it is over.
 
 use std::collections::BTreeMap;
 
@@ -70,7 +70,7 @@ impl Life {
 pub(crate) struct Witnesses<'a> {
     /// What is remembered of the network.
     pub(crate) remembered: &'a [Entry],
-    /// The alias of each link of the host that bears one, and the link's name.
+    /// The alias of each link of the host that has one, and the link's name.
     pub(crate) marks: &'a BTreeMap<String, String>,
     pub(crate) machine: MachineRef<'a>,
 }
@@ -105,13 +105,13 @@ impl Witnesses<'_> {
         match (marked, over) {
             (Some((_, link)), _) => Life::InUse(format!("the host's link {link} has its mark")),
             (None, Some(why)) => Life::Over(why),
-            (None, None) => Life::Unknown("no runtime remembers it".to_owned()),
+            (None, None) => Life::Unknown("the result cache does not have it".to_owned()),
         }
     }
 }
 
 /// Returns the mark of each link in the namespace of this process, and the link's name. bandwidth's
-/// ifbs are left out: they do not go with the container, so they are no sign of life.
+/// ifbs are left out: they do not go with the container, so they do not show that it exists.
 ///
 /// # Errors
 /// The kernel's.

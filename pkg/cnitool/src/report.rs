@@ -51,7 +51,7 @@ fn harmless(text: &str, style: Style) -> String {
     shown
 }
 
-/// Writes what is no text for people, a document or a script, to stdout as it is.
+/// Writes a document or a script to stdout as it is.
 pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
     streams
         .stdout
@@ -128,7 +128,7 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     }
 }
 
-/// The parser's own words: help is a result, anything else is no call.
+/// The parser's own words: help is a result, anything else a usage error.
 fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
     let rendered = error.render();
     let text = |style| if style == Style::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };
@@ -166,13 +166,13 @@ fn meaning(code: Code) -> &'static str {
         Code::INVALID_CONFIG => "invalid network configuration",
         Code::INVALID_NETNS => "the namespace is the plugin's own",
         Code::TRY_AGAIN => "try again later",
-        Code::NOT_AVAILABLE => "the plugin cannot serve an ADD",
-        Code::LIMITED_CONNECTIVITY => "the plugin cannot serve an ADD, and containers may have limited connectivity",
+        Code::NOT_AVAILABLE => "the plugin cannot handle an ADD",
+        Code::LIMITED_CONNECTIVITY => "the plugin cannot handle an ADD, and containers may have limited connectivity",
         Code::INTERNAL => "internal error",
         REFUSED => "refused by cnitool",
-        Code::KERNEL => "a plugin's own; of ours: the kernel or a program refused",
-        Code::CHECK_FAILED => "a plugin's own; of ours: something is not as it should be",
-        Code::CONFLICT => "a plugin's own; of ours: somebody else holds it",
+        Code::KERNEL => "a plugin's own; from these plugins: the kernel or a program refused",
+        Code::CHECK_FAILED => "a plugin's own; from these plugins: something is not as it should be",
+        Code::CONFLICT => "a plugin's own; from these plugins: something else already holds it",
         Code(100..) => "a plugin's own",
         _ => "unknown to the specification",
     }

@@ -18,8 +18,8 @@ pub(crate) enum Presence {
     /// There is nothing: why.
     Gone(String),
     /// There is something else: what. An empty file is left where a namespace was unmounted; but a
-    /// live one looks the same from a mount namespace that its mount has not reached. So it is no
-    /// proof of an end.
+    /// live one looks the same from a mount namespace that its mount has not reached. So it
+    /// does not prove that the namespace is gone.
     Other(String),
     /// It could not be found out: why.
     Unknown(String),
@@ -35,15 +35,16 @@ impl Presence {
             Err(error) => match error.kind() {
                 ErrorKind::NotFound => Presence::Gone("it does not exist".to_owned()),
                 ErrorKind::NotADirectory => Presence::Gone(error.to_string()),
-                ErrorKind::InvalidInput => Presence::Other(format!("what is there is no network namespace: {error}")),
+                ErrorKind::InvalidInput => {
+                    Presence::Other(format!("the file there is not a network namespace: {error}"))
+                }
                 _ => Presence::Unknown(error.to_string()),
             },
         }
     }
 }
 
-/// A path made absolute as Go does it: by its letters alone, without asking the file system about
-/// links.
+/// A path made absolute as Go does it: lexically, without asking the file system about links.
 pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     let mut clean = PathBuf::from("/");
     for component in folder.join(path).components() {

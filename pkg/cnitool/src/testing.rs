@@ -30,7 +30,7 @@ impl Machine for Values {
     fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
         match path.to_str() {
             Some("/secret") => Err(io::ErrorKind::PermissionDenied.into()),
-            Some("/plain/file") => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no namespace")),
+            Some("/plain/file") => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a namespace")),
             Some(path) if self.namespaces.contains(path) => Ok(false),
             _ => Err(io::ErrorKind::NotFound.into()),
         }

@@ -29,7 +29,7 @@ impl Members {
         // Json knows the limits (depth, nothing behind the document) and says where it went wrong.
         match Json::parse(text.as_bytes()) {
             Ok(Json::Object(_)) => {}
-            Ok(_) => return Err(Error::new(Code::DECODE, "it is no JSON object")),
+            Ok(_) => return Err(Error::new(Code::DECODE, "it is not a JSON object")),
             Err(error) => return Err(Error::new(Code::DECODE, error.to_string())),
         }
         serde_json::from_str(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))

@@ -1,7 +1,7 @@
 //! The packet filter around the plugins' own rules: policies, variants, the table of connections.
 //!
-//! What is not the plugins' own is read through the programs of whoever made it, `nft` and
-//! `iptables-legacy-save`, because it can be anything.
+//! Rules of other programs can be anything, so they are read through `nft` and
+//! `iptables-legacy-save`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -201,7 +201,7 @@ pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
                 "{program}-legacy has {legacy} rules and {program}-nft {nft}: each shows its own alone, packets pass both"
             );
             // Emptying a table leaves its policies: one that drops then drops everything, ssh too.
-            // What in here is still wanted, nobody but its makers knows.
+            // Which of these rules are still needed is unknown here.
             let words = format!(
                 "have one variant alone in use: let whatever made the fewer rules make them by the other one, and remove \
                  its own; before a chain of {program}-legacy is emptied by hand its policy must be ACCEPT ({program}-legacy -S \
@@ -250,7 +250,7 @@ fn judge_conntrack(fill: Option<(u64, u64)>) -> Seen {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Mend;
+    use super::super::Fix;
     use super::*;
     use serde_json::json;
 
@@ -263,7 +263,7 @@ mod tests {
             assert_eq!(!seen.findings.is_empty(), found, "{fill:?}");
         }
         let seen = judge_conntrack(Some((900, 1000)));
-        let Mend::Command(command) = &seen.findings[0].mend else { panic!("no command") };
+        let Fix::Command(command) = &seen.findings[0].fix else { panic!("no command") };
         assert_eq!(command, "sysctl -w net.netfilter.nf_conntrack_max=2000");
     }
 

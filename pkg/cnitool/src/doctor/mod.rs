@@ -1,9 +1,9 @@
-//! doctor: what on this node keeps networks from working, or soon will, and the command that mends
+//! doctor: what on this node keeps networks from working, or soon will, and the command that fixes
 //! it.
 //!
 //! Each check reads a few facts and judges them; it changes nothing and guesses little: what is
-//! found is wrong on this node now, not somewhere else some day. What a check cannot look at, it
-//! says. Judgements that need no kernel are functions of values.
+//! found is wrong on this node now. A check reports what it cannot look at. Judgements that need
+//! no kernel are functions of values.
 
 mod firewall;
 mod places;
@@ -29,12 +29,12 @@ pub(crate) struct Finding {
     check: &'static str,
     /// What is wrong, and what comes of it.
     what: String,
-    mend: Mend,
+    fix: Fix,
 }
 
-/// What mends it.
+/// What fixes it.
 #[derive(PartialEq, Eq)]
-pub(crate) enum Mend {
+pub(crate) enum Fix {
     /// A command, to be run as it stands.
     Command(String),
     /// In words: where a command that is right everywhere would have to know what the node is for.
@@ -45,7 +45,7 @@ pub(crate) enum Mend {
 pub(crate) struct Seen {
     check: &'static str,
     findings: Vec<Finding>,
-    /// Said where nothing was found: what is well, or why it could not be looked at.
+    /// Printed if nothing was found: what is well, or why the check could not look.
     well: String,
 }
 
@@ -55,16 +55,16 @@ impl Seen {
     }
 
     fn found(&mut self, what: impl Into<String>, command: impl Into<String>) {
-        self.push(what.into(), Mend::Command(command.into()));
+        self.push(what.into(), Fix::Command(command.into()));
     }
 
     /// The same, where no command is safe.
     fn found_without_command(&mut self, what: impl Into<String>, words: impl Into<String>) {
-        self.push(what.into(), Mend::Words(words.into()));
+        self.push(what.into(), Fix::Words(words.into()));
     }
 
-    fn push(&mut self, what: String, mend: Mend) {
-        self.findings.push(Finding { check: self.check, what, mend });
+    fn push(&mut self, what: String, fix: Fix) {
+        self.findings.push(Finding { check: self.check, what, fix });
     }
 
     fn well(mut self, well: impl Into<String>) -> Seen {
@@ -117,9 +117,9 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
     match shared.format() {
         Format::Json => {
             let finding = |one: &Finding| {
-                let (command, advice) = match &one.mend {
-                    Mend::Command(command) => (Some(command), None),
-                    Mend::Words(words) => (None, Some(words)),
+                let (command, advice) = match &one.fix {
+                    Fix::Command(command) => (Some(command), None),
+                    Fix::Words(words) => (None, Some(words)),
                 };
                 json!({"check": one.check, "what": one.what, "command": command, "advice": advice})
             };
@@ -140,11 +140,11 @@ fn text(seen: &[Seen], count: usize, streams: &Streams<'_>) -> String {
     }
     for finding in seen.iter().flat_map(|one| &one.findings) {
         let line = format!("! {:<14} {}", finding.check, finding.what);
-        let mend = match &finding.mend {
-            Mend::Command(command) => format!("mend: {command}"),
-            Mend::Words(words) => format!("what to do: {words}"),
+        let fix = match &finding.fix {
+            Fix::Command(command) => format!("fix: {command}"),
+            Fix::Words(words) => format!("what to do: {words}"),
         };
-        text += &format!("{}\n                 {mend}\n", paint(streams.stdout_style, Colour::Red, &line));
+        text += &format!("{}\n                 {fix}\n", paint(streams.stdout_style, Colour::Red, &line));
     }
     text += &match count {
         0 => "Nothing wrong was found.\n".to_owned(),
@@ -160,7 +160,7 @@ fn left_over(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     for orphan in orphans::find(&ground.picture, ground.call)? {
         seen.found(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
     }
-    Ok(seen.well("no link, rule, reservation, backup or memory without its container"))
+    Ok(seen.well("every link, rule, reservation, backup and cache entry has its container"))
 }
 
 impl Ground<'_, '_> {

@@ -82,20 +82,20 @@ pub(super) fn folders(ground: &Ground<'_, '_>) -> Seen {
     for (network, folder, _) in &ground.picture.reservations {
         look(&folder.join(network), &mut seen);
     }
-    seen.well("plugins are there, and root alone can change them, the networks and what is remembered")
+    seen.well("plugins are there, and only root can change them, the networks and the result cache")
 }
 
-/// Whoever can write here can make root run a program, or take containers their addresses.
+/// A user who can write here can make root run a program, or take containers their addresses.
 fn judge(path: &Path, seen: &mut Seen) {
     // What is missing is made when it is needed, or is another check's affair.
     let Ok(metadata) = fs::metadata(path) else { return };
     let shown = quoted(&path.to_string_lossy());
     let mode = metadata.mode() & 0o7777;
     if mode & 0o022 != 0 {
-        let who = if mode & 0o002 != 0 { "everybody" } else { "its group" };
+        let who = if mode & 0o002 != 0 { "every user" } else { "its group" };
         seen.found(format!("{shown} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {shown}"));
     }
-    // Under a user namespace root is whoever runs this.
+    // In a user namespace, root is the user who runs cnitool.
     let own = nix_uid();
     if metadata.uid() != 0 && metadata.uid() != own {
         seen.found(
@@ -109,17 +109,17 @@ fn nix_uid() -> u32 {
     fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
 }
 
-/// Whether each network's plugins could serve an ADD, by their own word.
+/// Whether each network's plugins can handle an ADD, by their STATUS.
 pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("status");
     for list in &ground.picture.networks {
-        // What cannot be found has been told.
+        // `folders` reports a missing plugin.
         let there = list.plugins().iter().all(|one| find_plugin(one.kind(), &ground.runtime.plugin_folders).is_ok());
         if let (true, Err(error)) = (there, ground.runtime.status(list)) {
             seen.found(format!("network {}: {error}", list.name()), format!("cnitool status {}", quoted(list.name())));
         }
     }
-    seen.well("every network's plugins say that they could serve an add")
+    seen.well("every network's plugins report that they can handle an ADD")
 }
 
 /// Checks how full the ranges are, and whether the disk has room for a reservation. STATUS succeeds

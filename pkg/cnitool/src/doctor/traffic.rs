@@ -69,7 +69,7 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             seen.found(what, command);
         }
     }
-    // Whose nobody knows, but the bridge is a network's.
+    // The attachment of these ports is unknown, but the bridge belongs to a network.
     for bridge in bridges {
         let is_unknown = |link: &&Link| {
             link.master == Some(bridge.index) && !attached.iter().any(|(_, one)| one.index == link.index)
@@ -198,6 +198,6 @@ pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             }
         }
     }
-    seen.findings.dedup_by(|one, other| one.mend == other.mend);
+    seen.findings.dedup_by(|one, other| one.fix == other.fix);
     Ok(seen.well("no container's packets come in by another way than they are answered"))
 }

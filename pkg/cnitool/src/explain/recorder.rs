@@ -12,10 +12,10 @@ use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::skel::MachineRef;
 use cni::{Code, Error};
 
-/// Names that are tried for the log: a clock may tell two callers the same.
+/// Names that are tried for the log: two callers may read the same time.
 const TRIES: u32 = 16;
 
-/// The plugins' log: a file of our user's alone that nobody else has a name for, gone with this.
+/// The plugins' log: a file that only this user can read. Dropping the value removes the file.
 pub(super) struct Log {
     path: PathBuf,
     file: File,
@@ -29,7 +29,7 @@ impl Log {
         let mut tries = 0;
         loop {
             let path = std::env::temp_dir().join(format!("cnitool-{}-{nanos}-{tries}.log", std::process::id()));
-            // A file or a link that somebody laid there is not used.
+            // An existing file or link is never used.
             match OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path) {
                 Ok(file) => return Ok(Log { path, file }),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tries < TRIES => tries += 1,

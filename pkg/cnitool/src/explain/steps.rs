@@ -68,8 +68,8 @@ fn step(line: &str) -> Option<Step> {
 }
 
 /// The last step before the rollback whose error stands in the message, else the delegate's call
-/// whose error does. If it is told in other words: the last program that failed, and of a kernel's
-/// refusal (100 and above) the last request.
+/// whose error does. If the message words the error differently: the last program that failed, and
+/// of a kernel's refusal (100 and above) the last request.
 fn culprit(steps: &[Step], code: Option<u64>, message: &str) -> Option<usize> {
     let undone = steps.iter().position(|step| step.what.starts_with("rollback: ")).unwrap_or(steps.len());
     let last =

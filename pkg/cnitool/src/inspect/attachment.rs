@@ -15,7 +15,7 @@ use super::picture::{Picture, plugins_of};
 use crate::Call;
 use crate::target::Presence;
 
-/// An attachment that is remembered, and what was found of it.
+/// An attachment in the result cache, and what was found of it.
 pub(crate) struct Attached {
     pub(crate) name: String,
     pub(crate) network: String,
@@ -46,7 +46,7 @@ impl Attached {
                     facts.push(Fact::differs("namespace", why.to_string()));
                 }
             }
-            // A leftover, and told as such.
+            // `orphans` reports it as a leftover.
             Presence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
             Presence::Other(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
             Presence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
@@ -65,12 +65,12 @@ impl Attached {
 }
 
 fn result(entry: &Entry) -> Result<AddResult, String> {
-    let Some(raw) = &entry.result else { return Err("none is remembered".to_owned()) };
+    let Some(raw) = &entry.result else { return Err("the result cache has none".to_owned()) };
     let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
     AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
 }
 
-/// The links on the host: those that bear the mark, and those that the result names.
+/// The links on the host: those that have the mark, and those that the result names.
 fn host(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let marked = picture.marked.iter().filter(|(whose, _)| whose.alias() == mark.alias()).map(|(_, link)| link);
     let named = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
@@ -191,7 +191,10 @@ fn addresses(
         let name = ip.interface.and_then(|at| result.interfaces.get(at)).map_or(ifname, |one| one.name.as_str());
         match there.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index(name)) {
             Some(addr) if addr.dad_failed => {
-                facts.push(Fact::differs("address", format!("{} on {name} is somebody else's too", ip.address)));
+                facts.push(Fact::differs(
+                    "address",
+                    format!("{} on {name} is a duplicate: another host on the link has it too", ip.address),
+                ));
             }
             Some(addr) if addr.tentative => {
                 facts.push(Fact::fine("address", format!("{} on {name}, still tentative", ip.address)));

@@ -1,8 +1,7 @@
-//! inspect: what the kernel and the disk really hold for attachments, beside what their results
-//! said; and what is there for nobody.
+//! inspect: what the kernel and the disk hold for attachments, beside their results, and leftovers.
 //!
-//! It reads, and changes nothing. What it compares are facts that nobody but the plugin may change;
-//! whether all of it is as the plugins want it, CHECK knows better.
+//! It reads, and changes nothing. It compares facts that only the plugin may change. CHECK knows
+//! better whether everything is as the plugins want it.
 
 mod attachment;
 pub(crate) mod orphans;

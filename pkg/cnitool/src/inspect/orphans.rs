@@ -1,9 +1,9 @@
-//! What is there for nobody: links, rules, reservations, backups and memories whose container is
+//! Leftovers: links, devices, rules, reservations, backups and cache entries whose container is
 //! gone.
 //!
-//! Nobody is: no runtime remembers the attachment, and no link of the host bears its mark. What an
-//! ADD has made that is still under way looks the same for a moment, which is why nothing is
-//! removed here; the command is only told.
+//! An attachment is lost if the result cache does not have it and no link of the host has its mark.
+//! Objects of an ADD that is still running look the same for a moment. So nothing is removed here;
+//! the command is only printed.
 
 use std::path::Path;
 
@@ -47,13 +47,13 @@ impl Orphan {
 /// Everything that is left over.
 pub(crate) fn find(picture: &Picture, call: &Call<'_>) -> Result<Vec<Orphan>, Error> {
     let mut orphans = Vec::new();
-    memories(picture, call, &mut orphans);
+    cached(picture, call, &mut orphans);
     links(picture, &mut orphans);
     devices(picture, &mut orphans);
     rules(picture, &mut orphans);
     reservations(picture, call, &mut orphans);
     backups(picture, &mut orphans);
-    // One command often removes several things; each is told, for it is what was found.
+    // One command often removes several leftovers. Each leftover is listed.
     Ok(orphans)
 }
 
@@ -91,7 +91,7 @@ fn is_over(entry: &Entry, call: &Call<'_>) -> Option<String> {
     }
 }
 
-fn memories(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+fn cached(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
     for entry in &picture.remembered {
         let Some(why) = is_over(entry, call) else { continue };
         let mark = entry.id();
@@ -113,7 +113,7 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
     let ifbs = picture.ifbs.iter().filter_map(|(mark, ifb)| Some((mark.as_ref()?, ifb)));
     for (mark, link) in picture.marked.iter().map(|(mark, link)| (mark, link)).chain(ifbs) {
         let is_remembered = picture.remembered.iter().any(|entry| entry.id().alias() == mark.alias());
-        // A long ID stands in the alias as a hash, which the memory's mark has too.
+        // In the alias, a hash replaces a long ID. The mark of the cache entry has the hash too.
         let is_hashed = link.alias.as_deref().is_some_and(|alias| {
             picture.remembered.iter().any(|entry| entry.id().is_on(Some(&crate::node::mark_in(alias))))
         });
@@ -126,7 +126,7 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
             what: format!("{}, marked {} {} {}", link.name, mark.network, mark.container_id, mark.ifname),
             network: Some(mark.network.clone()),
             container: Some(mark.container_id.clone()),
-            why: "no runtime remembers its attachment".to_owned(),
+            why: "the result cache does not have its attachment".to_owned(),
             command,
         });
     }
@@ -143,7 +143,7 @@ fn devices(picture: &Picture, orphans: &mut Vec<Orphan>) {
         let names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
         if !picture.remembered.iter().any(|entry| names(entry).contains(&ifb.name)) {
             let (what, command) = (format!("{}, without a mark", ifb.name), format!("ip link delete dev {}", ifb.name));
-            push("link", what, "no runtime remembers a container whose limit it could be", command);
+            push("link", what, "the result cache has no container whose limit it could be", command);
         }
     }
     let configured = picture.networks.iter().map(NetworkList::raw);
@@ -182,7 +182,7 @@ fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
         let mark = match (&owner.network, &owner.container) {
             (Some(network), Some(id)) => {
                 let mark = AttachmentId::new(network, id, owner.ifname.as_deref().unwrap_or("eth0"));
-                // A comment that was cut names nobody.
+                // A truncated comment does not identify an attachment.
                 held.owner.is(&mark).then_some(mark)
             }
             _ => None,
@@ -202,7 +202,7 @@ fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
             what: format!("{} of {}: {}  [{}]", held.purpose, names.join(" "), held.text, held.place),
             network: owner.network.clone(),
             container: owner.container.clone(),
-            why: "no runtime remembers its attachment, and no link has its mark".to_owned(),
+            why: "the result cache does not have its attachment, and no link has its mark".to_owned(),
             command,
         });
     }
@@ -213,7 +213,7 @@ fn reservations(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
     let witnesses = Witnesses { remembered: &picture.remembered, marks: &marks, machine: call.machine };
     for (network, folder, reservations) in &picture.reservations {
         for one in reservations {
-            // What is remembered and over is told as an attachment.
+            // `cached` reports a cached attachment whose namespace is gone.
             let Life::Unknown(why) = witnesses.judge(network, &one.id, one.ifname.as_deref()) else { continue };
             let usual = folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || picture.is_configured(network);
             let data_dir =
@@ -257,7 +257,7 @@ fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
             what: format!("{}: {}", saved.path.display(), saved.settings.join(", ")),
             network,
             container,
-            why: "no runtime remembers its attachment".to_owned(),
+            why: "the result cache does not have its attachment".to_owned(),
             command,
         });
     }

@@ -84,8 +84,8 @@ impl Picture {
         Ok(Picture { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual })
     }
 
-    /// The host's end of each attachment that is known of: by our mark, else by what is remembered
-    /// of its result, which is how those that a Go plugin made are found. A name alone may be
+    /// The host's end of each attachment that is known of: by our mark, else by the cached result,
+    /// which is how those that a Go plugin made are found. A name alone may be
     /// another's by now; the MAC is not.
     pub(crate) fn attached(&self) -> Vec<(AttachmentId, &Link)> {
         let mut attached: Vec<(AttachmentId, &Link)> =
@@ -108,7 +108,7 @@ impl Picture {
     }
 
     /// The bridges that containers are on: those of attachments, and those that a configured
-    /// network names and that have ports, because what put them there need not have left a memory.
+    /// network names and that have ports, because what put them there may have left no cache entry.
     pub(crate) fn bridges(&self) -> Vec<&Link> {
         let masters: Vec<u32> = self.attached().iter().filter_map(|(_, link)| link.master).collect();
         let named: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
@@ -122,7 +122,7 @@ impl Picture {
         self.networks.iter().any(|list| list.name() == network)
     }
 
-    /// Whether it is remembered, or a link of the host bears its mark.
+    /// Whether the result cache has it, or a link of the host has its mark.
     pub(crate) fn is_known(&self, mark: &AttachmentId) -> bool {
         self.remembered.iter().any(|entry| entry.id() == *mark) || self.marked.iter().any(|(known, _)| known == mark)
     }
@@ -155,8 +155,7 @@ pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     AddResult::decode(&json, Version::NEWEST).ok()
 }
 
-/// Whose mark a link bears; of an ID too long for an alias only the hash is known, which stands for
-/// it.
+/// The attachment whose mark a link has. A hash replaces an ID that is too long for an alias.
 fn bearer(link: &Link) -> Option<AttachmentId> {
     let marked = AttachmentId::parse(&node::mark_in(link.alias.as_deref()?))?;
     let alias = node::mark_in(link.alias.as_deref()?);

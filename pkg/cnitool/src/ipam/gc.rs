@@ -1,8 +1,8 @@
 //! gc: what becomes of each reservation, decided and carried out under one lock.
 //!
-//! Nothing goes that is in use or may be. A reservation of which nobody knows anything may be an
-//! ADD's that is under way: it goes with `--unknown` alone, and only once it is older than any ADD
-//! can take.
+//! Reservations that are or may be in use stay. One of an unknown container may belong to an ADD
+//! that is still running: it goes only with `--unknown`, and only if it is older than any ADD
+//! takes.
 
 use std::net::IpAddr;
 
@@ -21,10 +21,10 @@ use crate::report::{Colour, Format, paint, write, write_json};
 pub(super) struct Collect {
     /// The network's name
     network: String,
-    /// Tell what would go and why, and change nothing
+    /// Print what would go and why, and change nothing
     #[arg(long)]
     dry_run: bool,
-    /// Also what nobody knows anything of
+    /// Also remove reservations of unknown containers
     #[arg(long)]
     unknown: bool,
     /// With --unknown: only what is older; an ADD that is under way is not known yet
@@ -50,10 +50,10 @@ impl Desk<'_, '_> {
         let unread = Error::join(unread.into_iter().map(|(_, error)| error)).err();
         let judged = self.judged(&addresses.network, reservations)?;
         let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
-        // People are told first: what fails half-way has been told all the same. A document says
-        // what has happened.
-        let told_first = self.shared.format() == Format::Text;
-        if told_first {
+        // Text is printed first, so that it is complete even if the removal fails half-way. A JSON
+        // document says what has happened.
+        let text_first = self.shared.format() == Format::Text;
+        if text_first {
             self.gc_report(args, &decided, streams)?;
         }
         if !args.dry_run {
@@ -64,7 +64,7 @@ impl Desk<'_, '_> {
                 self.notes.note(format_args!("{spared} was changed meanwhile and stays"));
             }
         }
-        if !told_first {
+        if !text_first {
             self.gc_report(args, &decided, streams)?;
         }
         unread.map_or(Ok(()), Err)
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_over_goes_unless_told_so_and_never_what_is_young() {
+    fn unknown_reservations_go_only_on_request_and_if_old() {
         let plain = Collect { network: "n".into(), dry_run: false, unknown: false, min_age: 600, keep: Vec::new() };
         let why = || "because".to_owned();
         assert_eq!(decided(&plain, Life::InUse(why()), 9999), (false, why()));

@@ -55,7 +55,8 @@ impl Desk<'_, '_> {
         for held in self.judged(&addresses.network, chosen.clone())? {
             if let (Life::InUse(why), false) = (&held.life, args.force) {
                 let msg = format!("{} is in use: {why}", held.reservation);
-                let details = "'cnitool del' or the runtime detaches it in order; --force releases it all the same";
+                let details =
+                    "'cnitool del' or the runtime detaches it properly; --force releases it although it is in use";
                 return Err(Error::new(REFUSED, msg).with_details(details));
             }
         }

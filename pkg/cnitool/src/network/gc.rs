@@ -3,7 +3,7 @@
 //!
 //! cnitool knows nothing of a container runtime on the same machine. A network that some runtime
 //! uses must not be collected by hand unless all its attachments are named with `--keep`; so
-//! nothing is removed without having been told first, and never everything without `--all`.
+//! nothing is removed without having been printed first, and never everything without `--all`.
 
 use cni::config::ValidAttachments;
 use cni::version::Version;
@@ -21,8 +21,8 @@ use crate::target::Presence;
 struct Plan<'a> {
     network: &'a str,
     judged: Vec<Judged>,
-    /// What is remembered and cannot be understood. Its attachment is in use, for all anybody
-    /// knows, and not in `valid`.
+    /// The cache entries that cannot be read. Their attachments may be in use, and are not in
+    /// `valid`.
     unreadable: Vec<String>,
     valid: ValidAttachments,
     /// From 1.1.0 on the plugins remove what else they find.
@@ -48,7 +48,7 @@ impl Network<'_, '_> {
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
         if plan.acts && plan.may_remove_what_is_in_use() && !self.command.all {
-            let msg = "whose these files are cannot be told, so what they stand for would be removed";
+            let msg = "it is unknown whose these files are, so what they stand for would be removed";
             let details = "name it with --keep CONTAINER-ID/IFNAME if it is in use, then confirm with --all; 'cnitool del' removes it, and its file";
             return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
         }

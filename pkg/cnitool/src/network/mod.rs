@@ -55,13 +55,13 @@ impl Network<'_, '_> {
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
         write_raw(streams, &format!("{}\n", result.get()))
-            .map_err(|error| error.with_details("the namespace is attached all the same; 'cnitool del' detaches it"))
+            .map_err(|error| error.with_details("the namespace is attached nevertheless; 'cnitool del' detaches it"))
     }
 
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         let mut attachment = self.attachment()?;
-        // What is wrong with the memory, CHECK itself tells.
+        // CHECK itself reports a bad cache entry.
         let remembered = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
         self.fill_in(&mut attachment, remembered.as_ref())?;
         let checked = self.runtime.check(&list, &attachment);
@@ -159,13 +159,14 @@ impl Network<'_, '_> {
         Ok(())
     }
 
-    /// The commonest slip, told before any plugin runs: `cnitool add net blue` for /run/netns/blue.
+    /// Refuses the most common slip before any plugin runs: `cnitool add net blue` for
+    /// /run/netns/blue.
     fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
         let why = match Presence::of(&attachment.netns, self.call.machine) {
             Presence::Gone(why) | Presence::Other(why) => why,
             Presence::There | Presence::Unknown(_) => return Ok(()),
         };
-        let msg = format!("{} is no network namespace: {why} (CNI_NETNS)", attachment.netns);
+        let msg = format!("{} is not a network namespace: {why} (CNI_NETNS)", attachment.netns);
         let error = Error::new(Code::INVALID_ENVIRONMENT, msg);
         let typed = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();
         let named = format!("/run/netns/{typed}");

@@ -5,7 +5,7 @@ use crate::target::container_id;
 use crate::testing::Node;
 
 #[test]
-fn add_prints_the_result_and_derives_the_container_from_the_path() {
+fn add_prints_the_result_and_derives_the_id_from_the_path() {
     let node = Node::new();
     let expected = "{\"cniVersion\":\"1.1.0\",\"ips\":[{\"address\":\"10.0.0.2/24\"}]}\n";
     assert_eq!(node.done("add net ../netns//x"), expected);
@@ -19,7 +19,7 @@ fn add_prints_the_result_and_derives_the_container_from_the_path() {
 }
 
 #[test]
-fn the_interfaces_name_is_the_option_then_the_variable_then_eth0() {
+fn the_ifname_is_the_option_then_the_variable_then_eth0() {
     let mut node = Node::new();
     node.variable("CNI_IFNAME", "net7");
     node.done("add net x");
@@ -36,7 +36,7 @@ fn the_interfaces_name_is_the_option_then_the_variable_then_eth0() {
 }
 
 #[test]
-fn arguments_for_the_plugins_come_from_the_environment_and_later_from_the_memory() {
+fn plugin_arguments_come_from_the_environment_then_the_cache() {
     let mut node = Node::new();
     node.variable("CNI_ARGS", "K=v;L=a=b;");
     node.variable("CAP_ARGS", r#"{"mac":"00:11:22:33:44:55","other":1}"#);
@@ -58,7 +58,7 @@ fn malformed_variables_are_named() {
         ("CNI_ARGS", "K=", "invalid CNI_ARGS pair \"K=\""),
         ("CNI_ARGS", "=v", "invalid CNI_ARGS pair \"=v\""),
         ("CNI_ARGS", "K", "invalid CNI_ARGS pair \"K\""),
-        ("CAP_ARGS", "[]", "failed to read CAP_ARGS: it is no JSON object"),
+        ("CAP_ARGS", "[]", "failed to read CAP_ARGS: it is not a JSON object"),
     ] {
         let mut node = Node::new();
         node.variable(key, value);
@@ -72,7 +72,7 @@ fn malformed_variables_are_named() {
 }
 
 #[test]
-fn an_error_is_told_to_people_on_stderr_and_to_programs_on_stdout() {
+fn an_error_is_text_on_stderr_or_json_on_stdout() {
     let mut node = Node::new();
     node.fail("b ADD", 11);
     let said = node.say("add net x");
@@ -92,7 +92,7 @@ fn a_name_given_for_a_path_is_recognised() {
     let mut node = Node::new();
     node.here = "/tmp";
     let said = node.say("add net x");
-    let expected = "cnitool: add net: /tmp/x is no network namespace: it does not exist (CNI_NETNS)\n    a path is expected; did you mean /run/netns/x?\n";
+    let expected = "cnitool: add net: /tmp/x is not a network namespace: it does not exist (CNI_NETNS)\n    a path is expected; did you mean /run/netns/x?\n";
     assert!(said.stderr.starts_with(expected), "{}", said.stderr);
     for elsewhere in ["add net y", "add net ./x"] {
         let said = node.say(elsewhere);
@@ -102,7 +102,7 @@ fn a_name_given_for_a_path_is_recognised() {
 }
 
 #[test]
-fn del_works_without_the_namespace_and_without_the_networks_file() {
+fn del_works_without_the_namespace_and_the_networks_file() {
     let mut node = Node::new();
     node.done("add net x");
     node.done("add net x --container-id c1");
@@ -132,7 +132,7 @@ fn del_stops_at_the_first_error_unless_it_is_to_keep_going() {
 }
 
 #[test]
-fn gc_keeps_what_has_a_namespace_or_is_named_and_tells_what_goes() {
+fn gc_keeps_what_has_a_namespace_or_is_named() {
     let mut node = Node::new();
     for path in ["/run/netns/y", "/run/netns/z"] {
         node.namespace(path);
@@ -189,7 +189,7 @@ fn gc_never_removes_everything_unless_told_so() {
 }
 
 #[test]
-fn gc_removes_nothing_while_it_cannot_tell_whose_a_file_is_unless_told_so() {
+fn gc_removes_nothing_beside_an_unreadable_file_without_all() {
     let node = Node::new();
     node.done("add net x --container-id c");
     let results = node.folder.path().join("cache/results");
@@ -209,7 +209,7 @@ fn gc_removes_nothing_while_it_cannot_tell_whose_a_file_is_unless_told_so() {
     node.done("gc net --all --keep old/eth0");
     assert_eq!(node.calls(), "a GC, b GC");
     node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"}]}"#);
-    assert!(node.done("gc net").contains("know no GC"), "nobody is asked to remove what is not remembered");
+    assert!(node.done("gc net").contains("know no GC"), "no plugin is asked to remove what is not remembered");
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn gc_keeps_what_it_cannot_judge_and_lets_disable_gc_rule() {
     assert!(text.contains("keep    c/eth0  (whether its namespace exists is unknown"), "{text}");
     let said = node.say("add net /plain/file");
     assert!(
-        said.exit == Exit::Failed && said.stderr.contains("/plain/file is no network namespace"),
+        said.exit == Exit::Failed && said.stderr.contains("/plain/file is not a network namespace"),
         "{}",
         said.stderr
     );

@@ -117,7 +117,7 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
                 // The runtime brings them.
                 Err(error) if is_ipam && by_runtime && error.msg() == "no IP ranges specified" => Ok(()),
                 Err(error) if is_ipam && by_runtime && error.msg().starts_with("failed to allocate ") => Ok(()),
-                // The list's own, and told there.
+                // Reported for the list.
                 Err(error) if error.code() == cni::Code::INCOMPATIBLE_VERSION => Ok(()),
                 outcome => outcome.map_err(|error| error.to_string()),
             }

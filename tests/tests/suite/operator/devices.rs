@@ -35,7 +35,7 @@ fn an_ifb_is_shown_and_keeps_nothing_alive() {
     assert_eq!(kinds, ["link", "reservation"], "{found:#?}");
     assert!(found[0].1.starts_with("bwp"), "{found:#?}");
     let text = operator.done(&["ipam", "show", "net1"]);
-    assert!(text.contains("no runtime remembers it"), "{text}");
+    assert!(text.contains("the result cache does not have it"), "{text}");
     operator.paste(&found[0].2);
     assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
     drop(container);
@@ -56,7 +56,7 @@ fn an_ifb_without_a_mark_is_left_over_unless_a_result_names_it() {
     let found = left_over(&operator);
     assert_eq!(found.len(), 1, "{found:#?}");
     assert!(found[0].1.starts_with("bwp0123456789ab") && found[0].2 == "ip link delete dev bwp0123456789ab");
-    operator.failed(&["doctor"], &["bwp0123456789ab", "mend: ip link delete dev bwp0123456789ab"]);
+    operator.failed(&["doctor"], &["bwp0123456789ab", "fix: ip link delete dev bwp0123456789ab"]);
     operator.paste(&found[0].2);
     operator.node.exec(&["ip", "link", "delete", "ifb7"]);
     operator.detach(&container);

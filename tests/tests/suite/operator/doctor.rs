@@ -221,7 +221,7 @@ fn folders_that_others_can_change_and_files_that_are_wrong_are_found() {
     let operator = Operator::new();
     let folder = operator.node.dir().join("net.d");
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
-    found_and_mended(&operator, "folders", &["net.d can be changed by everybody (mode 0777)"]);
+    found_and_mended(&operator, "folders", &["net.d can be changed by every user (mode 0777)"]);
     let twin = operator.node.file("net.d/20-twin.conflist", fs::read(folder.join("10-net1.conflist")).unwrap());
     found_and_mended(&operator, "networks", &["20-twin.conflist is never used"]);
     assert!(!twin.exists());
@@ -229,7 +229,7 @@ fn folders_that_others_can_change_and_files_that_are_wrong_are_found() {
     let found = findings(&operator);
     assert!(found.len() == 1 && found[0]["what"].to_string().contains("no plugin configs found"), "{found:#?}");
     operator.node.file("net.d/30-bad.conflist", r#"{"cniVersion":"1.0.0","name":"bad","plugins":[{"type":"absent"}]}"#);
-    let said = operator.failed(&["doctor"], &["failed to find plugin \"absent\"", "mend: install -m 755 absent"]);
+    let said = operator.failed(&["doctor"], &["failed to find plugin \"absent\"", "fix: install -m 755 absent"]);
     assert!(said.stdout.ends_with("1 thing is wrong.\n"), "{}", said.report());
 }
 

@@ -133,13 +133,13 @@ fn a_plain_file_where_the_namespace_was_is_kept_and_told() {
     std::fs::write(container.netns(), "").unwrap();
     let from_afar = |verb: &[&str]| operator.call(verb).run().stdout;
     let seen = from_afar(&["inspect", "net1"]);
-    assert!(seen.contains("! namespace ") && seen.contains("is no network namespace"), "{seen}");
+    assert!(seen.contains("! namespace ") && seen.contains("is not a network namespace"), "{seen}");
     assert!(seen.contains("nothing is left over"), "{seen}");
     let kept = from_afar(&["ipam", "gc", "net1", "--dry-run"]);
-    assert!(kept.contains("keep    10.1.0.2") && kept.contains("is no network namespace"), "{kept}");
+    assert!(kept.contains("keep    10.1.0.2") && kept.contains("is not a network namespace"), "{kept}");
     let kept = from_afar(&["gc", "net1", "--dry-run"]);
     assert!(
-        kept.contains(&format!("keep    {}/eth0", container.id)) && kept.contains("is no network namespace"),
+        kept.contains(&format!("keep    {}/eth0", container.id)) && kept.contains("is not a network namespace"),
         "{kept}"
     );
     operator.detach(&container);
