@@ -3,6 +3,7 @@
 
 mod adoption;
 mod daemon;
+mod faults;
 mod interfaces;
 mod kinds;
 mod servers;

@@ -1,0 +1,72 @@
+//! dhcp: a daemon that does not answer.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::thread;
+
+use cni_testkit::{Container, bin_dir, go_bin_dir, probe, require};
+use conformance::lan::{Lan, Process, configure, until};
+use conformance::patched;
+use serde_json::json;
+
+/// A stopped daemon: the kernel still accepts connections for it.
+#[track_caller]
+fn a_stopped_daemon_is_noticed(folder: PathBuf) -> (Lan, Process) {
+    let lan = Lan::new(10, &[]);
+    let daemon = lan.daemon_of(&folder, &[]);
+    let [first, second] = [lan.container(&["eth0"]), lan.container(&["eth0"])];
+    let newest = |container: &Container| {
+        let attachment = lan.attachment(container);
+        let config = patched(attachment.config.clone(), json!({"cniVersion": "1.1.0"}));
+        attachment.config(config)
+    };
+    let (leased, other) = (newest(&first), newest(&second));
+    leased.status().success();
+    configure(&first, "eth0", &leased.add().success());
+    lan.node.exec(&["kill", "-STOP", &daemon.0.id().to_string()]);
+    let silent = "the other end did not answer in time";
+    thread::scope(|scope| {
+        scope.spawn(|| leased.status().fails_naming(50, &["DHCP daemon", silent]));
+        scope.spawn(|| other.add().fails_naming(11, &["DHCP daemon", silent]));
+        scope.spawn(|| other.del().success());
+        // Go's daemon records nothing.
+        match folder == bin_dir() {
+            true => drop(leased.del().fails_naming(11, &["the attachment has a lease", silent])),
+            false => drop(leased.del().success()),
+        }
+    });
+    (lan, daemon)
+}
+
+#[test]
+fn a_daemon_that_does_not_answer_is_noticed() {
+    require!(probe::dnsmasq().map(drop));
+    let (lan, daemon) = a_stopped_daemon_is_noticed(bin_dir());
+    lan.node.exec(&["kill", "-CONT", &daemon.0.id().to_string()]);
+}
+
+#[test]
+fn a_go_daemon_that_does_not_answer_is_noticed() {
+    require!(probe::dnsmasq().map(drop));
+    require!(probe::go_plugins());
+    drop(a_stopped_daemon_is_noticed(go_bin_dir()));
+}
+
+#[test]
+fn del_does_not_wait_for_a_daemon_that_only_greets() {
+    let lan = Lan::silent();
+    let listener = UnixListener::bind(lan.socket()).unwrap();
+    let container = lan.container(&["eth0"]);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(b"HTTP/1.0 200 Connected to Go RPC\n\n").unwrap();
+            // Until the plugin gives up.
+            let mut received = Vec::new();
+            stream.read_to_end(&mut received).unwrap();
+            assert!(received.ends_with(b"\0"), "the call has been received");
+        });
+        lan.attachment(&container).del().success();
+    });
+}
