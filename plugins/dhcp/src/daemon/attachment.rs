@@ -45,6 +45,24 @@ pub(crate) enum Order {
 pub(crate) struct Handle {
     pub(crate) orders: mpsc::UnboundedSender<Order>,
     pub(crate) status: watch::Receiver<Status>,
+    pub(crate) interface: Interface,
+}
+
+impl Handle {
+    /// Whether it is the attachment of this interface.
+    pub(crate) fn is_for(&self, found: &Interface) -> bool {
+        let Interface { netns, netns_id, index, mac, .. } = &self.interface;
+        let is_same_link = *netns_id == found.netns_id && *index == found.index;
+        // A path that has gone leads nowhere at the renewal.
+        let is_open = *netns == found.netns || !self.interface.is_gone();
+        // The kernel gives the number of a namespace that has gone to a new one. In the same
+        // namespace, tuning may have changed the MAC after the ADD: then the address is there.
+        let has_address = || match &*self.status.borrow() {
+            Status::Leased(result) => result.ips.iter().any(|ip| found.has(ip.address)),
+            Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
+        };
+        is_same_link && is_open && (*mac == found.mac || has_address())
+    }
 }
 
 pub(crate) struct Attachment {

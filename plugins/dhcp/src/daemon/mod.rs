@@ -139,7 +139,7 @@ impl Daemon {
     fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, known: Status) -> Handle {
         let (orders, to_do) = mpsc::unbounded_channel();
         let (sender, status) = watch::channel(known);
-        let handle = Handle { orders, status };
+        let handle = Handle { orders, status, interface: interface.clone() };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
         let task = Attachment { daemon: Rc::clone(self), interface, record, session, status: sender, orders: to_do };
         spawn_local(task.run());
@@ -265,11 +265,23 @@ impl Daemon {
 
     async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
         let (conf, keys) = read(args)?;
-        let key = key(&args.container_id, conf.name(), &args.ifname);
-        let known = self.attachments.borrow().get(&key).cloned();
-        let handle = match known {
-            Some(handle) => handle,
-            None => self.begin(args, &conf, keys)?,
+        let (interface, record) = self.prepare(args, &conf, keys)?;
+        let key = record.key();
+        let handle = loop {
+            let known = self.attachments.borrow().get(&key).cloned();
+            match known {
+                None => {
+                    let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
+                    break self.start(interface, record, session);
+                }
+                Some(handle) if handle.is_for(&interface) => break handle,
+                // The container has been restarted. Its earlier interface must not keep the address,
+                // which the server gives the same client again.
+                Some(_) => {
+                    log(format_args!("{key}: the attachment has another interface now"));
+                    self.release(&key).await;
+                }
+            }
         };
         let mut status = handle.status;
         loop {
@@ -281,12 +293,6 @@ impl Daemon {
             // Its task has ended without a lease: it was released meanwhile.
             status.changed().await.map_err(|_| "the lease was released".to_owned())?;
         }
-    }
-
-    fn begin(self: &Rc<Self>, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<Handle, String> {
-        let (interface, record) = self.prepare(args, conf, keys)?;
-        let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
-        Ok(self.start(interface, record, session))
     }
 
     /// Finds an attachment's interface, and returns what is to be recorded of it.
