@@ -78,8 +78,8 @@ impl Records {
         let write = || -> io::Result<()> {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
             let part = path.with_extension("part");
-            fs::write(&part, serde_json::to_vec(record).map_err(io::Error::other)?)?;
-            fs::rename(part, &path)
+            let written = fs::write(&part, serde_json::to_vec(record).map_err(io::Error::other)?);
+            written.and_then(|()| fs::rename(&part, &path)).inspect_err(|_| drop(fs::remove_file(&part)))
         };
         write().map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))
     }
@@ -116,7 +116,8 @@ impl Records {
 
 fn read(path: &Path) -> Result<Option<Record>> {
     let failed = |error: io::Error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
-    match fs::read(path) {
+    // Nothing but a regular file: a FIFO would block the daemon.
+    match cni::file::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         bytes => serde_json::from_slice(&bytes.map_err(failed)?).map(Some).map_err(|error| failed(error.into())),
     }

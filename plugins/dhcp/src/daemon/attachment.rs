@@ -100,15 +100,22 @@ impl Attachment {
     }
 
     fn purge(&self, key: &str) {
-        if let Err(error) = self.daemon.records.purge(key) {
-            log(format_args!("{key}: {error}"));
-        }
+        self.note(self.daemon.records.purge(key));
     }
 
-    fn keep(&mut self, held: Held) {
+    /// Records what the attachment has. Fails if it cannot be recorded while the plugin still waits
+    /// for its first lease: no later daemon would know the lease, so nothing would release it. Later
+    /// that is only logged.
+    fn keep(&mut self, held: Held) -> Result<(), cni::Error> {
         self.record.held = held;
         self.record.error = None;
-        self.write();
+        match self.daemon.records.write(&self.record) {
+            Err(error) if matches!(*self.status.borrow(), Status::Acquiring) => Err(error),
+            outcome => {
+                self.note(outcome);
+                Ok(())
+            }
+        }
     }
 
     /// Records an error, for `cnitool ipam dhcp`. An attachment without a lease has no record.
@@ -116,13 +123,13 @@ impl Attachment {
         if self.record.error.as_ref() != Some(&error) {
             self.record.error = Some(error);
             if !matches!(self.record.held, Held::Nothing) {
-                self.write();
+                self.note(self.daemon.records.write(&self.record));
             }
         }
     }
 
-    fn write(&self) {
-        if let Err(error) = self.daemon.records.write(&self.record) {
+    fn note<E: std::fmt::Display>(&self, outcome: Result<(), E>) {
+        if let Err(error) = outcome {
             log(format_args!("{}: {error}", self.record.key()));
         }
     }
@@ -144,8 +151,10 @@ impl Attachment {
         // Whether a request for more time is without an answer.
         let mut asked = false;
         loop {
-            if let Some(change) = self.session.elapse(now()) {
-                self.changed(key, change);
+            if let Some(change) = self.session.elapse(now())
+                && let Err(error) = self.changed(key, change)
+            {
+                return self.unrecorded(key, &error);
             }
             let until = match self.session.step(now()) {
                 Step::Send(bytes, path) => {
@@ -190,7 +199,9 @@ impl Attachment {
                 received = exchange.receive() => match received {
                     Ok(bytes) => if let Some(change) = self.session.receive(&bytes, now()) {
                         asked = false;
-                        self.changed(key, change);
+                        if let Err(error) = self.changed(key, change) {
+                            return self.unrecorded(key, &error);
+                        }
                     },
                     Err(error) => {
                         log(format_args!("{key}: failed to receive on {}: {error}", self.interface.name));
@@ -200,6 +211,14 @@ impl Attachment {
                 end = self.ordered(key) => return end,
             }
         }
+    }
+
+    /// Gives up a lease that cannot be recorded.
+    fn unrecorded(&mut self, key: &str, error: &cni::Error) -> End {
+        if self.session.lease().is_some() {
+            self.release(key);
+        }
+        End::Forgotten(error.to_string())
     }
 
     /// Waits for an order that ends the task.
@@ -236,54 +255,50 @@ impl Attachment {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
             // The server may lease the address to another at once, and the interface may live on.
-            self.on_interface(key, self.interface.delete(terms.network));
+            self.note(self.interface.delete(terms.network));
         }
         self.purge(key);
     }
 
-    /// Does what a change means for the record, the interface and those who wait.
-    fn changed(&mut self, key: &str, change: Change) {
+    /// Does what a change means for the record, the interface and those who wait. Fails as
+    /// [`keep`](Attachment::keep) does.
+    fn changed(&mut self, key: &str, change: Change) -> Result<(), cni::Error> {
         match change {
             // Before the request: if the daemon ends now, the address can still be released. The
             // record of a lost lease stays, because with it a restarted daemon goes on searching.
-            Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return,
+            Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return Ok(()),
             Change::Offered(terms) => return self.keep(Held::Requested(terms)),
             Change::Lost(network) => {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
-                self.on_interface(key, self.interface.delete(network));
+                self.note(self.interface.delete(network));
                 // A daemon that is restarted now must not take the lease for a good one.
                 if let Held::Bound(lease) = &mut self.record.held {
                     lease.terms.seconds = 0;
                 }
                 self.failed(why.clone());
                 self.status.send_replace(Status::Lost(why));
-                return;
+                return Ok(());
             }
             Change::Moved(_) | Change::Acquired | Change::Extended => {}
         }
-        let Some(lease) = self.session.lease().cloned() else { return };
+        let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
         let moved =
             matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
         let regained = matches!(*self.status.borrow(), Status::Lost(_));
         if moved || regained {
-            self.on_interface(key, self.interface.add(lease.terms.network));
+            self.note(self.interface.add(lease.terms.network));
         }
         // Not before the new address is there: with its last address an interface loses its routes.
         if let Change::Moved(old) = change {
-            self.on_interface(key, self.interface.delete(old));
+            self.note(self.interface.delete(old));
         }
         let result = lease.terms.result(self.record.priority);
-        self.keep(Held::Bound(lease.clone()));
+        self.keep(Held::Bound(lease.clone()))?;
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
         log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
         self.status.send_replace(Status::Leased(Rc::new(result)));
-    }
-
-    fn on_interface(&self, key: &str, done: Result<(), cni_linux::Error>) {
-        if let Err(error) = done {
-            log(format_args!("{key}: {error}"));
-        }
+        Ok(())
     }
 }
 

@@ -1,6 +1,7 @@
 //! A server of the test's own, which sees what is sent and answers with messages written by hand.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -302,4 +303,66 @@ fn floods_of_offers_and_refusals_do_not_move_the_deadline() {
     assert_eq!(failure.msg, "error calling DHCP.Allocate: no more tries");
     attachment.del().success();
     assert_eq!((lan.records(), container.addresses("eth0")), (0, vec![]));
+}
+
+/// A folder of records on a file system of its own, so that it can be made read-only.
+fn records_on_a_disk(lan: &Lan) -> String {
+    let folder = lan.node.dir().join("dhcp").display().to_string();
+    lan.node.exec(&["mkdir", "-p", &folder]);
+    lan.node.exec(&["mount", "-t", "tmpfs", "records", &folder]);
+    folder
+}
+
+#[test]
+fn an_add_that_cannot_be_recorded_requests_nothing() {
+    let lan = Lan::silent();
+    let wire = Wire::new(&lan.node);
+    let folder = records_on_a_disk(&lan);
+    lan.node.exec(&["mount", "-o", "remount,ro", &folder]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let kinds = Mutex::new(Vec::new());
+    let answers = |message: &Message| {
+        kinds.lock().unwrap().push(message.kind());
+        vec![message.granted(&[])]
+    };
+    let failure = wire.during(answers, || attachment.add().failure());
+    let begins = format!("error calling DHCP.Allocate: failed to write {folder}/");
+    assert!(failure.msg.starts_with(&begins) && failure.msg.contains("(os error 30)"), "{failure:?}");
+    assert!(!kinds.lock().unwrap().contains(&REQUEST), "{kinds:?}");
+    attachment.del().success();
+    lan.node.exec(&["mount", "-o", "remount,rw", &folder]);
+    let result = wire.during(|message| vec![message.granted(&[])], || attachment.add().success());
+    assert_eq!(result["ips"][0]["address"], "192.168.1.9/24");
+    attachment.del().success();
+    assert_eq!(lan.records(), 0);
+    lan.node.exec(&["umount", &folder]);
+}
+
+#[test]
+fn a_lease_that_cannot_be_recorded_is_released() {
+    let lan = Lan::silent();
+    let wire = Wire::new(&lan.node);
+    let folder = records_on_a_disk(&lan);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let kinds = Mutex::new(Vec::new());
+    let answers = |message: &Message| {
+        let kind = message.kind();
+        if kind == REQUEST {
+            lan.node.exec(&["mount", "-o", "remount,ro", &folder]);
+        }
+        kinds.lock().unwrap().push(kind);
+        if kind == RELEASE { vec![] } else { vec![message.granted(&[])] }
+    };
+    wire.during(answers, || {
+        attachment.add().fails_naming(11, &["error calling DHCP.Allocate: failed to write ", "(os error 30)"]);
+        until("the address is released", || kinds.lock().unwrap().contains(&RELEASE));
+    });
+    lan.node.exec(&["mount", "-o", "remount,rw", &folder]);
+    attachment.del().success();
+    assert_eq!(lan.records(), 0);
+    lan.node.exec(&["umount", &folder]);
 }
