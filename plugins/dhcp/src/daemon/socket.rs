@@ -8,6 +8,7 @@ use std::os::unix::net::{UnixListener as StdListener, UnixStream as StdStream};
 use std::path::Path;
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::sys::stat::{Mode, umask};
 use tokio::net::UnixListener;
 
 /// The first descriptor that systemd passes.
@@ -49,7 +50,7 @@ fn bind(path: &Path) -> io::Result<StdListener> {
     if let Some(folder) = path.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
     }
-    match StdListener::bind(path) {
+    match create(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => match StdStream::connect(path) {
             Ok(other) => {
                 let pid = getsockopt(&other, PeerCredentials).map(|peer| peer.pid()).unwrap_or_default();
@@ -58,10 +59,19 @@ fn bind(path: &Path) -> io::Result<StdListener> {
             }
             // The process that listened has ended.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-                fs::remove_file(path).and_then(|()| StdListener::bind(path)).map_err(failed)
+                fs::remove_file(path).and_then(|()| create(path)).map_err(failed)
             }
             Err(_) => Err(failed(error)),
         },
         bound => bound.map_err(failed),
     }
+}
+
+/// Creates the socket for root alone, from its first moment on. A daemon's other threads start
+/// later, so the umask changes for no one else.
+fn create(path: &Path) -> io::Result<StdListener> {
+    let usual = umask(Mode::from_bits_truncate(0o177));
+    let bound = StdListener::bind(path);
+    umask(usual);
+    bound
 }

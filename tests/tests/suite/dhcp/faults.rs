@@ -1,6 +1,9 @@
-//! dhcp: another namespace or interface for the same attachment, a daemon that does not answer.
+//! dhcp: another namespace or interface for the same attachment, a daemon that does not answer, a
+//! socket for root alone.
 
+use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::thread;
@@ -130,4 +133,17 @@ fn del_does_not_wait_for_a_daemon_that_only_greets() {
         });
         lan.attachment(&container).del().success();
     });
+}
+
+#[test]
+fn the_socket_is_for_root_alone_whatever_the_umask() {
+    let lan = Lan::silent();
+    let (program, socket) = (bin_dir().join("dhcp").display().to_string(), lan.socket().display().to_string());
+    let script = "umask 0; exec \"$0\" daemon -socketpath \"$1\"";
+    let _daemon = Process::start(&lan.node, "daemon.log", &["sh", "-c", script, &program, &socket]);
+    until("the daemon listens", || lan.socket().exists());
+    assert_eq!(fs::metadata(lan.socket()).unwrap().permissions().mode() & 0o777, 0o600);
+    let attachment = lan.attachment(&lan.container(&["eth0"]));
+    let config = patched(attachment.config.clone(), json!({"cniVersion": "1.1.0"}));
+    attachment.config(config).status().success();
 }
