@@ -17,6 +17,8 @@ use crate::record::{Held, Record};
 
 /// Timers are set no further ahead.
 const LONGEST: Duration = Duration::from_secs(3600);
+/// The pause before an address is added again that could not be added.
+const AGAIN: Duration = Duration::from_secs(10);
 
 /// The answer to a plugin's call that does not wait.
 #[derive(Clone, Debug)]
@@ -72,6 +74,8 @@ pub(crate) struct Attachment {
     pub(crate) session: Session,
     pub(crate) status: watch::Sender<Status>,
     pub(crate) orders: mpsc::UnboundedReceiver<Order>,
+    /// What the interface still lacks of a lease that replaced another.
+    pub(crate) lacking: Option<Rc<AddResult>>,
 }
 
 /// The time since the machine started, its sleep included.
@@ -189,7 +193,9 @@ impl Attachment {
                     return End::Forgotten("no more tries".into());
                 }
             };
-            let wait = until.saturating_sub(now()).min(LONGEST);
+            self.complete(key);
+            let longest = if self.lacking.is_some() { AGAIN } else { LONGEST };
+            let wait = until.saturating_sub(now()).min(longest);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
                     if wait > Duration::from_secs(1) && self.interface.is_gone() {
@@ -209,6 +215,21 @@ impl Attachment {
                     }
                 },
                 end = self.ordered(key) => return end,
+            }
+        }
+    }
+
+    /// Gives the interface what it lacks.
+    fn complete(&mut self, key: &str) {
+        let Some(result) = &self.lacking else { return };
+        match self.interface.add(result) {
+            Ok(()) => self.lacking = None,
+            Err(error) => {
+                let error = error.to_string();
+                if self.record.error.as_ref() != Some(&error) {
+                    log(format_args!("{key}: {error}"));
+                }
+                self.failed(error);
             }
         }
     }
@@ -272,6 +293,7 @@ impl Attachment {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
                 self.note(self.interface.delete(network));
+                self.lacking = None;
                 // A daemon that is restarted now must not take the lease for a good one.
                 if let Held::Bound(lease) = &mut self.record.held {
                     lease.terms.seconds = 0;
@@ -286,18 +308,19 @@ impl Attachment {
         let moved =
             matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
         let regained = matches!(*self.status.borrow(), Status::Lost(_));
+        let result = Rc::new(lease.terms.result(self.record.priority));
+        self.keep(Held::Bound(lease.clone()))?;
         if moved || regained {
-            self.note(self.interface.add(lease.terms.network));
+            self.lacking = Some(Rc::clone(&result));
+            self.complete(key);
         }
         // Not before the new address is there: with its last address an interface loses its routes.
         if let Change::Moved(old) = change {
             self.note(self.interface.delete(old));
         }
-        let result = lease.terms.result(self.record.priority);
-        self.keep(Held::Bound(lease.clone()))?;
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
         log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
-        self.status.send_replace(Status::Leased(Rc::new(result)));
+        self.status.send_replace(Status::Leased(result));
         Ok(())
     }
 }

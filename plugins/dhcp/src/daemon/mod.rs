@@ -141,7 +141,8 @@ impl Daemon {
         let (sender, status) = watch::channel(known);
         let handle = Handle { orders, status, interface: interface.clone() };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
-        let task = Attachment { daemon: Rc::clone(self), interface, record, session, status: sender, orders: to_do };
+        let daemon = Rc::clone(self);
+        let task = Attachment { daemon, interface, record, session, status: sender, orders: to_do, lacking: None };
         spawn_local(task.run());
         handle
     }

@@ -11,9 +11,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::Cidr;
+use cni::result::AddResult;
 use cni_dhcp::lease::Path;
 use cni_linux::packet::{Datagram, PacketSocket, udp_socket};
-use cni_linux::{Dad, Error, Link, Mac, Netlink, Netns, OperState, Watch};
+use cni_linux::{Dad, Error, Link, Mac, Netlink, Netns, OperState, Route, Watch};
 use tokio::io::unix::AsyncFd;
 
 const CLIENT_PORT: u16 = 68;
@@ -112,12 +113,21 @@ impl Interface {
         matches!(addresses, Ok(Some(addresses)) if addresses.iter().any(|known| known.cidr == address))
     }
 
-    /// Adds an address.
-    pub(crate) fn add(&self, address: Cidr) -> Result<(), Error> {
-        match self.netlink()?.map(|netlink| netlink.add_address(self.index, address, Dad::Normal)) {
-            Some(Err(error)) if !error.is_exists() => Err(error),
-            _ => Ok(()),
+    /// Adds the address and the routes of a lease. What is there already stays.
+    pub(crate) fn add(&self, result: &AddResult) -> Result<(), Error> {
+        let Some(netlink) = self.netlink()? else { return Ok(()) };
+        let there = |done: Result<(), Error>| done.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) });
+        for ip in &result.ips {
+            there(netlink.add_address(self.index, ip.address, Dad::Normal))?;
         }
+        let routes = result.routes.iter().map(|route| Route {
+            mtu: route.mtu,
+            priority: route.priority,
+            scope: route.scope,
+            ..Route::new(route.dst, route.gw, self.index)
+        });
+        // One that the server has invented keeps no other from being added.
+        routes.map(|route| there(netlink.add_route(&route))).fold(Ok(()), Result::and)
     }
 
     /// Deletes an address, if the interface has it.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Node, bin_dir, patience};
+use cni_testkit::{Node, bin_dir, patience, probe, require};
 use conformance::lan::{Lan, configure, until};
 use serde_json::json;
 
@@ -365,4 +365,38 @@ fn a_lease_that_cannot_be_recorded_is_released() {
     attachment.del().success();
     assert_eq!(lan.records(), 0);
     lan.node.exec(&["umount", &folder]);
+}
+
+#[test]
+fn an_address_that_cannot_be_added_is_tried_again() {
+    require!(probe::tool("prlimit"));
+    let lan = Lan::silent();
+    let wire = Wire::new(&lan.node);
+    let daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let router: &[u8] = &[3, 4, 192, 168, 1, 1];
+    let result = wire.during(|message| vec![message.granted(&[router])], || attachment.add().success());
+    configure(&container, "eth0", &result);
+    daemon.kill();
+    // Its end is over, so it is replaced.
+    lan.age(130);
+    let daemon = lan.daemon();
+    let pid = format!("--pid={}", daemon.0.id());
+    let log = || std::fs::read_to_string(lan.node.dir().join("daemon.log")).unwrap();
+    let answers = |message: &Message| {
+        if message.kind() == REQUEST {
+            assert_eq!(container.addresses("eth0"), [""; 0]);
+            // Nothing more can be opened.
+            lan.node.exec(&["prlimit", &pid, "--nofile=0:1024"]);
+        }
+        vec![message.granted(&[router])]
+    };
+    wire.during(answers, || until("it is leased again", || log().contains(" is leased by ")));
+    assert_eq!(container.addresses("eth0"), [""; 0]);
+    lan.node.exec(&["prlimit", &pid, "--nofile=1024:1024"]);
+    until("the address is there", || container.addresses("eth0") == ["192.168.1.9/24"]);
+    let routes = || container.json(&["ip", "-j", "route", "show", "default"]);
+    until("the route is there", || routes()[0]["gateway"] == "192.168.1.1");
+    attachment.del().success();
 }
