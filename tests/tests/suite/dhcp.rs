@@ -6,6 +6,7 @@ mod daemon;
 mod faults;
 mod interfaces;
 mod kinds;
+mod operator;
 mod servers;
 mod wire;
 

@@ -160,7 +160,7 @@ fn left_over(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     for orphan in orphans::find(&ground.picture, ground.call)? {
         seen.found(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
     }
-    Ok(seen.well("every link, rule, reservation, backup and cache entry has its container"))
+    Ok(seen.well("every link, rule, reservation, backup, lease and cache entry has its container"))
 }
 
 impl Ground<'_, '_> {

@@ -109,6 +109,10 @@ fn nix_uid() -> u32 {
     fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
 }
 
+/// How the daemon of dhcp is started, with the units of the release or without.
+const DAEMON: &str = "start the daemon: systemctl enable --now cni-dhcp.socket, or dhcp daemon; one that runs and does \
+                      not answer must be restarted";
+
 /// Whether each network's plugins can handle an ADD, by their STATUS.
 pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
     let mut seen = Seen::new("status");
@@ -116,7 +120,11 @@ pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
         // `folders` reports a missing plugin.
         let there = list.plugins().iter().all(|one| find_plugin(one.kind(), &ground.runtime.plugin_folders).is_ok());
         if let (true, Err(error)) = (there, ground.runtime.status(list)) {
-            seen.found(format!("network {}: {error}", list.name()), format!("cnitool status {}", quoted(list.name())));
+            let what = format!("network {}: {error}", list.name());
+            match what.contains("DHCP daemon") {
+                true => seen.found_without_command(what, DAEMON),
+                false => seen.found(what, format!("cnitool status {}", quoted(list.name()))),
+            }
         }
     }
     seen.well("every network's plugins report that they can handle an ADD")

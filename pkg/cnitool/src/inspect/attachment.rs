@@ -1,6 +1,7 @@
 //! One attachment: its result, and what there is of it.
 
 use std::path::Path;
+use std::time::Duration;
 
 use cni::AttachmentId;
 use cni::json::Json;
@@ -304,6 +305,22 @@ fn stored(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mu
     for ip in result.ips.iter().filter(|ip| reserves && !held.contains(&ip.address.address())) {
         let address = ip.address.address();
         facts.push(Fact::differs("reservation", format!("{address} is in the result and not reserved for it")));
+    }
+    for (socket, lease) in &picture.leases {
+        if AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname) != *mark {
+            continue;
+        }
+        let text = format!("{} of {}", lease.address, lease.server);
+        let end = match lease.times.map(|times| times.expiry) {
+            None => ", without an answer yet".to_owned(),
+            Some(None) => ", without an end".to_owned(),
+            Some(Some(Duration::ZERO)) => ", ended".to_owned(),
+            Some(Some(left)) => format!(", ends in {} s", left.as_secs()),
+        };
+        facts.push(match &lease.error {
+            Some(error) => Fact::differs("lease", format!("{text}{end}: {error}")),
+            None => Fact::fine("lease", format!("{text}{end}  [{}]", socket.display())),
+        });
     }
     for saved in &picture.saved {
         let owner = saved.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));

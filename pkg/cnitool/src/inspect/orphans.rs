@@ -1,5 +1,5 @@
-//! Leftovers: links, devices, rules, reservations, backups and cache entries whose container is
-//! gone.
+//! Leftovers: links, devices, rules, reservations, backups, leases and cache entries whose container
+//! is gone.
 //!
 //! An attachment is lost if the result cache does not have it and no link of the host has its mark.
 //! Objects of an ADD that is still running look the same for a moment. So nothing is removed here;
@@ -13,6 +13,7 @@ use cni::json::Json;
 use cni_linux::{Link, LinkKind};
 use libcni::NetworkList;
 use libcni::cache::Entry;
+use plugin_dhcp::leases::Lease;
 use serde_json::{Value, json};
 
 use super::picture::{Picture, plugins_of};
@@ -53,6 +54,7 @@ pub(crate) fn find(picture: &Picture, call: &Call<'_>) -> Result<Vec<Orphan>, Er
     rules(picture, &mut orphans);
     reservations(picture, call, &mut orphans);
     backups(picture, &mut orphans);
+    leases(picture, &mut orphans);
     // One command often removes several leftovers. Each leftover is listed.
     Ok(orphans)
 }
@@ -259,6 +261,31 @@ fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
             container,
             why: "the result cache does not have its attachment".to_owned(),
             command,
+        });
+    }
+}
+
+fn leases(picture: &Picture, orphans: &mut Vec<Orphan>) {
+    for (socket, lease) in &picture.leases {
+        let Lease { network, container_id, ifname, address, .. } = lease;
+        let mark = AttachmentId::new(network, container_id, ifname);
+        if picture.is_known(&mark) {
+            continue;
+        }
+        // Without a network to ask, the plugin itself: its daemon releases the lease.
+        let by_plugin = || {
+            let ipam = json!({"type": "dhcp", "daemonSocketPath": socket});
+            let config = json!({"cniVersion": "1.0.0", "name": network, "type": "dhcp", "ipam": ipam}).to_string();
+            let [config, id, ifname] = [&config, container_id, ifname].map(|word| quoted(word));
+            format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={ifname} dhcp")
+        };
+        orphans.push(Orphan {
+            kind: "lease",
+            what: format!("{address} of {network} {container_id} {ifname}  [{}]", socket.display()),
+            network: Some(network.clone()),
+            container: Some(container_id.clone()),
+            why: "no runtime remembers its attachment".to_owned(),
+            command: del(picture, &mark).unwrap_or_else(by_plugin),
         });
     }
 }

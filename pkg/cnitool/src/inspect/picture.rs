@@ -15,11 +15,12 @@ use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::NetworkList;
 use libcni::cache::Entry;
+use plugin_dhcp::leases::{Lease, list};
 use plugin_tuning::{Saved, saved};
 
 use crate::Call;
 use crate::cli::{Shared, Variables};
-use crate::ipam::{Desk, Place};
+use crate::ipam::{Desk, Place, sockets};
 use crate::node;
 
 /// A node at one moment.
@@ -38,6 +39,8 @@ pub(crate) struct Picture {
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
     /// The addresses with an unusual file: the network, the file, what the file is.
     pub(crate) unusual: Vec<(String, PathBuf, String)>,
+    /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
+    pub(crate) leases: Vec<(PathBuf, Lease)>,
 }
 
 impl Picture {
@@ -79,9 +82,13 @@ impl Picture {
             unusual.extend(odd.into_iter().map(|(address, what)| (addresses.network.clone(), file(address), what)));
             reservations.push((addresses.network, folder, held));
         }
+        let mut leases = Vec::new();
+        for socket in sockets(&networks) {
+            leases.extend(list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
+        }
         let rules = survey(call.machine.0, notes)?;
         let remembered = listing.entries;
-        Ok(Picture { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual })
+        Ok(Picture { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual, leases })
     }
 
     /// The host's end of each attachment that is known of: by our mark, else by the cached result,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use cni::Error;
 use cni::config::NetConf;
+use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
@@ -52,19 +53,24 @@ impl Desk<'_, '_> {
     }
 
     fn sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
-        if let Some(socket) = &args.socket {
-            return Ok(vec![socket.clone()]);
+        match &args.socket {
+            Some(socket) => Ok(vec![socket.clone()]),
+            None => Ok(sockets(&node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))?)),
         }
-        let mut sockets = vec![leases::default_socket()];
-        for list in node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
-            let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
-            // What is wrong with a configuration is what `networks` reports.
-            sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
-        }
-        sockets.sort();
-        sockets.dedup();
-        Ok(sockets)
     }
+}
+
+/// The usual socket of the daemon, and those that networks name.
+pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
+    let mut sockets = vec![leases::default_socket()];
+    for list in networks {
+        let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
+        // What is wrong with a configuration is what `networks` reports.
+        sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
+    }
+    sockets.sort();
+    sockets.dedup();
+    sockets
 }
 
 fn document(lease: &Lease) -> Value {

@@ -30,6 +30,8 @@ use crate::cli::{Failure, Shared, Variables, failed};
 use crate::node::{self, Life, Witnesses};
 use crate::{Call, Exit, Streams, help};
 
+pub(crate) use dhcp::sockets;
+
 /// See and repair the address reservations of host-local, and see the leases of dhcp
 #[derive(Debug, Args)]
 #[command(after_help = help::AFTER_IPAM, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
