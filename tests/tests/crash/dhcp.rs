@@ -1,14 +1,18 @@
 //! Leases of dhcp that come and go while its daemon is killed again and again: afterwards server,
-//! daemon and containers agree.
+//! daemon and containers agree. And the plugin, killed or failing at its system calls: after the
+//! next DEL neither the daemon nor the server has a lease.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use std::{fs, thread};
 
-use cni_testkit::{Container, crowd, probe, require};
+use cni_testkit::trace::{self, Act, Hit, Plan};
+use cni_testkit::{Container, crowd, probe, require, rounds};
 use conformance::lan::{Lan, configure, until};
 use conformance::measure::{Dice, figure, seed, soak};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 /// As many attachments live at the same time, each with a thread of its own.
@@ -90,4 +94,77 @@ fn leases_survive_a_daemon_that_is_killed_again_and_again() {
     containers.iter().for_each(|container| detach(&lan, container));
     until("the server has all addresses back", || lan.leased().is_empty());
     assert_eq!(recorded(&lan), [""; 0]);
+}
+
+/// The plugin's calls in its ADD and its DEL, at the least.
+const FLOOR: usize = 30;
+
+/// One trial: the plugin is hit at a call, and then DEL succeeds and leaves no lease. Returns the
+/// calls that the plugin made, and whether it came to the point.
+fn attempt(lan: &Lan, container: &Container, verb: &str, plan: &Plan) -> (Vec<Hit>, bool) {
+    let attachment = lan.attachment(container);
+    if verb == "DEL" {
+        configure(container, "eth0", &attachment.add().success());
+    }
+    let traced = attachment.invocation(verb, None).traced(plan);
+    let story = || format!("{:?} at {} of {verb}, {:?}\n{}", plan.act, plan.at, traced.hit, traced.outcome.report());
+    let status = traced.outcome.status;
+    if let (Act::Fail(_), "ADD", Some(1..)) = (plan.act, verb, status) {
+        // What it could not undo, DEL does.
+        let undone = !traced.outcome.stderr.contains("release the lease");
+        assert!(!undone || recorded(lan).is_empty(), "a failed ADD left a lease: {}", story());
+    } else if let ("ADD", Some(0), Some(result)) = (verb, status, &traced.outcome.json) {
+        configure(container, "eth0", result);
+        attachment.check(result).success();
+    } else if ("DEL", Some(0)) == (verb, status) {
+        assert!(recorded(lan).is_empty(), "a DEL that succeeded left a lease: {}", story());
+    }
+    attachment.del().success();
+    assert!(recorded(lan).is_empty(), "DEL left a lease: {}", story());
+    until("the server has all addresses back", || lan.leased().is_empty());
+    container.ip(&["address flush dev eth0 scope global"]);
+    (traced.all, traced.hit.is_some())
+}
+
+/// Tries a share of the plugin's calls, all of them in a soak run.
+fn sweep(verb: &str, acts: &[Act]) {
+    require!(trace::supported());
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(100, &[]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let plan = |at, act| Plan { victim: "dhcp".to_owned(), at, act };
+    let (all, _) = attempt(&lan, &container, verb, &plan(u64::MAX, acts[0]));
+    assert!(all.len() >= FLOOR, "only {} calls", all.len());
+    let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| !hit.starting).map(|(at, _)| at).collect();
+    let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(12)).max(1) };
+    let (mut dice, mut tried) = (Dice::new(seed()), 0);
+    for act in acts {
+        let first = dice.below(step) as usize;
+        for at in points.iter().skip(first).step_by(step as usize) {
+            tried += usize::from(attempt(&lan, &container, verb, &plan(*at, *act)).1);
+        }
+    }
+    figure(&format!("{acts:?} of dhcp in {verb}: tried {tried} of {} points, seed {}", points.len(), seed()));
+    assert!(tried >= acts.len(), "only {tried} points were tried");
+}
+
+#[test]
+fn a_killed_add_leaves_no_lease_after_its_del() {
+    sweep("ADD", &[Act::Signal(Signal::SIGKILL)]);
+}
+
+#[test]
+fn a_killed_del_leaves_no_lease_after_the_next() {
+    sweep("DEL", &[Act::Signal(Signal::SIGKILL)]);
+}
+
+#[test]
+fn errors_during_add_leave_no_lease_after_its_del() {
+    sweep("ADD", &[Act::Fail(Errno::EPERM), Act::Fail(Errno::ENOMEM), Act::Signal(Signal::SIGTERM)]);
+}
+
+#[test]
+fn errors_during_del_leave_no_lease_after_the_next() {
+    sweep("DEL", &[Act::Fail(Errno::EPERM), Act::Fail(Errno::ENOMEM), Act::Signal(Signal::SIGTERM)]);
 }
