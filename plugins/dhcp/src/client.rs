@@ -1,7 +1,7 @@
 //! The plugin's end of a connection to the daemon.
 //!
-//! A daemon that hangs has a socket that accepts connections all the same. The outer results here
-//! fail if the daemon is silent, the inner ones with its answer.
+//! The socket of a daemon that hangs still accepts connections. The outer results here fail if the
+//! daemon is silent, the inner ones with its answer.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;

@@ -107,9 +107,9 @@ impl Attachment {
         self.note(self.daemon.records.purge(key));
     }
 
-    /// Records what the attachment has. Fails if it cannot be recorded while the plugin still waits
-    /// for its first lease: no later daemon would know the lease, so nothing would release it. Later
-    /// that is only logged.
+    /// Records what the attachment has. If that fails while the plugin still waits for its first
+    /// lease, returns the error: no later daemon would know the lease, so nothing would release
+    /// it. Afterwards it is only logged.
     fn keep(&mut self, held: Held) -> Result<(), cni::Error> {
         self.record.held = held;
         self.record.error = None;

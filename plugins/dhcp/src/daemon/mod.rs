@@ -276,8 +276,8 @@ impl Daemon {
                     break self.start(interface, record, session);
                 }
                 Some(handle) if handle.is_for(&interface) => break handle,
-                // The container has been restarted. Its earlier interface must not keep the address,
-                // which the server gives the same client again.
+                // The container has been restarted. Its earlier interface must not keep the
+                // address, which the server gives the same client again.
                 Some(_) => {
                     log(format_args!("{key}: the attachment has another interface now"));
                     self.release(&key).await;
