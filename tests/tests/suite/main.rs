@@ -9,6 +9,7 @@
 mod bandwidth;
 mod bridge;
 mod cnitool;
+mod conventions;
 mod delegation;
 mod dhcp;
 mod dns;
