@@ -135,8 +135,8 @@ fn shown(node: &Node, container: &Container, ifname: &str, result: &Value) -> St
     format!("{} {link}\n{limits}\n{rules}", same(result))
 }
 
-/// Calls a plugin in a fresh container as a row wants it, and returns the result, unless the call is
-/// to fail, and what it shows.
+/// Calls a plugin in a fresh container as a row wants it. Returns the result, unless the call is to
+/// fail, and what it shows.
 fn play(world: &World<'_>, plugin: &str, sample: &Sample) -> (Option<Value>, String) {
     let container = world.container(plugin);
     let ifname = if plugin == "loopback" { "lo" } else { "eth0" };
