@@ -10,7 +10,7 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use cni::config::NetConf;
 use cni::json::Json;
-use cni::result::AddResult;
+use cni::result::{AddResult, Interface};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Environment, RestoreMode};
 use cni::version::Version;
@@ -96,7 +96,8 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         None => cache.list_all()?,
     };
     let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
-    let attempt = |entry: Entry| {
+    let attempt = |mut entry: Entry| {
+        entry.attachment.netns = netns(&entry);
         let outcome = attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(Outcome::Failed);
         (entry, outcome)
     };
@@ -161,6 +162,24 @@ fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, 
     Ok(Outcome::Plugins(rules))
 }
 
+/// The path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does not record
+/// it, but the result, which names the namespace of each interface.
+fn netns(entry: &Entry) -> String {
+    let recorded = &entry.attachment.netns;
+    let inside = || Some(container_interface(entry).ok()??.sandbox);
+    if recorded.is_empty() { inside().unwrap_or_default() } else { recorded.clone() }
+}
+
+/// The container's interface, as the recorded result has it.
+fn container_interface(entry: &Entry) -> Result<Option<Interface>> {
+    let result = entry.result.as_deref().map(|result| result.get()).unwrap_or("{}");
+    let undecodable = |why: String| Error::new(Code::DECODE, format!("failed to decode the recorded result: {why}"));
+    let json = Json::parse(result.as_bytes()).map_err(|error| undecodable(error.to_string()))?;
+    let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
+    let is_it = |interface: &Interface| interface.name == entry.attachment.ifname && !interface.sandbox.is_empty();
+    Ok(result.interfaces.into_iter().find(is_it))
+}
+
 /// Why the attachment is not in use, if it is not: its rules could hit another container's packets.
 /// An interface with another address than the ADD's is not the one that the rules were for.
 fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
@@ -174,12 +193,7 @@ fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     }
     let link = Netlink::open()?.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
     let Some(link) = link else { return Ok(Some(format!("there is no {ifname} in its namespace {netns}"))) };
-    let result = entry.result.as_deref().map(|result| result.get()).unwrap_or("{}");
-    let undecodable = |why: String| Error::new(Code::DECODE, format!("failed to decode the recorded result: {why}"));
-    let json = Json::parse(result.as_bytes()).map_err(|error| undecodable(error.to_string()))?;
-    let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
-    let named = result.interfaces.iter().find(|interface| interface.name == *ifname && !interface.sandbox.is_empty());
-    let expected = named.map(|interface| interface.mac.as_str()).unwrap_or_default();
+    let expected = container_interface(entry)?.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
     let is_other = !expected.is_empty() && !expected.eq_ignore_ascii_case(&mac);
     Ok(is_other.then(|| format!("{ifname} in its namespace {netns} has the MAC {mac}; the result says {expected}")))

@@ -306,3 +306,27 @@ fn an_interface_with_another_mac_gets_no_rules() {
         place.detach("net1", &container);
     });
 }
+
+/// Podman 4's and containerd 1.6's records are such.
+#[test]
+fn a_record_without_a_namespace_has_one_in_its_result() {
+    require!(probe::plugin("cnitool"));
+    each(|place| {
+        let (alive, dead) = (place.attach("net1", Some(8080)), place.attach("net1", Some(8081)));
+        let whole = place.rules();
+        place.operator.node.exec(&["sh", "-ec", "sed -i 's/\"netns\":\"[^\"]*\",//' /var/lib/cni/results/*"]);
+        let records = place.operator.node.exec(&["sh", "-c", "cat /var/lib/cni/results/*"]);
+        assert!(!records.contains("\"netns\""), "{records}");
+        let (script, _) = losses(place.backend)[0];
+        place.shell(script);
+        let text = place.done(&["rules", "restore"]);
+        assert!(text.ends_with("2 attachments: 2 lacked rules, 0 skipped.\n"), "{text}");
+        assert_eq!(differences(&whole, &place.rules()), [""; 0], "{:?}", place.backend);
+        place.detach("net1", &alive);
+        dead.unmount();
+        dead.unlink();
+        let text = place.done(&["rules", "restore"]);
+        assert!(text.contains("is gone"), "{text}");
+        place.detach("net1", &dead);
+    });
+}
