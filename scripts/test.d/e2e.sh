@@ -4,7 +4,7 @@
 # unpacked under target/e2e, never installed: no service starts, nothing is written to /etc. A
 # second run finds them there.
 
-e2e_packages=(containerd runc crun conmon podman busybox-static conntrack python3-grpcio)
+e2e_packages=(containerd runc crun conmon podman busybox-static conntrack python3-grpcio firewalld dbus-daemon dnsmasq-base)
 
 # Debian's own python3: the gRPC package is for that one.
 e2e_needs() {

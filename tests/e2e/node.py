@@ -329,7 +329,6 @@ class Node:
         # What the network sets in every pod.
         self.sysctls = {}
         self.use(OURS)
-        # What Debian has and we do not yet.
         sh("ip", "netns", "add", "client")
         self.client = Netns("/run/netns/client")
         sh("ip", "link", "set", "lo", "up")
@@ -408,6 +407,9 @@ class Node:
             # In the plugins' own tables what has no comment is shared, and so is the way there.
             if rule["table"].startswith("cni_") and rule["chain"] not in ("postrouting", "forward") and "comment" in rule:
                 left.append(f"nft: {rule['table']} {rule['chain']} {rule['comment']}")
+            # firewalld's table has a rule for each source of a zone.
+            for address in re.findall(r'"([0-9a-f.:]+)"', json.dumps(rule["expr"])) if rule["table"] == "firewalld" else []:
+                left += [f"firewalld: {rule['chain']} {address}"] if PODS.match(address) else []
         for line in sh("conntrack", "-L", "-o", "extended").splitlines():
             (asked, answering) = re.findall(r"dst=(\S+).*? src=(\S+)", line)[0]
             if PODS.match(answering) and asked != answering:

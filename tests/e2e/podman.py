@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 
+import firewalld
 import image
 import networks
 from hold import Held
@@ -150,6 +151,24 @@ def scenario_two_networks_disconnect_and_connect(node):
     node.prove(other, 8081)
     podman("rm", "-f", "-t", "0", "other")
     podman("network", "rm", "one", "two")
+
+
+def scenario_a_reload_of_firewalld(node):
+    """Podman puts its containers into the zone of the firewalld that runs, which forgets them, and all rules, at a reload."""
+    firewalld.start()
+    start(node, "crun")
+    network(node, "one", 1, "--ipv6", "--subnet", "fd00:88:1::/64")
+    seen = run("first", "--network", "one", "-p", "8080:80")
+    node.prove(seen, 8080)
+    expect(len(firewalld.trusted()), 2, "sources of the trusted zone")
+    firewalld.command("--reload")
+    expect(silent(node.client, NODE4, 8080), True, "the port is dead without its rules")
+    expect(firewalld.trusted(), [], "sources of the trusted zone after the reload")
+    sh("cnitool", "rules", "restore", CNI_PATH=BIN, PATH=PATH)
+    expect(len(firewalld.trusted()), 2, "sources of the trusted zone after cnitool rules restore")
+    node.prove(seen, 8080)
+    podman("rm", "-f", "-t", "0", "first")
+    expect(firewalld.trusted(), [], "sources of the trusted zone at the end")
 
 
 def scenario_egress_through_a_forward_drop_policy(node):

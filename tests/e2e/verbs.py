@@ -1,7 +1,8 @@
 """The verbs as containerd 2 and CRI-O send them, over the networks that projects document: conflists/*.conflist.
 
 Each list plays twice: as documented, below 1.1.0, where libcni knows ADD, CHECK and DEL alone, and raised to 1.1.0, where
-it sends STATUS and GC too. Lists with firewall also play with every rule in nftables. flannel and tc-redirect-tap are
+it sends STATUS and GC too. Lists with firewall also play with every rule in
+nftables, and beside a firewalld. flannel and tc-redirect-tap are
 other projects', not packages of Debian, and have stand-ins that say what they leave out. What masquerades for k3s and
 kind is left out.
 """
@@ -13,6 +14,7 @@ import subprocess
 import threading
 import time
 
+import firewalld
 import networks
 from libcni import Libcni, Refused
 from node import BIN, NODE4, OURS, Failed, Pod, expect, read, sh, write
@@ -182,15 +184,36 @@ def flowing(node, pod, port, leave_out):
 NFTABLES = {"firewall": {"backend": "nftables"}, "portmap": {"backend": "nftables"}}
 
 
-def in_nftables(node, name, *leave_out):
-    """The same with every rule in nftables, and not one in iptables."""
+def behind(name):
+    """The list for a firewall's other backend. Its pods have a way out, which is what firewall is for."""
     conf = conflist(name, cniVersion="1.1.0")
     for plugin in conf["plugins"]:
         plugin.pop("iptablesAdminChainName", None)
+        if plugin["type"] == "ptp":
+            plugin["ipam"]["routes"] = [{"dst": "0.0.0.0/0", "gw": "192.168.127.1"}]
+    return conf
+
+
+def in_nftables(node, name, *leave_out):
+    """The same with every rule in nftables, and not one in iptables."""
+    conf = behind(name)
+    for plugin in conf["plugins"]:
         plugin.update(NFTABLES.get(plugin["type"], {"ipMasqBackend": "nftables"} if plugin.get("ipMasq") else {}))
     said = play_1_1_0(node, conf, *leave_out)
     rules = [line for each in ["iptables-save", "ip6tables-save"] for line in sh(each).splitlines() if "CNI" in line]
     expect(rules, [], "rules in iptables")
+    return said
+
+
+def in_firewalld(node, name, *leave_out):
+    """firewalld runs and lets through what firewall puts into its zone; the rules of the other plugins are iptables'."""
+    conf = behind(name)
+    for plugin in conf["plugins"]:
+        plugin.update({"backend": "firewalld"} if plugin["type"] == "firewall" else {})
+    firewalld.start()
+    said = play_1_1_0(node, conf, *leave_out)
+    expect("CNI-FORWARD" in sh("iptables-save"), False, "firewall has rules in iptables")
+    expect(firewalld.trusted(), [], "sources of the trusted zone")
     return said
 
 
@@ -277,6 +300,10 @@ def scenario_podman_in_nftables(node):
     return in_nftables(node, "podman")
 
 
+def scenario_podman_in_firewalld(node):
+    return in_firewalld(node, "podman")
+
+
 def scenario_nerdctl(node):
     return as_documented(node, "nerdctl")
 
@@ -289,6 +316,10 @@ def scenario_nerdctl_in_nftables(node):
     return in_nftables(node, "nerdctl")
 
 
+def scenario_nerdctl_in_firewalld(node):
+    return in_firewalld(node, "nerdctl")
+
+
 def scenario_nomad(node):
     return as_documented(node, "nomad")
 
@@ -299,6 +330,10 @@ def scenario_nomad_in_1_1_0(node):
 
 def scenario_nomad_in_nftables(node):
     return in_nftables(node, "nomad")
+
+
+def scenario_nomad_in_firewalld(node):
+    return in_firewalld(node, "nomad")
 
 
 def scenario_firecracker_containerd(node):
@@ -318,7 +353,11 @@ def scenario_firecracker_go_sdk_in_1_1_0(node):
 
 
 def scenario_firecracker_go_sdk_in_nftables(node):
-    return in_nftables(node, "firecracker-sdk", "ports", "egress")
+    return in_nftables(node, "firecracker-sdk", "ports")
+
+
+def scenario_firecracker_go_sdk_in_firewalld(node):
+    return in_firewalld(node, "firecracker-sdk", "ports")
 
 
 def three_plugins(**bridge):
