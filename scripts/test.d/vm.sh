@@ -2,9 +2,10 @@
 # shellcheck disable=SC2154  # root and work are scripts/test's
 # A part of scripts/test: tests again under an older kernel with every feature (scripts/vm: Debian's
 # cloud kernel, emulated). No test may be skipped there because a feature is missing. The tests that
-# this machine's kernel skipped run there, those of VLANs, and every twelfth of the others. With
-# CNI_TEST_VM=all, before a release, all others run too, except the installer's and the random
-# lists; that takes some twenty minutes on two processors.
+# this machine's kernel skipped run there, those of VLANs, and every twelfth of the others; of the
+# part e2e what it skipped for the kernel. With CNI_TEST_VM=all, before a release, all others run
+# too, except the installer's and the random lists; that takes some twenty minutes on two
+# processors.
 
 vm_needs() {
     vm_lacks=''
@@ -51,6 +52,10 @@ vm_part() {
     tests "on a kernel with every feature" "$work/vm" vm_halves ${names[@]+"${names[@]}"}
     figures "$work/vm.err"
     [ "$(sum passed "$work/vm")" -gt 0 ] || { count 0 1 0 "$SECONDS"; say "  not one test ran"; }
+    # Of the part e2e, what this machine's kernel skipped.
+    mapfile -t names < <(sed -n 's/^SKIP e2e::\([a-z_0-9:]*\): the kernel lacks .*/\1/p' "$work/skips")
+    [ ${#names[@]} = 0 ] || tests "second interfaces, on a kernel with every feature" "$work/vm-e2e" \
+        scripts/vm -m 4096 -t 600 -- /usr/bin/python3 -B tests/e2e/run --packages "${CARGO_TARGET_DIR:-$root/target}/e2e/root" --plugins "$work/bin" "${names[@]}"
 }
 
 # vm_halves [NAME...]: every second test in one virtual machine, the others in another, at once: a

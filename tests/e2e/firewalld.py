@@ -1,10 +1,8 @@
 """firewalld, with its own configuration, on a system bus of its own in the node."""
 
 import os
-import subprocess
-import time
 
-from node import Failed, Skip, read, sh, write
+from node import Skip, daemon, sh, wait, write
 
 BUS = """<busconfig><type>system</type><listen>unix:path=/run/dbus/system_bus_socket</listen><auth>EXTERNAL</auth>
 <policy context="default"><allow user="*"/><allow own="*"/><allow send_destination="*"/><allow receive_sender="*"/>
@@ -29,16 +27,3 @@ def command(*arguments, **more):
 def trusted():
     """The addresses from which everything is let through."""
     return sorted(command("--zone", "trusted", "--list-sources").split())
-
-
-def daemon(*words):
-    with open(f"/run/{words[0]}.log", "w", encoding="utf-8") as log:
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-
-def wait(runs, name):
-    deadline = time.monotonic() + 60
-    while not runs():
-        if time.monotonic() > deadline:
-            raise Failed(f"{name} does not start:\n" + read(f"/run/{name}.log"))
-        time.sleep(0.02)

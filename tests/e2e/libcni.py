@@ -19,10 +19,10 @@ class Refused(Failed):
 
 
 class Libcni:
-    """One network list."""
+    """One network list, and what its interface is called in every container."""
 
-    def __init__(self, conf):
-        self.conf = conf
+    def __init__(self, conf, ifname="eth0"):
+        self.conf, self.ifname = conf, ifname
         self.attachments = {}
 
     def version(self):
@@ -60,7 +60,7 @@ class Libcni:
     def add(self, name, netns, ports=()):
         """ADD in order, each with the result of the one before. A list that fails gets a DEL, as from the runtimes."""
         args = f"IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME={name};K8S_POD_INFRA_CONTAINER_ID={name}"
-        attachment = {"id": name, "netns": netns, "ifname": "eth0", "args": args, "ports": list(ports), "result": None}
+        attachment = {"id": name, "netns": netns, "ifname": self.ifname, "args": args, "ports": list(ports), "result": None}
         try:
             for plugin in self.conf["plugins"]:
                 before = {"prevResult": attachment["result"]} if attachment["result"] else {}
@@ -100,6 +100,6 @@ class Libcni:
         for name in [name for name in self.attachments if name not in valid]:
             self.delete(name)
         if self.version() >= (1, 1, 0):
-            named = [{"containerID": name, "ifname": "eth0"} for name in valid]
+            named = [{"containerID": name, "ifname": self.ifname} for name in valid]
             for plugin in self.conf["plugins"]:
                 self.execute("GC", plugin, **{"cni.dev/valid-attachments": named, "cni.dev/attachments": named})

@@ -64,11 +64,28 @@ def read(path):
         return file.read()
 
 
+def daemon(*words):
+    """Starts a program that lives as long as the node. What it says is the end of a report of failure."""
+    with open(f"/run/{os.path.basename(words[0])}.log", "w", encoding="utf-8") as log:
+        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def wait(ready, name):
+    deadline = time.monotonic() + 60
+    while not ready():
+        if time.monotonic() > deadline:
+            raise Failed(f"{name} is not ready after 60 s")
+        time.sleep(0.02)
+
+
 # Control groups: each node has a group of its own in every hierarchy, which is the root of its cgroup namespace.
 
 
 def hierarchies():
-    """(mount point, type, options) of each hierarchy. crun refuses a mix of v1 and v2: of one, v2 is left out."""
+    """(mount point, type, options) of each hierarchy. crun refuses a mix of v1 and v2: of one, v2 is left out.
+
+    There are none in a virtual machine of scripts/vm; what only needs networks runs there all the same.
+    """
     found = []
     for line in read("/proc/self/mountinfo").splitlines():
         before, after = line.split(" - ")
@@ -145,14 +162,14 @@ def become(scratch, packages, plugins, go):
     for folder in ["dev/shm", "etc/cni"]:
         os.makedirs(f"{root}/{folder}", exist_ok=True)
         sh("mount", "-t", "tmpfs", "-o", "mode=755", "node", f"{root}/{folder}")
-    if own[0][0] != "/sys/fs/cgroup":
+    if not own or own[0][0] != "/sys/fs/cgroup":
         sh("mount", "-t", "tmpfs", "-o", "mode=755", "cgroup", f"{root}/sys/fs/cgroup")
     for mount, kind, options in own:
         os.makedirs(root + mount, exist_ok=True)
         options = ",".join(each for each in options.split(",") if each not in ("rw", "nsdelegate", "xattr"))
         options = "none," + options if options.startswith("name=") else options
         sh("mount", "-t", kind, *(["-o", options] if kind == "cgroup" else []), "cgroup", root + mount)
-    if own[0][1] == "cgroup2":
+    if own and own[0][1] == "cgroup2":
         delegate(root + own[0][0])
     os.makedirs(f"{root}/etc/cni/net.d")
     shutil.copytree(os.path.dirname(os.path.abspath(__file__)), f"{root}/opt/e2e")
@@ -212,8 +229,8 @@ def family(address):
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def hear(netns, address, port, kind=socket.SOCK_STREAM):
-    """What a server says to somebody in that namespace who connects, or sends it one datagram."""
+def hear(netns, address, port, kind=socket.SOCK_STREAM, source=""):
+    """What a server says to somebody in that namespace who connects, or sends it one datagram, from that address."""
     deadline = time.monotonic() + 10
     while True:
         with netns:
@@ -221,6 +238,8 @@ def hear(netns, address, port, kind=socket.SOCK_STREAM):
         with ours:
             ours.settimeout(5)
             try:
+                if source:
+                    ours.bind((source, 0))
                 ours.connect((address, port))
                 if kind == socket.SOCK_DGRAM:
                     ours.send(b"?")
@@ -436,8 +455,8 @@ def files(folder):
     return sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
 
 
-# Locks, where the next address is looked for, and host-local's index; no temporary file of it.
-SHARED_FILE = re.compile(r"/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/[^/]+/index$")
+# Locks, where the next address is looked for, host-local's index, and dhcp's socket; no temporary file.
+SHARED_FILE = re.compile(r"^/run/cni/dhcp\.sock$|/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/[^/]+/index$")
 # What pods share, so it stays: built-in chains, and the chains of portmap with what leads to them.
 SHARED_RULES = [
     re.compile(shape)
