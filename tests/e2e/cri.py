@@ -2,13 +2,16 @@
 
 import concurrent.futures
 import glob
+import json
 import os
 import socket
 import time
 
 import networks
 from containerd import Containerd
-from node import BIN, NODE4, OURS, Failed, expect, hear, programs, sh, silent
+from libcni import Libcni
+from node import BIN, NODE4, OURS, Failed, expect, hear, programs, sh, silent, write
+from verbs import SUBNET, attach, conflist, mapping, unname
 
 BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 # Protocol, container port, host port, host IP.
@@ -50,22 +53,84 @@ def scenario_dual_stack(node):
     expect(len(pod.addresses), 2, "addresses of the pod")
     pod.serve(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
+    # As firewalld's reload does; containerd 1.6 records no namespace, cnitool finds it all the same.
+    sh("nft", "flush", "ruleset")
+    expect(silent(node.client, NODE4, 8080), True, "the port is dead without its rules")
+    sh(f"{OURS}/cnitool", "rules", "restore", CNI_PATH=BIN)
+    node.prove(pod, 8080, BOTH, families=(4, 6))
     finish(runtime, identifier)
+
+
+def of_a_project(node, name):
+    """A list as the project documents it; what masquerades is not in there."""
+    write("/run/flannel/subnet.env", SUBNET)
+    node.use("/opt/e2e/standins")
+    conf = conflist(name)
+    runtime = start(node, *conf["plugins"], version=conf["cniVersion"])
+    identifiers = [runtime.run_pod(f"pod{each}", ("tcp", 80, 8080 + each, "")) for each in range(2)]
+    for number, identifier in enumerate(identifiers):
+        node.prove(runtime.pod(identifier), 8080 + number, leave_out=("egress",))
+    finish(runtime, *identifiers)
+
+
+def scenario_the_list_of_kind(node):
+    of_a_project(node, "kind")
+
+
+def scenario_the_list_of_k3s(node):
+    of_a_project(node, "k3s")
 
 
 def scenario_nf_tables_without_iptables(node):
     plugins = networks.bridge(six=True, ipMasqBackend="nftables"), networks.portmap(backend="nftables")
-    runtime = start(node, *plugins, networks.tuning())
+    firewall = {"type": "firewall", "backend": "nftables", "ingressPolicy": "same-bridge"}
+    runtime = start(node, *plugins, firewall, networks.tuning())
     identifier = runtime.run_pod("one", *PORTS)
     pod = runtime.pod(identifier)
     pod.serve(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
     rules = [line for line in node.leftovers() if line.startswith("nft: ")]
-    expect(len(rules) > 0, True, "rules of the pod while it runs")
+    tables = {line.split()[1] for line in rules}
+    expect(sorted(tables), ["cni_firewall", "cni_hostport", "cni_plugins_masquerade"], "tables with rules of the pod")
     expect(sh("iptables-save"), "", "rules of iptables")
     runtime.stop_pod(identifier)
     expect(node.leftovers(), [], "left by StopPodSandbox")
     finish(runtime, identifier)
+
+
+def scenario_a_full_range(node):
+    """A pod too many is refused and harms nobody. What nobody remembers goes with the GC, and its place is free."""
+    bridge = networks.bridge(six=True)
+    bridge["ipam"]["ranges"][0][0]["subnet"] = "10.88.0.0/29"
+    plugins = bridge, networks.portmap(), networks.tuning()
+    runtime = start(node, *plugins)
+    identifiers = [runtime.run_pod(f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(4)]
+    lost = Libcni({"cniVersion": "1.0.0", "name": "pods", "plugins": plugins})
+    unname(attach(lost, "lost", mapping(8100)))
+    before = node.leftovers()
+
+    def refused():
+        try:
+            runtime.run_pod("never", ("tcp", 80, 8200, ""))
+        except Failed as error:
+            expect("no IP addresses" in str(error), True, f"the reason is told: {error}")
+        else:
+            raise Failed("a pod runs without an address")
+
+    for _ in range(2):
+        refused()
+        expect([line for line in node.leftovers() if line not in before], [], "left by the ADD that failed")
+    # containerd 1.6 knows no 1.1.0, which has GC: the operator raises the list beside it.
+    raised = {"cniVersion": "1.1.0", "name": "pods", "plugins": plugins}
+    write("/run/raised/10.conflist", json.dumps(raised))
+    gc = [f"{OURS}/cnitool", "gc", "pods", "--conf-dir", "/run/raised"]
+    sh(*gc, CNI_PATH=BIN)
+    identifiers.append(runtime.run_pod("new", ("tcp", 80, 8004, "")))
+    refused()
+    sh(*gc, CNI_PATH=BIN)
+    for number, identifier in enumerate(identifiers):
+        node.prove(runtime.pod(identifier), 8000 + number, families=(4, 6))
+    finish(runtime, *identifiers)
 
 
 def scenario_a_pod_of_crun(node):
