@@ -190,7 +190,7 @@ def behind(name):
     for plugin in conf["plugins"]:
         plugin.pop("iptablesAdminChainName", None)
         if plugin["type"] == "ptp":
-            plugin["ipam"]["routes"] = [{"dst": "0.0.0.0/0", "gw": "192.168.127.1"}]
+            plugin["ipam"]["routes"] = [{"dst": "0.0.0.0/0"}]
     return conf
 
 

@@ -197,6 +197,26 @@ fn check_reports_what_the_host_lacks() {
     attachment.del_with(&result).success();
 }
 
+/// What tc-redirect-tap makes of the result: the addresses are a virtual machine's, whose sandbox is
+/// the container's ID.
+#[test]
+fn check_passes_when_a_virtual_machine_has_the_addresses() {
+    let node = Node::new();
+    let (container, attachment, mut result) = attach(&node, &dual(&node), 1).remove(0);
+    for (name, sandbox) in [("tap0", container.netns().to_str().unwrap()), ("tap0", container.id.as_str())] {
+        let interface = json!({"name": name, "mac": "0a:00:00:00:00:01", "sandbox": sandbox});
+        result["interfaces"].as_array_mut().unwrap().push(interface);
+    }
+    let last = result["interfaces"].as_array().unwrap().len() - 1;
+    for ip in result["ips"].as_array_mut().unwrap() {
+        ip["interface"] = json!(last);
+    }
+    attachment.check(&result).success();
+    container.ip(&["route del default"]);
+    attachment.check(&result).fails_with(101, "");
+    attachment.del_with(&result).success();
+}
+
 #[test]
 fn gc_removes_what_is_not_valid_and_status_is_fine() {
     let node = Node::new();

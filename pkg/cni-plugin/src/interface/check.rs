@@ -79,9 +79,11 @@ impl<'a, C> Sides<'a, C> {
             return Err(absent::<I>(&site, &prev)?);
         };
         let expected = prev.interfaces[place].clone();
-        let ips = prev.ips.iter().filter(|ip| {
-            ip.interface.is_none_or(|index| prev.interfaces.get(index).is_some_and(|interface| *interface == expected))
-        });
+        // An interface whose sandbox is the container's ID is a virtual machine's, which has the
+        // addresses of this one since tc-redirect-tap.
+        let is_ours = |of: &cni::result::Interface| *of == expected || of.sandbox == site.call.container_id;
+        let ips =
+            prev.ips.iter().filter(|ip| ip.interface.is_none_or(|at| prev.interfaces.get(at).is_some_and(is_ours)));
         let policy = plugin.layer3(&site.conf);
         let layer3 = Layer3 { ips: ips.cloned().collect(), routes: prev.routes.clone(), subnet: policy.subnet };
         let (masquerade, state) = (policy.masquerade, policy.state);
