@@ -24,3 +24,13 @@ SYSCTLS = {"net.core.somaxconn": "517", "net.ipv4.conf.eth0.arp_ignore": "1"}
 
 def tuning(**more):
     return {"type": "tuning", "sysctl": SYSCTLS, **more}
+
+
+def firewall():
+    return {"type": "firewall"}
+
+
+def bandwidth():
+    """More than anybody sends here; what counts is what is made for it."""
+    fast = {"Rate": 10**10, "Burst": 10**9}
+    return {"type": "bandwidth", **{way + key: value for way in ("ingress", "egress") for key, value in fast.items()}}
