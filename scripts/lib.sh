@@ -251,21 +251,25 @@ get_go_plugins() {
     no_go_package=''
     [ -z "${CNI_GO_BIN_DIR:-}" ] || return 0
     export CNI_GO_BIN_DIR=$dir/usr/lib/cni
-    [ "$(cat "$dir/package" 2>/dev/null)" = "$go_package $go_package_sha256" ] || fetch_go_plugins "$dir" || CNI_GO_BIN_DIR=$installed_go_plugins
+    fetch_pinned "$dir" "$go_package_folder" "$go_package" "$go_package_sha256" ||
+        { no_go_package=$not_fetched CNI_GO_BIN_DIR=$installed_go_plugins; }
 }
 
-# The mirrors are those of this machine's own package sources. The pinned checksum proves the
-# content, so no index of unstable is needed.
-fetch_go_plugins() {
-    local dir=$1 helper=/usr/lib/apt/apt-helper arch site sites
+# fetch_pinned DIR FOLDER PACKAGE SHA256: a package of another release of Debian, unpacked as DIR,
+# unless it is there already. If it cannot be had, why is in `not_fetched`. The mirrors are those of
+# this machine's own package sources. The pinned checksum proves the content, so no index of
+# unstable is needed.
+fetch_pinned() {
+    local dir=$1 folder=$2 package=$3 sha256=$4 helper=/usr/lib/apt/apt-helper arch site sites
+    [ "$(cat "$dir/package" 2>/dev/null)" != "$package $sha256" ] || return 0
     arch=$(dpkg --print-architecture 2>/dev/null)
     if [ ! -x "$helper" ] || [ -z "$arch" ]; then
-        no_go_package="$go_package is fetched by apt, which this machine does not have"
+        not_fetched="$package is fetched by apt, which this machine does not have"
         return 1
     fi
-    case $go_package in
+    case $package in
         *"_$arch.deb") ;;
-        *) no_go_package="$go_package is not for $arch"; return 1 ;;
+        *) not_fetched="$package is not for $arch"; return 1 ;;
     esac
     # shellcheck disable=SC2016  # of apt's
     mapfile -t sites < <(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Component: main' 2>/dev/null | sort -u)
@@ -274,15 +278,15 @@ fetch_go_plugins() {
     for site in ${sites[@]+"${sites[@]}"}; do
         # Its own user need not reach this folder.
         "$helper" -o APT::Sandbox::User=root -o Acquire::Retries=2 download-file \
-            "$site/$go_package_folder/${go_package//+/%2b}" "$dir.new/package.deb" "SHA256:$go_package_sha256" >>"$dir.new/log" 2>&1 || continue
+            "$site/$folder/${package//+/%2b}" "$dir.new/package.deb" "SHA256:$sha256" >>"$dir.new/log" 2>&1 || continue
         dpkg-deb -x "$dir.new/package.deb" "$dir.new" || break
-        printf '%s %s\n' "$go_package" "$go_package_sha256" >"$dir.new/package"
+        printf '%s %s\n' "$package" "$sha256" >"$dir.new/package"
         rm "$dir.new/package.deb" "$dir.new/log"
         mv "$dir.new" "$dir"
         return
     done
-    # shellcheck disable=SC2034  # for the script that calls get_go_plugins
-    no_go_package="no mirror of this machine's package sources has $go_package with the pinned checksum (scripts/lib.sh says how to move the pin): $(grep '^E:' "$dir.new/log" 2>/dev/null | head -n 1)"
+    # shellcheck disable=SC2034  # for the script that calls this
+    not_fetched="no mirror of this machine's package sources has $package with the pinned checksum (the pin says how to move it): $(grep '^E:' "$dir.new/log" 2>/dev/null | head -n 1)"
     rm -rf "$dir.new"
     return 1
 }

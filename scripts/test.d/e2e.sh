@@ -6,6 +6,11 @@
 
 e2e_packages=(containerd runc crun conmon podman busybox-static conntrack python3-grpcio firewalld dbus-daemon dnsmasq-base)
 
+# containerd 2, which asks STATUS, is in unstable alone. Its version, path and SHA256 are in that
+# index (https://packages.debian.org/sid/containerd), from which this pin is moved.
+containerd2=containerd_2.1.9+ds1-5_amd64.deb
+containerd2_sha256=2dda86ce7033fd612fc50e136679d8174ccad680eb29cd4611e0d2a1b84cf591
+
 # Debian's own python3: the gRPC package is for that one.
 e2e_needs() {
     need ip iptables go-plugins unshare
@@ -26,8 +31,9 @@ e2e_part() {
         return
     fi
     step "runtimes fetched and unpacked" unpack "$dir" "${e2e_packages[@]}" || return 0
+    fetch_pinned "$dir-containerd2" pool/main/c/containerd "$containerd2" "$containerd2_sha256" || say "  $not_fetched"
     tests "real runtimes" "$work/e2e" /usr/bin/python3 -B tests/e2e/run \
-        --packages "$dir/root" --plugins "$work/bin" --go "$CNI_GO_BIN_DIR" --report "$work/e2e.report"
+        --packages "$dir/root" --containerd2 "$dir-containerd2" --plugins "$work/bin" --go "$CNI_GO_BIN_DIR" --report "$work/e2e.report"
     say "  scenario, time, what was left afterwards:"
     sed 's/^/  /' "$work/e2e.report"
 }

@@ -23,6 +23,9 @@ disabled_plugins = [
     restrict_oom_score_adj = true
     # A profile would be loaded into the machine's kernel.
     disable_apparmor = true
+[plugins."io.containerd.grpc.v1.cri".cni]
+    # Debian's containerd 2 takes /usr/lib/cni.
+    bin_dir = "/opt/cni/bin"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
@@ -104,6 +107,11 @@ class Containerd:
             if time.monotonic() > deadline:
                 raise Failed(f"containerd has not read the new configuration: {info['lastCNILoadStatus']}")
             time.sleep(0.02)
+
+    def network_is_ready(self):
+        """The condition NetworkReady, of which kubelet makes the node's."""
+        conditions = [decode(each) for each in decode(self.call("Status")[1][0])[1]]
+        return next(each.get(2, [0])[-1] == 1 for each in conditions if decode_text(each[1]) == "NetworkReady")
 
     def run_pod(self, name, *ports):
         """RunPodSandbox; ports are (protocol, container port, host port, host IP). Returns its id."""

@@ -10,7 +10,7 @@ import time
 import networks
 from containerd import Containerd
 from libcni import Libcni
-from node import BIN, NODE4, OURS, Failed, expect, hear, programs, sh, silent, write
+from node import BIN, CONTAINERD2, NODE4, OURS, Failed, Skip, expect, hear, programs, sh, silent, wait, write
 from verbs import SUBNET, attach, conflist, mapping, unname
 
 BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
@@ -131,6 +131,28 @@ def scenario_a_full_range(node):
     for number, identifier in enumerate(identifiers):
         node.prove(runtime.pod(identifier), 8000 + number, families=(4, 6))
     finish(runtime, *identifiers)
+
+
+def scenario_containerd_2_asks_status(node):
+    """It hands on what STATUS says: without its daemon dhcp is not ready, and so the node's network is not."""
+    if not os.path.exists(f"{CONTAINERD2}/usr/bin/containerd"):
+        raise Skip("containerd 2 could not be fetched")
+    os.environ["PATH"] = f"{CONTAINERD2}/usr/bin:{os.environ['PATH']}"
+    firewall, bandwidth = networks.firewall(), networks.bandwidth()
+    plugins = networks.bridge(six=True), networks.portmap(), firewall, bandwidth, networks.tuning()
+    runtime = start(node, *plugins, version="1.1.0")
+    expect(sh("containerd", "--version").split()[2].split(".")[0], "2", "containerd's release")
+    wait(runtime.network_is_ready, "the network")
+    identifier = runtime.run_pod("one", *PORTS)
+    pod = runtime.pod(identifier)
+    pod.serve(53)
+    node.prove(pod, 8080, BOTH, families=(4, 6))
+    expect(runtime.network_is_ready(), True, "the network is ready")
+    node.configure("pods", {**plugins[0], "ipam": {"type": "dhcp"}}, version="1.1.0")
+    wait(lambda: not runtime.network_is_ready(), "the network that lacks a daemon")
+    node.configure("pods", *plugins, version="1.1.0")
+    wait(runtime.network_is_ready, "the network again")
+    finish(runtime, identifier)
 
 
 def scenario_a_pod_of_crun(node):

@@ -24,6 +24,7 @@ PODS = re.compile(r"10\.(4|42|8[89]|244)\.|172\.26\.|192\.168\.|fd00:88:|2001:db
 GO = "/opt/plugins/go"
 OURS = "/opt/plugins/ours"
 BIN = "/opt/cni/bin"
+CONTAINERD2 = "/opt/containerd2"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -137,7 +138,7 @@ def remove_groups(name):
                 time.sleep(0.02)
 
 
-def become(scratch, packages, plugins, go):
+def become(scratch, packages, plugins, go, containerd2):
     """Makes this process, which has new namespaces, a node."""
     sh("mount", "-t", "tmpfs", "-o", "mode=755", "node", scratch)
     root = f"{scratch}/root"
@@ -177,6 +178,9 @@ def become(scratch, packages, plugins, go):
     sys.path.insert(0, "/opt/e2e")
     shutil.copytree(plugins, root + OURS)
     shutil.copytree(go, root + GO)
+    if os.path.isdir(containerd2):
+        os.makedirs(root + CONTAINERD2)
+        sh("mount", "--bind", containerd2, root + CONTAINERD2)
     os.chdir(root)
     sh("pivot_root", root, f"{root}/opt/old")
     os.chdir("/")
