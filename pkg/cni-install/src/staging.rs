@@ -1,21 +1,28 @@
 //! The folder in which new programs are written and tried before they are renamed into place.
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::disk::{absent_is_fine, put};
+use crate::disk::{absent_is_fine, put, same};
 use crate::set::{Program, Set};
 
 /// Writes the new programs to the disk and runs each once, because the folder may be mounted
-/// `noexec` and a program may be built for another processor.
-pub(crate) fn fill(staging: &Path, set: &Set, contents: &[Vec<u8>]) -> Result<(), Error> {
+/// `noexec` and a program may be built for another processor. `contents` are by checksum; programs
+/// with equal content become hard links of one file, if the file system has them.
+pub(crate) fn fill(staging: &Path, set: &Set, contents: &BTreeMap<&str, Vec<u8>>) -> Result<(), Error> {
     empty(staging)?;
-    for (program, content) in set.programs().iter().zip(contents) {
-        let path = staging.join(&program.name);
-        put(&path, content, 0o755).map_err(Error::io("write", &path))?;
+    for (sum, content) in contents {
+        let mut names = set.programs().iter().filter(|program| program.sum == *sum).map(|program| &program.name);
+        let Some(first) = names.next().map(|name| staging.join(name)) else { continue };
+        put(&first, content, 0o755).map_err(Error::io("write", &first))?;
+        for name in names {
+            let path = staging.join(name);
+            same(&first, &path).map_err(Error::io("write", &path))?;
+        }
     }
     for program in set.programs() {
         run_once(&staging.join(&program.name), program)?;

@@ -6,7 +6,7 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -64,6 +64,33 @@ fn a_rollback_leaves_what_somebody_else_has_put_there_since() {
         (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
         ("old".into(), "another installer's".into())
     );
+}
+
+#[test]
+fn hard_links_of_a_set_stay_hard_links_and_roll_back() {
+    let place = Place::new();
+    let inode = |name: &str| fs::metadata(place.dest().join(name)).unwrap().ino();
+    let linked = |version: &str| {
+        let set = place.set(version, &["bridge"]);
+        for name in ["ptp", "tuning"] {
+            fs::hard_link(set.join("bridge"), set.join(name)).unwrap();
+        }
+        let sum = sum(&fs::read(set.join("bridge")).unwrap());
+        fs::write(set.join("SHA256SUMS"), format!("{sum}  bridge\n{sum}  ptp\n{sum}  tuning\n")).unwrap();
+        set
+    };
+    program::script(place.dest().join("bridge"), &answering("old"));
+    place.install(&place.set("v1", &["bridge", "tuning"])).fine();
+    place.install(&linked("v2")).fine();
+    let second = inode("bridge");
+    assert_eq!([inode("ptp"), inode("tuning")], [second, second]);
+    place.call("status").fine();
+    place.install(&linked("v3")).fine();
+    assert!(inode("bridge") != second && inode("bridge") == inode("tuning"));
+    place.call("rollback").fine();
+    assert_eq!([inode("bridge"), inode("ptp"), inode("tuning")], [second; 3]);
+    place.to_original().fine();
+    assert_eq!((place.says("bridge").unwrap(), place.files()), ("old".into(), vec!["bridge".to_owned()]));
 }
 
 #[test]

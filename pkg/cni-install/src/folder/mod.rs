@@ -33,6 +33,7 @@
 //!
 //! The lock is an flock of the folder itself. It needs no file, so a failure leaves none behind.
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -107,11 +108,15 @@ impl Folder {
     /// changed then, or, if a rename failed half-way, all was put back; the message says if even
     /// that failed.
     pub fn install(&self, set: &Set) -> Result<(Recovered, Installed), Error> {
-        let contents = set.programs().iter().map(|program| set.content(program)).collect::<Result<Vec<_>, _>>()?;
+        // By checksum: the programs of the multi-call archive are hard links of one file.
+        let mut contents = BTreeMap::new();
+        for program in set.programs() {
+            contents.insert(program.sum.as_str(), set.content(program)?);
+        }
         self.then_purge(|| self.install_these(set, &contents))
     }
 
-    fn install_these(&self, set: &Set, contents: &[Vec<u8>]) -> Result<(Recovered, Installed), Error> {
+    fn install_these(&self, set: &Set, contents: &BTreeMap<&str, Vec<u8>>) -> Result<(Recovered, Installed), Error> {
         let (recovered, current) = self.recover()?;
         let ours = current > 0 && self.list(current)? == set.programs();
         if ours && self.differences(set.programs())?.is_empty() {

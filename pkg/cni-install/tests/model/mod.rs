@@ -35,7 +35,12 @@ pub(crate) struct Model {
 }
 
 fn programs(of: &str, names: &[&str]) -> Programs {
-    names.iter().map(|name| ((*name).to_owned(), format!("{of} {name}"))).collect()
+    names.iter().map(|name| ((*name).to_owned(), says(of, name))).collect()
+}
+
+/// What the program of that name prints. Those of the second set are equal, as hard links are.
+pub(crate) fn says(version: &str, name: &str) -> String {
+    if version == "second" { "second".to_owned() } else { format!("{version} {name}") }
 }
 
 impl Model {

@@ -13,7 +13,7 @@ use cni_testkit::{Invocation, Node};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
-use crate::model::{Command, FIRST, Model, Programs, SECOND};
+use crate::model::{self, Command, FIRST, Model, Programs, SECOND};
 
 const INSTALLER: &str = env!("CARGO_BIN_EXE_cni-install");
 
@@ -71,7 +71,7 @@ impl Place<'_> {
             fs::create_dir(&folder).unwrap();
             let mut sums = String::new();
             for name in names {
-                let content = program(&format!("{version} {name}"));
+                let content = program(&model::says(version, name));
                 fs::write(folder.join(name), &content).unwrap();
                 sums += &format!("{}  {name}\n", sum(content.as_bytes()));
             }
@@ -206,7 +206,7 @@ impl Folder<'_> {
         assert_eq!(programs.get("flannel").map(String::as_str), Some("original flannel"), "{story}");
         assert!(programs.contains_key("bridge") && programs.contains_key("tuning"), "{story}: {programs:?}");
         for (name, text) in programs {
-            let known = ["original", "first", "second"].map(|version| format!("{version} {name}"));
+            let known = ["original", "first", "second"].map(|version| model::says(version, &name));
             assert!(known.contains(&text), "{story}: {name} is {text:?}");
             let mode = fs::metadata(self.path().join(&name)).unwrap().permissions().mode();
             assert_eq!(mode & 0o7777, 0o755, "{story}: {name}");
