@@ -116,32 +116,73 @@ release_package() {
     local get=(apt_get download -o APT::Sandbox::User=root containernetworking-plugins)
     # An index that names a package which the mirror has no more, or none at all.
     (cd "$work/theirs" && { "${get[@]}" || { tries apt_get update && tries "${get[@]}"; }; }) || return
+    release_diverting
     # shellcheck disable=SC2016
     in_a_copy "$work" '
         sum() { sha256sum <"$1"; }
+        installed() { [ "$(dpkg-query -W -f "\${db:Status-Status}" "$1" 2>/dev/null)" = installed ]; }
+        # What is left of the package, of diversions, and of the files put aside.
+        no_diversions() { [ -z "$(dpkg-divert --list "/usr/lib/cni/*")" ] && [ -z "$(find /usr/lib/cni -name "*.containernetworking")" ]; }
         deb=$(echo "$work"/release/cni-plugins-rust_*_amd64.deb)
-        theirs=$(sum /usr/lib/cni/bridge)
+        theirs=$(echo "$work"/theirs/containernetworking-plugins_*.deb)
         ours=$(sum "$work/unpacked-amd64/bridge")
+        # A package that needs plugins, as those of Podman do.
+        mkdir -p "$work/podman/DEBIAN"
+        printf "%s\n" "Package: needs-plugins" "Version: 1" "Architecture: all" "Maintainer: test <test@example.invalid>" \
+            "Depends: containernetworking-plugins (>= 1.1)" "Description: test" >"$work/podman/DEBIAN/control"
+        dpkg-deb --root-owner-group -b "$work/podman" "$work/podman.deb"
+
+        dpkg --force-depends -i "$theirs"
+        dpkg -i "$work/podman.deb"
+        debian=$(sum /usr/lib/cni/bridge)
+        for before in "" "$work/diverting.deb"; do
+            if [ -n "$before" ]; then
+                dpkg -i "$before"
+                [ "$(sum /usr/lib/cni/bridge.containernetworking)" = "$debian" ]
+            fi
+            dpkg -i "$deb"
+            [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
+            ! installed containernetworking-plugins
+            installed needs-plugins
+            [ -z "$(dpkg --audit)" ]
+            no_diversions
+            while read -r _ plugin; do [ -x "/usr/lib/cni/$plugin" ]; done <"$work/unpacked-amd64/SHA256SUMS"
+            cnitool --version
+            CNI_COMMAND=VERSION /usr/lib/cni/host-local </dev/null
+            dpkg -i "$deb" # again, as an upgrade
+            # What is needed is not removed. To go back is to install the package of Debian.
+            if dpkg -r cni-plugins-rust; then exit 1; fi
+            [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
+            dpkg -i "$theirs"
+            ! installed cni-plugins-rust
+            installed needs-plugins
+            [ "$(sum /usr/lib/cni/bridge)" = "$debian" ]
+            [ -z "$(dpkg --audit)" ]
+        done
+        # Removed where nothing needs it, nothing stays.
+        dpkg -r needs-plugins
         dpkg -i "$deb"
-        [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
-        [ "$(sum /usr/lib/cni/bridge.containernetworking)" = "$theirs" ]
-        [ -x /usr/lib/cni/firewall ]
-        cnitool --version
-        CNI_COMMAND=VERSION /usr/lib/cni/host-local </dev/null
-        dpkg -i "$deb" # again, as an upgrade
-        dpkg -r cni-plugins-rust
-        [ "$(sum /usr/lib/cni/bridge)" = "$theirs" ]
-        [ -z "$(dpkg-divert --list "/usr/lib/cni/*")" ]
-        # Without theirs, and theirs coming later.
-        dpkg --purge --force-depends containernetworking-plugins
-        dpkg -i "$deb"
-        [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
-        dpkg --force-depends -i "$work"/theirs/containernetworking-plugins_*.deb
-        [ "$(sum /usr/lib/cni/bridge)" = "$ours" ]
-        dpkg -r cni-plugins-rust
-        [ "$(sum /usr/lib/cni/bridge)" = "$theirs" ]
+        dpkg --purge cni-plugins-rust
+        [ ! -e /usr/lib/cni/bridge ]
+        no_diversions
     '
 }
+
+# The package as it was before it took the place of Debian's: it put Debian's plugins aside.
+release_diverting() (
+    set -e
+    tree=$work/diverting
+    dpkg-deb -R "$work"/release/cni-plugins-rust_*_amd64.deb "$tree"
+    sed -i '/^Provides:\|^Conflicts:\|^Replaces:/d; s/^Version: .*/Version: 0.0.1/' "$tree/DEBIAN/control"
+    rm "$tree/DEBIAN/postinst"
+    {
+        echo '#!/bin/sh'
+        echo 'set -e'
+        find "$tree/usr/lib/cni" -type f -printf "dpkg-divert --package cni-plugins-rust --add --rename --divert /usr/lib/cni/%f.containernetworking /usr/lib/cni/%f\n"
+    } >"$tree/DEBIAN/preinst"
+    chmod 755 "$tree/DEBIAN/preinst"
+    dpkg-deb --root-owner-group -Znone -b "$tree" "$work/diverting.deb" >/dev/null
+)
 
 release_emulated() (
     set -e
