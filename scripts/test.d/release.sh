@@ -88,6 +88,8 @@ release_archive() (
     cp "$CNI_GO_BIN_DIR"/* "$work/node/"
     ./cni-install install --from . --dest "$work/node"
     cmp bridge "$work/node/bridge"
+    cmp cni-dhcp.service "$root/plugins/dhcp/systemd/cni-dhcp.service"
+    cmp cni-dhcp.socket "$root/plugins/dhcp/systemd/cni-dhcp.socket"
     ./cni-install status --dest "$work/node"
     ./cni-install rollback --dest "$work/node"
     diff -r "$CNI_GO_BIN_DIR" "$work/node"
@@ -149,6 +151,8 @@ release_package() {
             while read -r _ plugin; do [ -x "/usr/lib/cni/$plugin" ]; done <"$work/unpacked-amd64/SHA256SUMS"
             cnitool --version
             CNI_COMMAND=VERSION /usr/lib/cni/host-local </dev/null
+            grep -qx "ExecStart=/usr/lib/cni/dhcp daemon" /usr/lib/systemd/system/cni-dhcp.service
+            [ -f /usr/lib/systemd/system/cni-dhcp.socket ]
             dpkg -i "$deb" # again, as an upgrade
             # What is needed is not removed. To go back is to install the package of Debian.
             if dpkg -r cni-plugins-rust; then exit 1; fi
