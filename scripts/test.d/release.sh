@@ -123,7 +123,7 @@ release_package() {
     in_a_copy "$work" '
         sum() { sha256sum <"$1"; }
         installed() { [ "$(dpkg-query -W -f "\${db:Status-Status}" "$1" 2>/dev/null)" = installed ]; }
-        # What is left of the package, of diversions, and of the files put aside.
+        # No diversion exists, and no file that one put aside.
         no_diversions() { [ -z "$(dpkg-divert --list "/usr/lib/cni/*")" ] && [ -z "$(find /usr/lib/cni -name "*.containernetworking")" ]; }
         deb=$(echo "$work"/release/cni-plugins-rust_*_amd64.deb)
         theirs=$(echo "$work"/theirs/containernetworking-plugins_*.deb)

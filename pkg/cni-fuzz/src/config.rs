@@ -1,11 +1,11 @@
 //! A whole call, environment and configuration, through the skeleton and the configuration reader
 //! of each plugin.
 //!
-//! Whatever comes in, one JSON document goes out, no fault of the program's own (999) among them,
-//! and what was accepted keeps what the readers promise. A key that nobody knows changes nothing,
-//! nor does the case of keys. DEL gets as far as its cleaning with every key of a plugin's own
-//! wrong but those that say where to clean. The program that would be run for its IPAM is a file of
-//! that very name, in a folder of CNI_PATH.
+//! Every input gets one JSON document as its answer, never code 999 (a defect of the program), and
+//! an accepted configuration keeps what the readers promise. A key that no plugin knows changes
+//! nothing, nor does the case of keys. DEL gets as far as its cleaning even if every key of the
+//! plugin is wrong but those that say where to clean. The program that would be run for IPAM is a
+//! file of exactly that name, in a folder of CNI_PATH.
 //!
 //! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each;
 //! the rest is stdin.
@@ -141,7 +141,7 @@ pub fn run(data: &[u8]) {
             return;
         }
         assert_eq!(call(plugin, &environment, &again), outcome, "written by ourselves");
-        // A key of nobody's.
+        // A key that no plugin knows.
         let Json::Object(mut members) = json else { return };
         let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
         members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
@@ -171,7 +171,7 @@ fn judge(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
         return;
     }
     let json = Json::parse(stdout).expect("one JSON document");
-    let version = json.get("cniVersion").and_then(Json::as_str).and_then(Version::find).expect("a version of ours");
+    let version = json.get("cniVersion").and_then(Json::as_str).and_then(Version::find).expect("a supported version");
     if succeeded && verb == "ADD" {
         let result = AddResult::decode_as(&json, version).expect("a result of that version");
         crate::result::convert(&result);

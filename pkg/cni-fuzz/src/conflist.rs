@@ -1,7 +1,7 @@
-//! Network lists, as a runtime reads them, and what each plugin is then given. An accepted list has
-//! plugins, each with a type; a request is a configuration of the list's name and version that
-//! keeps every key nobody replaces, in order and to the letter, and gives a capability only to who
-//! has declared it.
+//! Network lists, as a runtime reads them, and the configuration that each plugin then gets. An
+//! accepted list has plugins, each with a type. A plugin's configuration has the list's name and
+//! version, keeps every other key unchanged and in order, and has only the capabilities that the
+//! plugin declares.
 
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
@@ -48,7 +48,7 @@ fn request(list: &NetworkList, plugin: &PluginConf) {
     let bytes = fuzzing::request(list, plugin, Some(&result), Some(&args), Some(&valid)).expect("a request");
     let Ok(json @ Json::Object(_)) = Json::parse(&bytes) else {
         // Members nest as deep as in the list, less one level; what is added nests little.
-        panic!("the request is no object: {}", String::from_utf8_lossy(&bytes))
+        panic!("the request is not an object: {}", String::from_utf8_lossy(&bytes))
     };
     assert_eq!(json.get("name").and_then(Json::as_str), Some(list.name()));
     assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(list.cni_version()));

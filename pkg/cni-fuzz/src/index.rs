@@ -1,6 +1,6 @@
-//! The index of host-local's store. A header that is believed is written again as the same; a table
-//! whose every check holds answers or is found damaged, whatever lies it tells; an index that heard
-//! the truth agrees with a model.
+//! The index of host-local's store. A valid header is written back unchanged. A table whose checks
+//! all hold answers or is found damaged, however it was forged. An index that was kept up to date
+//! agrees with a model.
 //!
 //! The input: one byte for what follows: a page, entries, changes, or a page without its checksum,
 //! which is then right.

@@ -1,6 +1,6 @@
 //! Bytes as a sequence of choices. It never fails: where the input ends, zeros follow.
 
-/// What is left of the input.
+/// The remaining input.
 #[derive(Debug)]
 pub(crate) struct Input<'a>(&'a [u8]);
 
@@ -48,7 +48,7 @@ impl<'a> Input<'a> {
         bytes
     }
 
-    /// The same as text; what is no UTF-8 becomes replacement characters.
+    /// The same as text; bytes that are not UTF-8 become replacement characters.
     pub(crate) fn text(&mut self) -> String {
         String::from_utf8_lossy(self.bytes()).into_owned()
     }

@@ -7,8 +7,7 @@
 //! that nothing but this crate turns on.
 //!
 //! Nothing here touches the kernel's network state or any file but in temporary folders of its own.
-//! A newcomer's mistake: a target that only looks for panics. Each has a property; what it is
-//! stands at its head.
+//! No target only looks for panics: each checks a property, which is described at its head.
 
 #![allow(
     clippy::unwrap_used,

@@ -51,7 +51,7 @@ fn payload(bytes: &[u8]) {
         if listed.rule.comment.is_some() {
             assert!(words.words().iter().any(|word| word == "--comment"));
         }
-        // What iptables can be told of it comes back as these words.
+        // The part that iptables can express comes back as these words.
         let mut edit = Edit::new();
         edit.delete("C", &words);
         if let Ok(text) = fuzzing::restore_text(&edit) {

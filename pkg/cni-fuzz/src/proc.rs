@@ -1,8 +1,7 @@
-//! Texts of the kernel's: `/proc/net/nf_conntrack`, from which connections are deleted, and
-//! `/proc/locks`, from which who holds a lock is told. What is taken from the first is a connection
-//! to a port that was asked for, and its key names that very one; of the second, nobody is said to
-//! hold a lock whom the text does not name as a holder of that inode, and one who is named in full
-//! always is.
+//! Texts of the kernel: `/proc/net/nf_conntrack`, from which connections are deleted, and
+//! `/proc/locks`, which names the holders of locks. Of the first, only connections to the requested
+//! ports are taken, each with its own key. Of the second, exactly those processes are reported as
+//! holders that the text names in full as holders of that inode.
 
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, entry};

@@ -40,7 +40,7 @@ pub(crate) fn convert(result: &AddResult) {
     }
 }
 
-/// What is left of a result in a version.
+/// The part of a result that a version can express.
 fn expressible(result: &AddResult, version: Version) -> AddResult {
     let mut left = result.clone();
     if version != Version::V1_1_0 {

@@ -1,9 +1,9 @@
-//! host-local's folder with anything in it, and verbs upon it. An ADD gives only addresses that
-//! nobody held, and writes them as files of the owner's alone; DEL and GC take exactly what they
-//! should and succeed; nothing else changes, in the folder or outside, whatever files, links,
-//! pipes, and forged indexes that are believed lie there.
+//! host-local's folder with arbitrary contents, and verbs on it. An ADD gives only free addresses
+//! and writes each as a file that only its owner can read. DEL and GC succeed and remove exactly
+//! the reservations that they should. Nothing else changes, in the folder or outside, whatever
+//! files, links, pipes and forged indexes are there.
 //!
-//! The input: what lies in the folder, then what is done.
+//! The input: the folder's contents, then the verbs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -178,7 +178,7 @@ fn files(folder: &Path) -> Files {
     let regular = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
     let content = |path: &Path| regular(path).then(|| fs::read(path).expect("a file"));
     let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
-    // The lock is made by whoever needs it.
+    // The first process that needs the lock creates it.
     paths.iter().filter(|path| name(path) != "lock").map(|path| (name(path), content(path))).collect()
 }
 

@@ -9,7 +9,7 @@ use nix::time::{ClockId, clock_gettime};
 /// It is a ratio, so it does not matter how fast the machine is. It is the CPU time of the calling
 /// thread, the least of several runs of each, so it hardly matters who else is at work. What that
 /// still leaves is met by another run: the least values come closer to the truth with each, and
-/// what grows too fast stays above for ever.
+/// what grows too fast stays above it in all of them.
 ///
 /// # Panics
 /// If it takes longer.
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn what_grows_as_its_input_is_told_from_what_grows_as_its_square() {
+    fn linear_and_quadratic_growth_are_distinguished() {
         assert_cost_below(8, || work(100_000), || work(400_000));
         let square = || assert_cost_below(8, || work(100_000), || work(1_600_000));
         assert!(std::panic::catch_unwind(square).is_err());

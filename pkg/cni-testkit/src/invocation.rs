@@ -36,9 +36,9 @@ pub struct Invocation<'n> {
 enum Stdout {
     /// A file.
     Kept,
-    /// Nobody any more: writing it fails.
+    /// A pipe without a reader: writing fails.
     Closed,
-    /// Somebody who takes nothing out of a pipe that is full.
+    /// A full pipe that is not read.
     Stuck,
 }
 
@@ -147,14 +147,13 @@ impl<'n> Invocation<'n> {
         self
     }
 
-    /// Nobody reads what the plugin writes to its standard output: writing it fails.
+    /// The plugin's standard output is a pipe without a reader: writing fails.
     pub fn with_closed_stdout(mut self) -> Self {
         self.stdout = Stdout::Closed;
         self
     }
 
-    /// Whoever should read what the plugin writes to its standard output does not: writing it
-    /// waits.
+    /// The plugin's standard output is a full pipe that is not read: writing waits.
     pub fn with_stuck_stdout(mut self) -> Self {
         self.stdout = Stdout::Stuck;
         self
@@ -242,7 +241,7 @@ pub struct Started {
     timeout: Duration,
     call: String,
     verb: String,
-    /// What a held plugin will be told.
+    /// What a held plugin waits for.
     config: Vec<u8>,
     /// Of a full pipe: as long as it is open, writing waits.
     _reader: Option<PipeReader>,
@@ -304,7 +303,7 @@ impl Started {
         self.timeout
     }
 
-    /// What has been written, of a process that somebody else has waited for.
+    /// What has been written, of a process that has been waited for elsewhere.
     pub(crate) fn outcome(&mut self, status: ExitStatus) -> Outcome {
         Outcome::new(status, read(&mut self.stdout), read(&mut self.stderr), self.call.clone(), self.verb.clone())
     }

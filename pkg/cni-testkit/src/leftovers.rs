@@ -1,7 +1,7 @@
 //! What is still on a node when its test is over: links, reservations, firewall rules.
 //!
 //! Bridges without ports stay by design, and so do the empty base chains of the firewall and what
-//! all host ports, and all forwarded packets, share: nobody's container is in them. Everything else
+//! all host ports, and all forwarded packets, share: they name no container. Everything else
 //! must have gone with the last DEL.
 
 use std::fs;
@@ -84,7 +84,7 @@ pub(crate) fn reservations(dir: &Path) -> Vec<(String, String)> {
     found
 }
 
-/// Rules, and chains that are somebody's alone, in nf_tables: what `iptables-nft` makes is seen
+/// Rules, and chains of single containers, in nf_tables: what `iptables-nft` makes is seen
 /// here too.
 fn nft(node: &Node) -> Vec<String> {
     const BASE: [&str; 5] = ["PREROUTING", "POSTROUTING", "INPUT", "FORWARD", "OUTPUT"];
@@ -159,7 +159,7 @@ fn is_firewalls_shared_rule(rule: &Value) -> bool {
     (leads && !of_bridge) || chain == "cni_forward" || (FIREWALL.contains(&chain) && exprs.contains("\"return\""))
 }
 
-/// Rules of legacy iptables. Its tables exist only where somebody has used it.
+/// Rules of legacy iptables. Its tables exist only where it has been used.
 fn legacy(node: &Node) -> Vec<String> {
     let mut left = Vec::new();
     for (names, save) in [("ip_tables_names", "iptables-legacy-save"), ("ip6_tables_names", "ip6tables-legacy-save")] {

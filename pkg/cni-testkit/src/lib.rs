@@ -8,7 +8,7 @@
 //! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a
 //!   whole life.
 //! - [`trace`]: a run in which one system call is a program's last, or fails.
-//! - [`locks`]: who holds one and who waits, as the kernel tells.
+//! - [`locks`]: who holds one and who waits, as the kernel lists them.
 //! - [`program`]: scripts and copies that can be run as soon as they are written.
 //! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a
 //!   test a visible skip, or a failure with `CNI_TEST_REQUIRE=all`.
@@ -21,7 +21,7 @@
 //! symlinks in the node's temporary folder, and several nodes live side by side in one process.
 //! Never shipped.
 //!
-//! The fact a newcomer would get wrong: a namespace is a property of a *thread*. Programs are
+//! A namespace is a property of a *thread*. Programs are
 //! started, and closures run, on throw-away threads that have entered the node; the test's own
 //! thread never leaves home.
 

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use crate::patience;
 
-/// Waits until somebody has locked the file.
+/// Waits until the file is locked.
 ///
 /// # Panics
-/// If nobody does.
+/// If it never is.
 #[track_caller]
 pub fn wait_until_locked(path: &Path) {
-    wait_until(&format!("nobody took {}", path.display()), || {
+    wait_until(&format!("no process locked {}", path.display()), || {
         let file = File::open(path).expect("a file to lock");
         let free = file.try_lock().is_ok();
         if free {
@@ -38,11 +38,11 @@ pub fn wait_until_waiting(pid: u32) {
     });
 }
 
-/// Asserts that `refused`, who is told that a lock is held, is told by whom. A look at the kernel's
-/// list can miss a line, as other tests' locks come and go: then once more.
+/// Asserts that the error of `refused` names the holder of the lock. The kernel's list can miss a
+/// line while other tests' locks come and go, so `refused` is called up to twenty times.
 ///
 /// # Panics
-/// If the holder is named in none of twenty.
+/// If no error names the holder.
 #[track_caller]
 pub fn assert_named(holder: &str, mut refused: impl FnMut() -> String) {
     let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(holder)).collect();

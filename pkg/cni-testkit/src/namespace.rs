@@ -59,7 +59,7 @@ pub(crate) fn network() -> File {
 #[track_caller]
 pub fn in_new_netns(body: impl FnOnce() + Send) {
     thread::scope(|scope| {
-        // The test's name, for the line that tells of a skip.
+        // The test's name, for the line that reports a skip.
         let builder = thread::Builder::new().name(thread::current().name().unwrap_or("?").to_owned());
         let test = builder.spawn_scoped(scope, || match unshare(CloneFlags::CLONE_NEWNET) {
             Ok(()) => body(),
@@ -112,7 +112,7 @@ fn allow_many_descriptors() {
 /// Runs `f` on a fresh thread inside the two namespaces. Programs that it starts are born there.
 pub(crate) fn within<T: Send>(net: &File, mnt: &File, f: impl FnOnce() -> T + Send) -> T {
     on_a_thread(|| {
-        // A thread that shares its root and working directory with others may not change its mount
+        // A thread that shares its root and working directory with others cannot change its mount
         // namespace.
         unshare(CloneFlags::CLONE_FS).expect("to have a root of one's own");
         setns(net, CloneFlags::CLONE_NEWNET).expect("to enter a network namespace");

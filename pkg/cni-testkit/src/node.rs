@@ -90,7 +90,8 @@ impl Node {
         self.inner.dir.path()
     }
 
-    /// Where host-local keeps its reservations on this node. Made by whoever needs it first.
+    /// Where host-local keeps its reservations on this node. The first plugin that needs the folder
+    /// creates it.
     pub fn data_dir(&self) -> PathBuf {
         self.dir().join("networks")
     }
@@ -121,7 +122,7 @@ impl Node {
         self.inner.expected.lock().unwrap().push(name.to_owned());
     }
 
-    /// Ends the node without a look at what is left, which the test has looked at and told itself.
+    /// Ends the node without looking for leftovers: the test has looked and reported them itself.
     pub fn abandon(self) {
         self.inner.abandoned.store(true, Ordering::Relaxed);
     }

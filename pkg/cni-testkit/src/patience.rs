@@ -23,7 +23,7 @@ fn factor() -> u32 {
 /// in tests/divergences.txt.
 ///
 /// # Panics
-/// If `CNI_TEST_SLOW` is no number.
+/// If `CNI_TEST_SLOW` is not a number.
 pub fn patience(time: Duration) -> Duration {
     // What it waits for will not come.
     let share = if deviation::is_expected_to_fail() { 4 } else { 1 };
@@ -34,7 +34,7 @@ pub fn patience(time: Duration) -> Duration {
 /// of them.
 ///
 /// # Panics
-/// If `CNI_TEST_SLOW` is no number.
+/// If `CNI_TEST_SLOW` is not a number.
 pub fn crowd(count: usize) -> usize {
     let factor = usize::try_from(factor()).unwrap_or(usize::MAX);
     (count / factor).max(count.min(6))
@@ -43,7 +43,7 @@ pub fn crowd(count: usize) -> usize {
 /// How often to do here what a machine that is not slow does `count` times: once at least.
 ///
 /// # Panics
-/// If `CNI_TEST_SLOW` is no number.
+/// If `CNI_TEST_SLOW` is not a number.
 pub fn rounds(count: u64) -> u64 {
     (count / u64::from(factor())).max(1)
 }

@@ -1,6 +1,6 @@
 //! Programs that tests write and run.
 //!
-//! What a newcomer gets wrong: a file that was open for writing a moment ago may be "busy"
+//! A file that was open for writing a moment ago may be "busy"
 //! (ETXTBSY), though it was closed. Tests are threads of one process, and a child that another one
 //! forks has all its files, until it runs its own program. So a process of its own writes them,
 //! which forks nothing.

@@ -9,7 +9,7 @@ use serde_json::Value;
 static CONFIG: OnceLock<Validator> = OnceLock::new();
 static RESULT: OnceLock<Validator> = OnceLock::new();
 
-/// Why `config` is no network configuration; empty if it is one.
+/// Why `config` is not a network configuration; empty if it is one.
 pub(crate) fn of_config(config: &Value) -> Vec<String> {
     let schema = CONFIG.get_or_init(|| compile(include_str!("../../../tests/schema/network-config.schema.json")));
     // A prevResult below 1.0.0 has a shape that the schema does not describe.
@@ -20,7 +20,7 @@ pub(crate) fn of_config(config: &Value) -> Vec<String> {
     errors(schema, &config)
 }
 
-/// Why `result` is no result of version 1.x; empty if it is one.
+/// Why `result` is not a result of version 1.x; empty if it is one.
 pub(crate) fn of_result(result: &Value) -> Vec<String> {
     let schema = RESULT.get_or_init(|| compile(include_str!("../../../tests/schema/result.schema.json")));
     errors(schema, result)

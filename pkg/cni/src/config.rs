@@ -157,7 +157,7 @@ pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
     let error = |why: String| Error::new(Code::DECODE, format!("error unmarshall network config: {why}"));
     match Json::parse(raw) {
         Ok(json @ Json::Object(_)) => Ok(json),
-        Ok(_) => Err(error("it is no JSON object".to_owned())),
+        Ok(_) => Err(error("it is not a JSON object".to_owned())),
         Err(why) => Err(error(why.to_string())),
     }
 }

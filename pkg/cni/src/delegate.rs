@@ -221,7 +221,7 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     for folder in folders {
         let path = folder.join(kind);
         match fs::metadata(&path) {
-            Ok(file) if !file.is_file() => unusable.push(format!("{} is no regular file", path.display())),
+            Ok(file) if !file.is_file() => unusable.push(format!("{} is not a regular file", path.display())),
             Ok(file) if file.permissions().mode() & 0o111 == 0 => {
                 unusable.push(format!("{} is not executable", path.display()));
             }
@@ -369,7 +369,7 @@ mod tests {
         let error = find_plugin("plain", &folders[..1]).unwrap_err();
         assert!(error.msg().starts_with("failed to find plugin \"plain\" in path ["), "{error}");
         assert!(error.msg().ends_with("first/plain is not executable"), "{error}");
-        assert!(find_plugin("dir", &folders).unwrap_err().msg().contains("is no regular file"));
+        assert!(find_plugin("dir", &folders).unwrap_err().msg().contains("is not a regular file"));
         for (kind, msg) in
             [("", "no plugin name provided"), ("a/b", "invalid plugin name: a/b"), ("..", "invalid plugin name: ..")]
         {

@@ -15,7 +15,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     // Asked first, since opening a FIFO waits for its other end. A person does not swap them in
     // between.
     if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::other("it is not a regular file"));
     }
     let mut bytes = Vec::new();
     File::open(path)?.take(LONGEST + 1).read_to_end(&mut bytes)?;
@@ -76,7 +76,7 @@ mod tests {
         let fifo = folder.path().join("fifo");
         assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
         for path in [Path::new("/dev/zero"), folder.path(), &fifo] {
-            assert_eq!(read(path).unwrap_err().to_string(), "it is no regular file");
+            assert_eq!(read(path).unwrap_err().to_string(), "it is not a regular file");
         }
     }
 }

@@ -162,8 +162,8 @@ fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, 
     Ok(Outcome::Plugins(rules))
 }
 
-/// The path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does not record
-/// it, but the result, which names the namespace of each interface.
+/// The path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does not
+/// record it; the recorded result names the namespace of each interface.
 fn netns(entry: &Entry) -> String {
     let recorded = &entry.attachment.netns;
     let inside = || Some(container_interface(entry).ok()??.sandbox);

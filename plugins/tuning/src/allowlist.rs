@@ -4,7 +4,7 @@
 //! writes `^` and `$`. Empty lines and those that begin with `#` say nothing. A list without a
 //! pattern permits nothing.
 //!
-//! Easy to get wrong: a list that cannot be used must never be as good as none.
+//! A list that cannot be read permits nothing; it is not treated as absent.
 
 use std::borrow::Cow;
 use std::io;
@@ -27,7 +27,7 @@ impl AllowList {
     /// Reads the list. `None` if there is no such file.
     ///
     /// # Errors
-    /// Code 5 if it cannot be read, code 7 naming the line that is no regular expression.
+    /// Code 5 if it cannot be read, code 7 naming the line that is not a regular expression.
     pub(crate) fn read(path: &Path) -> Result<Option<AllowList>> {
         match cni::file::read(path) {
             Ok(bytes) => AllowList::parse(path, &bytes).map(Some),
@@ -111,7 +111,7 @@ mod tests {
         AllowList::parse(Path::new("/the/list"), text.as_bytes())
     }
 
-    /// What is left of a key for the interface.
+    /// The rest of a key, after the interface.
     fn left(text: &str, written: &str, ifname: &str) -> Vec<String> {
         let mut sysctls = [Sysctl { key: Key::new(written, "1", ifname).unwrap(), value: "1".into() }];
         match list(text).unwrap().filter(&mut sysctls) {
@@ -206,7 +206,7 @@ mod tests {
         for path in [folder.path(), Path::new("/dev/zero")] {
             let error = AllowList::read(path).unwrap_err();
             assert_eq!(error.code(), Code::IO);
-            let why = format!("failed to read the allow-list {}: it is no regular file", path.display());
+            let why = format!("failed to read the allow-list {}: it is not a regular file", path.display());
             assert_eq!(error.msg(), why);
         }
     }

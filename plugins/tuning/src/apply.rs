@@ -197,7 +197,7 @@ fn says_something(found: &Found, notes: &mut Vec<String>) -> bool {
     !empty
 }
 
-/// The namespace's number is the same, but the interface is another one: either it was made anew,
+/// The namespace's number is the same, but the interface is another one: either it was recreated,
 /// or the number was given to another namespace. What was saved of the interface is void; a
 /// sysctl's original still holds where what we wrote is still in force.
 fn of_another_interface(record: &Record) -> Record {

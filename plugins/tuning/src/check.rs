@@ -2,7 +2,7 @@
 //!
 //! What a later entry of the same list has set counts too: the backup knows what all of them wrote.
 //! Promiscuous mode may be on without having been asked for; a capture does that. All differences
-//! are told, with Go's texts.
+//! are reported, with Go's texts.
 
 use std::fmt::Display;
 

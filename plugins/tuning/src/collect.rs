@@ -16,8 +16,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     for backup in folder.list()? {
         let record = match backup.read() {
             Ok(Some(Content::Record(record, _))) => record,
-            // Half of one, by its name of this network. What cannot say that is nobody's, as far as
-            // can be told.
+            // Written in part, and by its name of this network. Other unreadable files may be of
+            // any network.
             Ok(Some(Content::Garbage(_))) if backup.is_temporary() => {
                 purge(call, &backup, &mut errors);
                 continue;

@@ -1,7 +1,7 @@
 //! The configuration of `tuning`: JSON in, impossible states out.
 //!
 //! Three sources lie on top of each other: the plugin's own keys, `runtimeConfig` with CNI_ARGS,
-//! and `args.cni`, which wins. Easy to get wrong: the MAC's order is not bridge's (here `args.cni`
+//! and `args.cni`, which wins. The MAC's order is not bridge's (here `args.cni`
 //! beats `runtimeConfig`); and what `args.cni` says counts even if it says "no" (`false`, 0, an
 //! empty MAC), as in Go.
 
@@ -128,7 +128,7 @@ impl Conf {
     }
 }
 
-/// The keys that nobody here reads; `dataDir` is read apart.
+/// The keys that this plugin does not read; `dataDir` is read apart.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
     let mut unknown = json.unknown_keys::<Raw>();
     unknown.retain(|key| !key.path.eq_ignore_ascii_case("dataDir"));
@@ -138,7 +138,7 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
 /// Where the backups are. All that DEL and GC need.
 ///
 /// # Errors
-/// Code 6 if it is no string.
+/// Code 6 if it is not a string.
 pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     match conf.json().get("dataDir") {
         None => Ok(PathBuf::from("/run/cni/tuning")),
@@ -210,7 +210,7 @@ fn mac(text: &str) -> Result<Option<Mac>> {
     let refused = |why: String| Error::config(format!("invalid args {} for MAC addr: {why}", cut(text)));
     let mac: Mac = text.parse().map_err(|_| refused(format!("address {}: invalid MAC address", cut(text))))?;
     if mac.is_multicast() || mac.is_zero() {
-        return Err(refused(format!("cannot assign requested address: {mac} is no unicast address")));
+        return Err(refused(format!("cannot assign requested address: {mac} is not a unicast address")));
     }
     Ok(Some(mac))
 }
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mac_comes_from_args_then_runtime_then_variable_then_configuration() {
+    fn the_mac_s_sources_have_an_order() {
         let own = r#","mac":"02:00:00:00:00:01""#;
         let runtime = r#","runtimeConfig":{"mac":"02:00:00:00:00:02"}"#;
         let args = r#","args":{"cni":{"mac":"02:00:00:00:00:03"}}"#;

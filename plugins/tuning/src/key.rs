@@ -6,7 +6,7 @@
 //! both characters is read both ways, Go's first; which reading names a file that exists is found
 //! out in the container.
 //!
-//! Easy to get wrong: `IFNAME` is replaced after the separators have been found, so that the dots
+//! `IFNAME` is replaced after the separators have been found, so that the dots
 //! of an interface's name stay what they are; and the allow-list judges each reading by its own
 //! spellings, else a key could be permitted as one file and open another.
 

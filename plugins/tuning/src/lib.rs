@@ -6,7 +6,7 @@
 //! the file that says what was there before, `sysctl` the values in the container, `value` when two
 //! of them are the same.
 //!
-//! Easy to get wrong: the file is shared with the Go plugin and, in one list, with other entries of
+//! The file is shared with the Go plugin and, in one list, with other entries of
 //! this plugin. What was there first stays in it until it has been restored.
 
 mod allowlist;
@@ -42,7 +42,7 @@ pub struct Tuning;
 /// Where the node's administrator says which sysctls may be set. Without the file: all below `net`.
 const ALLOW_LIST: &str = "/etc/cni/tuning/allowlist.conf";
 
-/// What was saved of an attachment, for whoever looks at a node.
+/// What was saved of an attachment, for `cnitool inspect`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saved {
     /// The file.
@@ -53,7 +53,7 @@ pub struct Saved {
     pub settings: Vec<String>,
 }
 
-/// Every backup in the folder `conf` names. Files that say nothing are told to `notes`.
+/// Every backup in the folder `conf` names. Unreadable files are reported to `notes`.
 ///
 /// # Errors
 /// Code 5 if the folder or a file cannot be read; 6 for the configuration.

@@ -1,7 +1,7 @@
 //! DEL: what the backup holds is put back, and the backup removed.
 //!
-//! Easy to get wrong: the first DEL of a list with two entries restores all, the second finds
-//! nothing, and both succeed. What the kernel does not want back is told and no error: the
+//! The first DEL of a list with two entries restores all, the second finds
+//! nothing, and both succeed. A value that the kernel refuses is a note and not an error: the
 //! namespace is about to go, and a DEL that fails for that would keep a container from ending.
 
 use cni::skel::Call;
@@ -101,8 +101,8 @@ fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record
     }
 }
 
-/// Inside the namespace, in the reverse of the order in which they were written. Returns what is to
-/// be told.
+/// Restores sysctls inside the namespace, in the reverse of the order in which they were written.
+/// Returns notes for the operator.
 fn restore_sysctls(record: &Record) -> Vec<String> {
     let mut notes = Vec::new();
     for saved in record.sysctls.iter().rev() {

@@ -20,7 +20,7 @@ pub(crate) struct Found {
     pub(crate) sysctl: Sysctl,
     /// Below /proc/sys, with slashes.
     pub(crate) path: String,
-    /// What is there now; `None` if that cannot be told.
+    /// The current value; `None` if it cannot be read.
     pub(crate) current: Option<String>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
                 let current = original(path, || read(path))?;
                 return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current });
             }
-            Ok(_) => why = why.or_else(|| Some("it is no value but a group of them".to_owned())),
+            Ok(_) => why = why.or_else(|| Some("it is a folder of values".to_owned())),
             Err(error) => why = why.or_else(|| Some(error.to_string())),
         }
     }
@@ -57,7 +57,7 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
 
 /// What is there now. `None` if it is refused for good: then there is nothing to put back. Whatever
 /// else keeps it from being read (no memory, no descriptors) fails the ADD, for a value written all
-/// the same would stay for ever.
+/// the same would never be removed.
 fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
     // A refusal by nature is the same the second time.
     match read().or_else(|_| read()) {
@@ -67,7 +67,7 @@ fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<
     }
 }
 
-/// Puts an original back. An empty one must be written as a line: writing nothing is no writing at
+/// Puts an original back. An empty one must be written as a line: writing nothing does not write at
 /// all.
 pub(crate) fn put_back(path: &str, original: &str) -> cni_linux::Result<()> {
     write(path, if original.is_empty() { "\n" } else { original })

@@ -1,9 +1,9 @@
 //! When two texts of a sysctl are the same value.
 //!
 //! The kernel gives back `4096\t131072\t6291456\n` for `4096 131072 6291456`, and 16 for `0x10`.
-//! Easy to get wrong: a leading 0 is octal there.
+//! A leading 0 is octal there.
 
-/// Whether the kernel would make the same of both, as far as can be told without it.
+/// Whether the kernel would make the same of both, as far as that is known without it.
 pub(crate) fn is_same(one: &str, other: &str) -> bool {
     let (mut one, mut other) = (one.split_whitespace(), other.split_whitespace());
     loop {

@@ -9,7 +9,7 @@
 //! not one call of the plugin goes unseen. The point of a call is before it: killed at call N, a
 //! program has made N - 1 calls.
 //!
-//! The fact a newcomer would get wrong: a tracer is a *thread*. It waits for its own tracees alone,
+//! A tracer is a *thread*. It waits for its own tracees alone,
 //! and must not be the process's first thread, which inherits other tests' children.
 
 mod registers;
@@ -351,9 +351,9 @@ mod tests {
         assert!(calls.iter().any(|call| call == "write"), "{calls:?}");
     }
 
-    /// Neither is the process that is gone meant, nor does anybody wait for the child for ever.
+    /// The signal does not hit the process that is gone, and no wait for the child is endless.
     #[test]
-    fn a_child_that_outlives_its_parent_in_a_group_of_its_own_ends_at_the_deadline() {
+    fn an_orphan_in_its_own_group_ends_at_the_deadline() {
         if let Err(reason) = supported() {
             crate::skip!("{reason}");
         }
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn children_and_what_is_between_fork_and_exec_are_programs_of_their_own() {
+    fn children_and_forks_before_exec_count_as_programs() {
         if let Err(reason) = supported() {
             crate::skip!("{reason}");
         }
@@ -377,7 +377,7 @@ mod tests {
         for (victim, said) in [("cat", "137\n"), ("dash+fork", "137\n")] {
             let traced = shell().traced(&plan(victim, 1, Act::Signal(Signal::SIGKILL)));
             if victim == "dash+fork" && traced.hit.is_none() {
-                crate::skip!("/bin/sh is no dash here");
+                crate::skip!("/bin/sh is not dash here");
             }
             assert_eq!((traced.outcome.status, traced.outcome.stdout.as_str()), (Some(0), said), "{traced:?}");
         }

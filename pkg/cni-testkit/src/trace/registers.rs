@@ -153,7 +153,7 @@ pub(super) fn waits(number: i64) -> bool {
 }
 
 /// Whether there is no sense in letting the call that this thread is about to make fail like this:
-/// it cannot, or nobody survives it.
+/// it cannot, or no process survives it.
 pub(super) fn cannot_fail(thread: Pid, number: i64, errno: Errno) -> bool {
     if find(&[SURE, older::SURE], number).is_some() {
         return true;
@@ -168,7 +168,7 @@ pub(super) fn cannot_fail(thread: Pid, number: i64, errno: Errno) -> bool {
         // Bytes by chance there always are; a policy may forbid to ask.
         "getrandom" => !matches!(errno, Errno::EINTR | Errno::EPERM),
         "write" => argument(thread).is_some_and(|target| target.contains("eventfd")),
-        // What the language's library hears of a child's exec by. It waits for ever for a child
+        // How the standard library learns of a child's exec. It waits forever for a child
         // that waits for us.
         "recvfrom" => argument(thread).is_some_and(|target| is_local(thread, &target)),
         _ => false,

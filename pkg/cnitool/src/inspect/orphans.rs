@@ -1,5 +1,5 @@
-//! Leftovers: links, devices, rules, reservations, backups, leases and cache entries whose container
-//! is gone.
+//! Leftovers: links, devices, rules, reservations, backups, leases and cache entries whose
+//! container is gone.
 //!
 //! An attachment is lost if the result cache does not have it and no link of the host has its mark.
 //! Objects of an ADD that is still running look the same for a moment. So nothing is removed here;

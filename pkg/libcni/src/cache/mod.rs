@@ -364,7 +364,7 @@ fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
     });
     let mut bytes = Vec::new();
     match file.and_then(|file| file.map(|file| file.take(LONGEST + 1).read_to_end(&mut bytes)).transpose()) {
-        Ok(None) => Ok(Some(Err("it is no regular file".to_owned()))),
+        Ok(None) => Ok(Some(Err("it is not a regular file".to_owned()))),
         Ok(Some(length)) if length as u64 > LONGEST => Ok(Some(Err("it is longer than 64 MiB".to_owned()))),
         Ok(Some(_)) => Ok(Some(wire::decode(&bytes))),
         // A key whose name is too long for a file was never written.

@@ -188,7 +188,7 @@ fn what_is_no_regular_file_is_never_waited_for() {
         sender.send((found, listing, cache.list("n").unwrap())).unwrap();
     });
     let (found, before, after) = receiver.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
-    assert!(found.code() == Code::DECODE && found.msg().ends_with("it is no regular file"), "{found}");
+    assert!(found.code() == Code::DECODE && found.msg().ends_with("it is not a regular file"), "{found}");
     assert_eq!((before.entries.len(), before.problems.len()), (0, 1));
     assert_eq!((after.entries.len(), after.problems.len()), (1, 0));
     assert!(!path.exists() && slots.iter().all(|slot| slot.exists()));

@@ -109,7 +109,7 @@ impl Folder {
     }
 
     /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in
-    /// there, and nobody else's to write, however wide the umask: the lock of iptables trusts
+    /// there, writable by root alone, however wide the umask: the lock of iptables trusts
     /// `/run/cni` only then.
     fn ensure(&self) -> io::Result<()> {
         if let Some(parent) = self.path.parent() {
@@ -135,7 +135,7 @@ impl Backup {
     pub(crate) fn read(&self) -> Result<Option<Content>> {
         let garbage = |why: &str| Ok(Some(Content::Garbage(why.to_owned())));
         let read = || -> io::Result<Option<Vec<u8>>> {
-            // Not to be held up by a pipe that somebody put there.
+            // A pipe in its place must not block the open.
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
             let metadata = file.metadata()?;
@@ -151,7 +151,7 @@ impl Backup {
                 Ok(record) => Content::Record(Box::new(record), bytes),
                 Err(why) => Content::Garbage(why),
             })),
-            Ok(None) => garbage("it is no file, or too long for one of ours"),
+            Ok(None) => garbage("it is not a file, or longer than these plugins write"),
             Err(error) if is_absent(&error) => Ok(None),
             Err(error) if error.raw_os_error() == Some(libc::ELOOP) => garbage("it is a symbolic link"),
             Err(error) => Err(self.failed("read", error)),
@@ -243,7 +243,7 @@ fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
 }
 
-/// FNV-1a: the same in every release, and nobody gains anything by two names of one hash.
+/// FNV-1a: the same in every release, and two names of one hash are of no use to an attacker.
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
@@ -264,7 +264,7 @@ fn purge_file(path: &Path) -> io::Result<bool> {
     removed
 }
 
-/// Whether there can be no such file. A name that is too long is one that no file has, and so is
+/// Whether such a file cannot exist. A name that is too long is one that no file has, and so is
 /// one with a NUL, which the kernel is not even asked for.
 fn is_absent(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidFilename, InvalidInput, NotADirectory, NotFound};
@@ -342,7 +342,7 @@ mod tests {
         for folder in [&ours, &theirs] {
             fs::write(folder.backup("c1", "eth0").temporary(), "half").unwrap();
         }
-        fs::write(dir.path().join("somebody's.tmp"), "x").unwrap();
+        fs::write(dir.path().join("other.tmp"), "x").unwrap();
         let mine: Vec<Backup> = ours.list().unwrap().into_iter().filter(Backup::is_temporary).collect();
         let paths: Vec<&Path> = mine.iter().map(Backup::path).collect();
         // Never another name: a later release must find what an earlier one left.
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_too_long_is_an_error_to_write_and_absent_to_read() {
+    fn too_long_a_name_fails_to_write_and_reads_as_absent() {
         let dir = tempfile::tempdir().unwrap();
         let backup = Folder::new(dir.path().to_owned(), "net").backup(&"c".repeat(300), "eth0");
         assert_eq!(backup.write(&record(1)).unwrap_err().code(), Code::IO);

@@ -1,12 +1,12 @@
-//! The backup: one file per container and interface with what was there before the first change.
+//! The backup: one file per container and interface with the values before the first change.
 //!
 //! `<dataDir>/<containerID>_<ifname>.json`, in the Go plugin's format; either plugin restores what
-//! the other saved. Keys of ours stand beside Go's, which ignores them: whose file it is, in which
-//! namespace, sysctls, and what was written. This room is what is in it; `folder` is where it lies.
+//! the other saved. Beside Go's keys there are some that Go ignores: the attachment, its namespace,
+//! sysctls, and the written values. This module is the content; `folder` is the place.
 //!
-//! Easy to get wrong: the file's name does not tell where the container's ID ends, since both
-//! halves may contain `_`. Only what is inside says whose it is; Go's files say nothing. Half of
-//! one, which a killed writer leaves, says by its name which network's it is (`folder`).
+//! The file's name does not show where the container's ID ends, since both parts may contain `_`.
+//! Only the content names the attachment; that of Go's files does not. A file that a killed process
+//! wrote in part names its network by its own name (`folder`).
 
 mod folder;
 
@@ -183,7 +183,7 @@ impl Record {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Record, String> {
         match Json::parse(bytes) {
             Ok(json @ Json::Object(_)) => json.decode().map_err(|why| why.to_string()),
-            Ok(_) => Err("it is no JSON object".to_owned()),
+            Ok(_) => Err("it is not a JSON object".to_owned()),
             Err(why) => Err(why.to_string()),
         }
     }
