@@ -119,6 +119,22 @@ pub fn kea() -> Result<PathBuf, String> {
     found.ok_or_else(|| "no kea-dhcp4 (Debian's package kea-dhcp4-server)".to_owned())
 }
 
+/// The folders of programs of iptables: this machine's first, then the other releases that
+/// `scripts/test` has unpacked into the target folder.
+pub fn iptables_releases() -> Result<Vec<PathBuf>, String> {
+    tool("iptables-nft")?;
+    let mut folders = vec!["/usr/sbin".into()];
+    for releases in unpacked("iptables")? {
+        let found = releases.read_dir().into_iter().flatten().flatten().map(|release| release.path().join("bin"));
+        folders.extend(found.filter(|bin| bin.is_dir()));
+    }
+    if folders.len() < 2 {
+        return Err("no other release of iptables in the target folder: scripts/test unpacks them there".to_owned());
+    }
+    folders.sort();
+    Ok(folders)
+}
+
 /// The folder into which `scripts/test` has unpacked firewalld, with nf_tables and a bus for it.
 pub fn firewalld() -> Result<PathBuf, String> {
     nft()?;

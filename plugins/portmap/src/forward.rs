@@ -136,12 +136,12 @@ fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
     if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
         return false;
     }
-    let works = |iptables: &Iptables<'_>| {
+    let works = |mut iptables: Iptables<'_>| {
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
         families.all(|family| iptables.probe(family).is_ok())
     };
     let opened = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill);
-    opened.is_ok_and(|iptables| !works(&iptables)) && matches!(nft_usable(), Ok(true))
+    opened.is_ok_and(|iptables| !works(iptables)) && matches!(nft_usable(), Ok(true))
 }
 
 /// Completes the sentence "failed to ...".
@@ -256,13 +256,15 @@ fn unserved(error: cni_linux::Error, backend: Backend) -> Error {
 
 /// What iptables refused: for want of its programs, or because of what is asked.
 fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Error) -> Error {
-    let is_missing = |iptables: &Iptables<'_>| {
+    let is_missing = |iptables: Iptables<'_>| {
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
         families.any(|family| matches!(iptables.chosen(family), Ok(None)))
     };
     let opened = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    // Without a program the kernel may have refused what was written over netlink.
+    let is_kernels = error.errno().is_some();
     let error = Error::from(error);
-    if opened.is_ok_and(|iptables| is_missing(&iptables)) { absent(error, Backend::Iptables) } else { error }
+    if !is_kernels && opened.is_ok_and(is_missing) { absent(error, Backend::Iptables) } else { error }
 }
 
 fn absent(error: Error, backend: Backend) -> Error {

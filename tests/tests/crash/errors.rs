@@ -54,7 +54,7 @@ fn during_add_with_nftables() {
 
 #[test]
 fn during_add_with_iptables() {
-    failing(Backend::IptablesNft, Verb::Add, [150, 7, 48, 42, 252, 48]);
+    failing(Backend::IptablesNft, Verb::Add, [120, 2, 48, 42, 150, 48]);
 }
 
 #[test]

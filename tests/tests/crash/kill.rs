@@ -42,16 +42,13 @@ fn during_add_with_iptables() {
     killed(
         Backend::IptablesNft,
         Verb::Add,
-        38,
+        25,
         &[
-            victim("bridge", "bridge", 265),
-            victim("bridge", "bridge+fork", 17),
+            victim("bridge", "bridge", 200),
+            victim("bridge", "bridge+fork", 5),
             victim("bridge", "host-local", 78),
-            victim("bridge", "xtables-nft-multi", 130),
             victim("tuning", "tuning", 72),
-            victim("portmap", "portmap", 360),
-            victim("portmap", "portmap+fork", 11),
-            victim("portmap", "xtables-nft-multi", 227),
+            victim("portmap", "portmap", 240),
             victim("bandwidth", "bandwidth", 85),
         ],
     );

@@ -25,7 +25,7 @@ impl Backend {
         if self == Backend::Nftables { "nftables" } else { "iptables" }
     }
 
-    /// The file that iptables is, whose process makes the rules.
+    /// The file that is the programs of this iptables.
     pub(crate) fn program(self) -> Option<&'static str> {
         match self {
             Backend::Nftables => None,

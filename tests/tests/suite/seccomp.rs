@@ -147,7 +147,7 @@ fn what_a_profile_forbids_fails_whole_and_is_cleaned_by_a_del_without_it() {
             needs: &[Setns, Netlink],
         },
         Link { config: ports("nftables"), needs: &[Netlink] },
-        Link { config: ports("iptables"), needs: &[Netlink, Start] },
+        Link { config: ports("iptables"), needs: &[Netlink] },
         Link { config: chained("loopback", &result, json!({"prevResult": null})), needs: &[Setns, Netlink] },
     ];
     for link in &later {

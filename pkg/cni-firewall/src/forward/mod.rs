@@ -122,7 +122,7 @@ impl<'m> Forward<'m> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();
         for family in wanted.families() {
-            let Some(variant) = iptables.chosen(family)? else {
+            let Some(variant) = iptables.for_new_rules(family)? else {
                 // The error is that of a program that cannot be found.
                 return iptables.probe(family);
             };
@@ -277,7 +277,7 @@ impl<'m> Forward<'m> {
     pub fn probe(&self, backend: Backend, place: Option<&Place>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(place),
-            Backend::Iptables if self.iptables(OnSigterm::Kill)?.chosen(Family::V4)?.is_some() => Ok(()),
+            Backend::Iptables if self.iptables(OnSigterm::Kill)?.for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),

@@ -7,7 +7,10 @@
 
 use std::net::IpAddr;
 
+use std::mem::offset_of;
+
 use super::rule::Rule;
+use super::xt::{self, Addrtype, Conntrack, Mark, Multiport, NatV4, Range, Sctp, SetMark, Tcp, Udp};
 use crate::nft::expr::{Base, CmpOp, Expr, MetaKey, Verdict};
 use crate::nft::{self, Listed};
 use cni_linux::route::Family;
@@ -169,12 +172,19 @@ impl Words {
                 Some((option, ports)) => self.push(&["-m", "multiport", option, &ports]),
                 None => self.whole = false,
             },
-            ("addrtype", 1) => match (u16_at(info, 0), u16_at(info, 2), u32_at(info, 4)) {
-                // A set of bits by route type; RTN_LOCAL is 2.
-                (Some(0), Some(4), Some(0)) => self.push(&["-m", "addrtype", "--dst-type", "LOCAL"]),
+            ("addrtype", 1) => match (
+                u16_at(info, offset_of!(Addrtype, source)),
+                u16_at(info, offset_of!(Addrtype, destination)),
+                u32_at(info, offset_of!(Addrtype, flags)),
+            ) {
+                (Some(0), Some(LOCAL), Some(0)) => self.push(&["-m", "addrtype", "--dst-type", "LOCAL"]),
                 _ => self.whole = false,
             },
-            ("mark", 1) => match (u32_at(info, 0), u32_at(info, 4), info.get(8)) {
+            ("mark", 1) => match (
+                u32_at(info, offset_of!(Mark, value)),
+                u32_at(info, offset_of!(Mark, mask)),
+                info.get(offset_of!(Mark, invert)),
+            ) {
                 (Some(value), Some(mask), Some(0)) => self.mark(value, mask),
                 _ => self.whole = false,
             },
@@ -182,10 +192,13 @@ impl Words {
                 Some(states) => self.push(&["-m", "conntrack", "--ctstate", &states]),
                 None => self.whole = false,
             },
-            // Source ports, first and last, destination ports, other matches, inversions.
             ("tcp" | "udp", 0) => {
-                let flags = if name == "tcp" { info.get(8..12) } else { info.get(8..9) };
-                match (ports(info, 0), ports(info, 4), flags) {
+                let flags = if name == "tcp" {
+                    info.get(offset_of!(Tcp, option)..=offset_of!(Tcp, invert))
+                } else {
+                    info.get(offset_of!(Udp, invert)..=offset_of!(Udp, invert))
+                };
+                match (ports(info, offset_of!(Tcp, source_ports)), ports(info, offset_of!(Tcp, ports)), flags) {
                     (Some((0, u16::MAX)), Some((first, last)), Some(flags))
                         if first == last && flags.iter().all(|flag| *flag == 0) =>
                     {
@@ -194,9 +207,12 @@ impl Words {
                     _ => self.whole = false,
                 }
             }
-            // `struct xt_sctp_info`: destination ports first, which parts count last.
-            ("sctp", 0) => match (ports(info, 0), u32_at(info, 284), u32_at(info, 288)) {
-                (Some((first, last)), Some(2), Some(0)) if first == last => {
+            ("sctp", 0) => match (
+                ports(info, offset_of!(Sctp, ports)),
+                u32_at(info, offset_of!(Sctp, matched)),
+                u32_at(info, offset_of!(Sctp, invert)),
+            ) {
+                (Some((first, last)), Some(DESTINATION_PORTS), Some(0)) if first == last => {
                     self.push(&["-m", "sctp", "--dport", &first.to_string()]);
                 }
                 _ => self.whole = false,
@@ -214,19 +230,22 @@ impl Words {
         match name {
             "MASQUERADE" => {
                 // Plugins write no ports or flags. Without them only the count of ranges is not zero.
-                let flags = if family == Family::V4 { u32_at(info, 4) } else { u32_at(info, 0) };
+                let flags = if family == Family::V4 { offset_of!(NatV4, flags) } else { offset_of!(Range, flags) };
+                let flags = u32_at(info, flags);
                 self.whole &= flags.is_none_or(|flags| flags == 0);
             }
             "DNAT" => match destination(family, revision, info) {
                 Some(to) => self.target.extend(["--to-destination".to_owned(), to]),
                 None => self.whole = false,
             },
-            "MARK" if revision == 2 => match (u32_at(info, 0), u32_at(info, 4)) {
-                (Some(value), Some(mask)) => {
-                    self.target.extend(["--set-xmark".to_owned(), format!("{value:#x}/{mask:#x}")])
+            "MARK" if revision == 2 => {
+                match (u32_at(info, offset_of!(SetMark, value)), u32_at(info, offset_of!(SetMark, mask))) {
+                    (Some(value), Some(mask)) => {
+                        self.target.extend(["--set-xmark".to_owned(), format!("{value:#x}/{mask:#x}")])
+                    }
+                    _ => self.whole = false,
                 }
-                _ => self.whole = false,
-            },
+            }
             _ => self.whole = false,
         }
     }
@@ -252,20 +271,28 @@ impl Words {
     }
 }
 
-/// The states in a `struct xt_conntrack_mtinfo2` or `3` that matches nothing else, in iptables'
-/// order. Behind eight addresses come two numbers, five ports, and then what is matched, inverted,
-/// and the states.
+/// RTN_LOCAL in a set of bits by route type.
+pub(super) const LOCAL: u16 = 1 << libc::RTN_LOCAL;
+/// That an sctp match is about the destination's ports.
+pub(super) const DESTINATION_PORTS: u32 = 2;
+/// That a conntrack match is about states.
+pub(super) const STATE: u16 = 1;
+/// The states of connections, in iptables' order.
+pub(super) const STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
+/// That a range for NAT says addresses; and that it says ports.
+pub(super) const MAP_IPS: u32 = 1;
+pub(super) const PROTO_SPECIFIED: u32 = 2;
+
+/// The states in a conntrack match that matches nothing else.
 fn conntrack_states(info: &[u8]) -> Option<String> {
-    const MATCHED: usize = 8 * 16 + 2 * 4 + 5 * 2;
-    const STATE: u16 = 1;
-    const NAMES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
-    let (matched, inverted) = (u16_at(info, MATCHED)?, u16_at(info, MATCHED + 2)?);
-    let states = u16_at(info, MATCHED + 4)?;
-    let known = NAMES.iter().fold(0, |all, (bit, _)| all | bit);
+    let matched = u16_at(info, offset_of!(Conntrack, matched))?;
+    let inverted = u16_at(info, offset_of!(Conntrack, inverted))?;
+    let states = u16_at(info, offset_of!(Conntrack, states))?;
+    let known = STATES.iter().fold(0, |all, (bit, _)| all | bit);
     if matched != STATE || inverted != 0 || states & !known != 0 {
         return None;
     }
-    let names: Vec<&str> = NAMES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
+    let names: Vec<&str> = STATES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
     Some(names.join(","))
 }
 
@@ -346,24 +373,22 @@ pub(super) fn protocol_number(name: &str) -> Option<u8> {
     name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol(*number) == name))
 }
 
-/// `struct xt_multiport_v1`: which ports, how many, 15 ports, 15 flags that say where a range
-/// begins, inversion.
 fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
-    const PORTS: usize = 15;
-    let option = match info.first()? {
+    const FLAGS: usize = offset_of!(Multiport, begins_range);
+    let option = match info.get(offset_of!(Multiport, kind))? {
         0 => "--sports",
         1 => "--dports",
         2 => "--ports",
         _ => return None,
     };
-    let count = usize::from(*info.get(1)?);
-    let flags = info.get(2 + 2 * PORTS..2 + 3 * PORTS)?;
-    if count > PORTS || *info.get(2 + 3 * PORTS)? != 0 {
+    let count = usize::from(*info.get(offset_of!(Multiport, count))?);
+    let flags = info.get(FLAGS..FLAGS + xt::PORTS)?;
+    if count > xt::PORTS || *info.get(offset_of!(Multiport, invert))? != 0 {
         return None;
     }
     let mut text = String::new();
     for (index, begins_range) in flags.iter().enumerate().take(count) {
-        text += &u16_at(info, 2 + 2 * index)?.to_string();
+        text += &u16_at(info, offset_of!(Multiport, ports) + 2 * index)?.to_string();
         if index + 1 < count {
             text.push(if *begins_range == 0 { ',' } else { ':' });
         }
@@ -373,19 +398,16 @@ fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
 
 /// Where a DNAT goes, if that is one address and at most one port: `10.0.0.2:80`, `[fd00::2]:80`.
 fn destination(family: Family, revision: u32, info: &[u8]) -> Option<String> {
-    const MAP_IPS: u32 = 1;
-    const PROTO_SPECIFIED: u32 = 2;
-    // `struct nf_nat_ipv4_multi_range_compat` with one range; later `struct nf_nat_range` and
-    // `nf_nat_range2`, whose beginnings are the same.
+    let size = if family == Family::V4 { 4 } else { 16 };
     let (flags, from, to, port) = if revision == 0 && family == Family::V4 {
-        if u32_at(info, 0)? != 1 {
+        if u32_at(info, offset_of!(NatV4, count))? != 1 {
             return None;
         }
-        (u32_at(info, 4)?, info.get(8..12)?, info.get(12..16)?, 16)
+        (offset_of!(NatV4, flags), offset_of!(NatV4, first), offset_of!(NatV4, last), offset_of!(NatV4, first_port))
     } else {
-        let size = if family == Family::V4 { 4 } else { 16 };
-        (u32_at(info, 0)?, info.get(4..4 + size)?, info.get(20..20 + size)?, 36)
+        (offset_of!(Range, flags), offset_of!(Range, first), offset_of!(Range, last), offset_of!(Range, first_port))
     };
+    let (flags, from, to) = (u32_at(info, flags)?, info.get(from..from + size)?, info.get(to..to + size)?);
     let (first, last) = (be16_at(info, port)?, be16_at(info, port + 2)?);
     if flags & !(MAP_IPS | PROTO_SPECIFIED) != 0 || flags & MAP_IPS == 0 || from != to {
         return None;

@@ -6,12 +6,13 @@
 
 use std::fmt::Write as _;
 
+use super::nft::Place;
 use super::rule::{Rule, quote};
 use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
 
-/// Changes that belong together. With iptables-legacy they are one transaction; with iptables-nft
-/// what is added is one, and what is removed or put back is another, after it.
+/// Changes that belong together. They are one transaction; only where the program of iptables-nft
+/// has to write the rules, what is removed or put back is another one, after it.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
     pub(crate) chains: Vec<(String, New)>,
@@ -34,15 +35,9 @@ pub(crate) enum New {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Added {
-    chain: String,
-    words: Vec<String>,
-    place: Place,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    First,
-    Last,
+    pub(crate) chain: String,
+    pub(crate) words: Vec<String>,
+    pub(crate) place: Place,
 }
 
 impl Edit {

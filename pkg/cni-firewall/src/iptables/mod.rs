@@ -1,19 +1,18 @@
-//! A table of iptables: reading it without a process, changing it with one.
+//! A table of iptables: reading and changing it, without a process where that is possible.
 //!
-//! There are two iptables. What **iptables-nft** makes lies in nf_tables tables, `ip nat` and `ip6
-//! nat` say: it is read over netlink, and removed over netlink too, in one transaction by handles,
-//! so that neither needs a program. What
-//! **iptables-legacy** makes only its own programs can see; they run only where
-//! `/proc/net/ip{,6}_tables_names` says that there is such a table, for looking would make one.
-//! Additions always go through one `iptables-restore --noflush`. So a [`change`](Iptables::change)
-//! costs, per family and attempt:
+//! There are two iptables. What **iptables-nft** makes are tables of nf_tables, `ip nat` and `ip6
+//! nat` for example: they are read and changed over netlink, in one transaction. Only rules in words
+//! that plugins do not write themselves go through `iptables-restore` (docs/decisions/rules.md).
+//! What **iptables-legacy** makes only its own programs can see; they run only where
+//! `/proc/net/ip{,6}_tables_names` names such a table, since looking would create one. A
+//! [`change`](Iptables::change) starts these programs, per family and attempt:
 //!
 //! | | iptables-nft | iptables-legacy |
 //! | --- | --- | --- |
-//! | nothing to do, no table | 0 | 0 |
-//! | nothing to do | 0 | 1 save |
-//! | something added | 1 restore | 1 restore, and 1 save where there is a table |
-//! | something removed | 0 | 1 save, 1 restore |
+//! | nothing to do, no table | none | none |
+//! | nothing to do | none | 1 save |
+//! | rules added | none; 1 restore for foreign words | 1 restore, and 1 save if the table exists |
+//! | rules removed | none | 1 save, 1 restore |
 //!
 //! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`]
 //! meanwhile, and plans anew when a program that does not know the lock came in between.
@@ -35,9 +34,12 @@ use cni_linux::route::Family;
 mod chains;
 mod compat;
 mod edit;
+mod encode;
 mod lock;
 mod rule;
 mod tool;
+mod transaction;
+mod xt;
 
 pub use chains::Chains;
 pub(crate) use compat::rule as rule_of_nft;
@@ -101,6 +103,15 @@ impl fmt::Display for Variant {
             Variant::Legacy => "legacy",
         })
     }
+}
+
+/// How additions to iptables-nft are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Over netlink where the rules can be put so.
+    Netlink,
+    /// By `iptables-restore`.
+    Program,
 }
 
 /// A chain as it was read.
@@ -173,18 +184,28 @@ impl<'m> Iptables<'m> {
         self.runner.on_sigterm = OnSigterm::Finish;
     }
 
-    /// The variant that the machine's owner has chosen, in which new rules are made; `None` if
-    /// there is no `iptables-restore`. No process, unless a script stands where the program should
-    /// be.
+    /// The variant that the machine's owner has chosen; `None` if there is no `iptables-restore`.
+    /// No process, unless a script stands where the program should be.
     pub fn chosen(&self, family: Family) -> Result<Option<Variant>> {
         Ok(tool::chosen(&self.folders, self.runner, family)?.map(|tool| tool.variant))
     }
 
+    /// The variant in which new rules are made: the chosen one. Where none is installed it is
+    /// iptables-nft if the kernel has what its rules need, since they are written without a
+    /// program.
+    pub fn for_new_rules(&mut self, family: Family) -> Result<Option<Variant>> {
+        match (self.chosen(family)?, &mut self.nft) {
+            (None, Some(nft)) => Ok(transaction::is_possible(nft, self.table, family)?.then_some(Variant::Nft)),
+            (chosen, _) => Ok(chosen),
+        }
+    }
+
     /// Whether the chosen program can work here: runs it (one process) on a text that changes
-    /// nothing.
-    pub fn probe(&self, family: Family) -> Result<()> {
+    /// nothing. Without a program, whether it can be done without.
+    pub fn probe(&mut self, family: Family) -> Result<()> {
         match tool::chosen(&self.folders, self.runner, family)? {
             Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
+            None if self.for_new_rules(family)?.is_some() => Ok(()),
             None => Err(missing(family, None)),
         }
     }
@@ -298,9 +319,9 @@ impl<'m> Iptables<'m> {
         {
             notes.note(remark);
         }
-        let (mut left, mut failed) = (families, None::<(String, Error)>);
+        let (mut left, mut failed) = (families, None::<(String, Way, Error)>);
         *changed = 0;
-        for _ in 0..ATTEMPTS {
+        for attempt in 0..ATTEMPTS {
             let mut edits = Vec::new();
             for (family, variant) in left {
                 let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
@@ -308,13 +329,18 @@ impl<'m> Iptables<'m> {
                 edits.push((*family, *variant, edit, text));
             }
             for (family, variant, edit, text) in edits {
-                if let Some((before, error)) = failed.take() {
+                // What the kernel refused once is given to the program, which knows what to do for
+                // this kernel, or what to say.
+                let has_program = || self.tool(family, variant, Job::Restore).is_ok();
+                let by_netlink = variant == Variant::Nft && (attempt == 0 || !has_program());
+                let way = if by_netlink { Way::Netlink } else { Way::Program };
+                if let Some((before, before_by, error)) = failed.take() {
                     // The same again would fail the same way.
-                    if before == text && !is_momentary(&error) {
+                    if before == text && before_by == way && !is_momentary(&error) {
                         return Err(error);
                     }
                 }
-                let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, &text) };
+                let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, way, &text) };
                 // A legacy program that fails has changed nothing; with the other something may be
                 // added, not removed.
                 if !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft) {
@@ -324,7 +350,7 @@ impl<'m> Iptables<'m> {
                     Ok(()) => left = left.get(1..).unwrap_or_default(),
                     Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
                     Err(error) => {
-                        failed = Some((text, error));
+                        failed = Some((text, way, error));
                         break;
                     }
                 }
@@ -334,20 +360,29 @@ impl<'m> Iptables<'m> {
             }
         }
         let cause = || Error::new("failed to change iptables", Cause::text("no attempt came to its end"));
-        Err(failed.map_or_else(cause, |(_, error)| error))
+        Err(failed.map_or_else(cause, |(_, _, error)| error))
     }
 
-    fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, everything: &str) -> Result<()> {
+    fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, way: Way, everything: &str) -> Result<()> {
         if variant == Variant::Legacy {
             let tool = self.tool(family, variant, Job::Restore)?;
             return tool::restore(self.runner, &tool, everything);
         }
-        if edit.adds() {
-            let tool = self.tool(family, variant, Job::Restore)?;
-            tool::restore(self.runner, &tool, &(edit.additions(self.table)? + "COMMIT\n"))?;
-        }
+        let added = match (way, &mut self.nft) {
+            (Way::Netlink, Some(nft)) => transaction::additions(nft, self.table, family, edit)?,
+            _ => None,
+        };
         let table = self.table.of(family);
-        let mut batch = Batch::new();
+        let mut batch = match added {
+            Some(batch) => batch,
+            None => {
+                if edit.adds() {
+                    let tool = self.tool(family, variant, Job::Restore)?;
+                    tool::restore(self.runner, &tool, &(edit.additions(self.table)? + "COMMIT\n"))?;
+                }
+                Batch::new()
+            }
+        };
         for (chain, rule) in &edit.put_back {
             if let Some(raw) = &rule.raw {
                 let protocol = rule.value("-p").and_then(compat::protocol_number);

@@ -91,7 +91,7 @@ impl<'m> Masquerade<'m> {
             }
             Some(Backend::Nftables) => nftables::ensure(mark, addresses, &former.nftables),
             None => {
-                let iptables = self.iptables(OnSigterm::Kill)?;
+                let mut iptables = self.iptables(OnSigterm::Kill)?;
                 for family in families(addresses) {
                     if iptables.chosen(family)?.is_none() {
                         return nftables::ensure(mark, addresses, &former.nftables);
@@ -120,7 +120,7 @@ impl<'m> Masquerade<'m> {
     fn ensure_in_iptables(&self, mark: &AttachmentId, addresses: &[Cidr], former: &Former) -> Result<(), Failure> {
         for family in families(addresses) {
             let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
-                let Some(variant) = iptables.chosen(family)? else {
+                let Some(variant) = iptables.for_new_rules(family)? else {
                     // The error is that of a program that cannot be found.
                     return iptables.probe(family);
                 };
@@ -263,14 +263,16 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// Why not.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
-        let iptables = self.iptables(OnSigterm::Kill)?;
-        let mut installed = false;
+        let mut iptables = self.iptables(OnSigterm::Kill)?;
+        let (mut installed, mut possible) = (false, false);
         for family in FAMILIES {
             installed |= iptables.chosen(family)?.is_some();
+            possible |= iptables.for_new_rules(family)?.is_some();
         }
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
-            _ if installed => Ok(()),
+            Some(Backend::Iptables) if possible => Ok(()),
+            None if installed => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),

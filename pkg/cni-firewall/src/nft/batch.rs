@@ -18,7 +18,7 @@ use netlink_packet_netfilter::nftables::{
 use std::net::IpAddr;
 
 use super::userdata;
-use super::{Family, Generation, Raw, Rule, Table};
+use super::{Expr, Family, Generation, Raw, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::Message;
 
@@ -60,6 +60,8 @@ impl Kind {
 pub enum Hook {
     /// Packets that came in.
     Prerouting,
+    /// Packets for this machine.
+    Input,
     /// Packets that go on to another machine or container.
     Forward,
     /// Packets that start here.
@@ -72,6 +74,7 @@ impl Hook {
     fn wire(self) -> wire::InetHookNumber {
         match self {
             Hook::Prerouting => wire::InetHookNumber::PreRouting,
+            Hook::Input => wire::InetHookNumber::LocalIn,
             Hook::Forward => wire::InetHookNumber::Forward,
             Hook::Output => wire::InetHookNumber::LocalOut,
             Hook::Postrouting => wire::InetHookNumber::PostRouting,
@@ -79,7 +82,7 @@ impl Hook {
     }
 
     pub(crate) fn by_number(wanted: u32) -> Option<Hook> {
-        let all = [Hook::Prerouting, Hook::Forward, Hook::Output, Hook::Postrouting];
+        let all = [Hook::Prerouting, Hook::Input, Hook::Forward, Hook::Output, Hook::Postrouting];
         all.into_iter().find(|hook| u32::from(hook.wire()) == wanted)
     }
 }
@@ -101,6 +104,21 @@ impl SetKind {
             SetKind::Ipv6 => (8, 16),
         }
     }
+}
+
+/// Where in a chain a rule is put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    First,
+    Last,
+}
+
+/// The protocol that a rule asks for, for its matches of xtables.
+fn compat(protocol: u8) -> RuleAttribute {
+    const NFTA_RULE_COMPAT_PROTO: u16 = 1;
+    const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
+    let number = |kind, value: u32| DefaultNla::new(kind, value.to_be_bytes().to_vec());
+    RuleAttribute::Compat(vec![number(NFTA_RULE_COMPAT_PROTO, protocol.into()), number(NFTA_RULE_COMPAT_FLAGS, 0)])
 }
 
 /// The address as an element of the set.
@@ -242,10 +260,35 @@ impl Batch {
         let mut attributes = vec![
             RuleAttribute::Table(table.name.into()),
             RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Expressions(rule.exprs.iter().map(super::Expr::wire).collect()),
+            RuleAttribute::Expressions(rule.exprs.iter().map(Expr::wire).collect()),
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
+        self.push(what, Meaning::Plain, table.family, flags, message);
+    }
+
+    /// The same for a rule as iptables-nft writes it, at the chain's beginning or end. `protocol`
+    /// (`IPPROTO_*`, 0 for any) is the one that the rule asks for: matches of xtables want to be
+    /// told.
+    pub(crate) fn add_xtables_rule(
+        &mut self,
+        (table, chain): (Table<'_>, &str),
+        exprs: &[Expr],
+        protocol: u8,
+        place: Place,
+    ) {
+        let what = format!("failed to add a rule to iptables chain {table} {chain}");
+        let attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Expressions(exprs.iter().map(Expr::wire).collect()),
+            compat(protocol),
+        ];
+        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
+        let flags = match place {
+            Place::First => NLM_F_CREATE,
+            Place::Last => NLM_F_CREATE | NLM_F_APPEND,
+        };
         self.push(what, Meaning::Plain, table.family, flags, message);
     }
 
@@ -286,8 +329,6 @@ impl Batch {
     /// set it uses is missing: sets without a name go with their rule.
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;
-        const NFTA_RULE_COMPAT_PROTO: u16 = 1;
-        const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
         const NLA_F_NESTED: u16 = 1 << 15;
         let exprs = DefaultNla::new(NFTA_RULE_EXPRESSIONS | NLA_F_NESTED, raw.exprs.clone());
         let mut attributes = vec![
@@ -295,13 +336,7 @@ impl Batch {
             RuleAttribute::Chain(chain.into()),
             RuleAttribute::Other(exprs),
         ];
-        if let Some(protocol) = protocol {
-            let number = |kind, value: u32| DefaultNla::new(kind, value.to_be_bytes().to_vec());
-            attributes.push(RuleAttribute::Compat(vec![
-                number(NFTA_RULE_COMPAT_PROTO, protocol.into()),
-                number(NFTA_RULE_COMPAT_FLAGS, 0),
-            ]));
-        }
+        attributes.extend(protocol.map(compat));
         if !raw.userdata.is_empty() {
             attributes.push(RuleAttribute::UserData(raw.userdata.clone()));
         }

@@ -198,8 +198,7 @@ pub enum Expr {
         /// Where the port is, if that is replaced too.
         port: Option<Reg>,
     },
-    /// A match of xtables (`comment`, `multiport`), as iptables-nft writes them. Read only, as
-    /// [`Expr::Other`].
+    /// A match of xtables (`comment`, `multiport`), as iptables-nft writes them.
     XtMatch {
         /// Its name.
         name: String,
@@ -208,8 +207,7 @@ pub enum Expr {
         /// The C structure of that name and revision.
         info: Vec<u8>,
     },
-    /// A target of xtables (`MASQUERADE`, `DNAT`), as iptables-nft writes them. Read only, as
-    /// [`Expr::Other`].
+    /// A target of xtables (`MASQUERADE`, `DNAT`), as iptables-nft writes them.
     XtTarget {
         /// Its name.
         name: String,
@@ -284,8 +282,8 @@ impl Expr {
                 attributes.extend(port.map(|reg| (NFTA_NAT_REG_PROTO_MIN, reg.0)));
                 other("nat", &attributes)
             }
-            Expr::XtMatch { .. } => other("match", &[]),
-            Expr::XtTarget { .. } => other("target", &[]),
+            Expr::XtMatch { name, revision, info } => xtables("match", name, *revision, info),
+            Expr::XtTarget { name, revision, info } => xtables("target", name, *revision, info),
             Expr::Other(name) => other(name, &[]),
         }
         .into()
@@ -296,6 +294,19 @@ impl Expr {
 fn other(name: &str, attributes: &[(u16, u32)]) -> wire::Expressions {
     let attributes = attributes.iter().map(|(kind, value)| DefaultNla::new(*kind, value.to_be_bytes().to_vec()));
     wire::Expressions::Other { expression_type: name.to_owned(), attributes: attributes.collect() }
+}
+
+/// A match or target; both have their attributes at the same numbers.
+fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressions {
+    const NFTA_NAME: u16 = 1;
+    const NFTA_REV: u16 = 2;
+    const NFTA_INFO: u16 = 3;
+    let attributes = vec![
+        DefaultNla::new(NFTA_NAME, [name.as_bytes(), &[0]].concat()),
+        DefaultNla::new(NFTA_REV, revision.to_be_bytes().to_vec()),
+        DefaultNla::new(NFTA_INFO, info.to_vec()),
+    ];
+    wire::Expressions::Other { expression_type: kind.to_owned(), attributes }
 }
 
 /// Loads and compares for equality: nearly every match is that.

@@ -22,12 +22,16 @@ pub mod expr;
 mod socket;
 pub mod userdata;
 
+pub(crate) use batch::Place;
 pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
 pub use expr::{Expr, Verdict};
+pub(crate) use socket::Extension;
 pub use socket::{Generation, Nft, mentions, occurs, raced};
 
 /// nf_tables among the subsystems of netfilter.
 const NFNL_SUBSYS_NFTABLES: u16 = 10;
+/// The matches and targets of xtables in nf_tables.
+const NFNL_SUBSYS_NFT_COMPAT: u16 = 11;
 
 /// Which packets a table sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,14 +50,18 @@ impl Family {
     /// A message's type and what follows its header: the family, the version, no resource, the
     /// attributes.
     fn message(self, message: &NfTablesMessage) -> (u16, Vec<u8>) {
-        let family = match self {
+        let kind = NFNL_SUBSYS_NFTABLES << 8 | u16::from(u8::from(message.message_type()));
+        (kind, [&[self.number(), 0, 0, 0][..], &emitted(message)].concat())
+    }
+
+    /// `NFPROTO_*`
+    fn number(self) -> u8 {
+        u8::from(match self {
             Family::Inet => NetfilterProtoFamily::Inet,
             Family::Ip => NetfilterProtoFamily::IPv4,
             Family::Ip6 => NetfilterProtoFamily::IPv6,
             Family::Bridge => NetfilterProtoFamily::Bridge,
-        };
-        let kind = NFNL_SUBSYS_NFTABLES << 8 | u16::from(u8::from(message.message_type()));
-        (kind, [&[u8::from(family), 0, 0, 0][..], &emitted(message)].concat())
+        })
     }
 }
 

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 
 use super::batch::{Batch, Meaning};
 use super::decode;
-use super::{BaseChain, Chain, Listed, NFNL_SUBSYS_NFTABLES, Table};
+use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::socket::{Protocol, Socket};
 use cni_linux::netlink::wire::{self, Message, NLMSG_ERROR};
@@ -317,6 +317,34 @@ impl Nft {
         }
     }
 
+    /// Whether rules of nf_tables can have this match or target of xtables; the kernel loads its
+    /// module if there is one.
+    pub(crate) fn has_extension(&mut self, family: Family, name: &str, revision: u32, kind: Extension) -> Result<bool> {
+        const NFNL_MSG_COMPAT_GET: u16 = 0;
+        const NFTA_COMPAT_NAME: u16 = 1;
+        const NFTA_COMPAT_REV: u16 = 2;
+        const NFTA_COMPAT_TYPE: u16 = 3;
+        let kind = match kind {
+            Extension::Match => 0_u32,
+            Extension::Target => 1,
+        };
+        let body = [
+            &[family.number(), 0, 0, 0][..],
+            &wire::new_attribute(NFTA_COMPAT_NAME, &[name.as_bytes(), &[0]].concat()),
+            &wire::new_attribute(NFTA_COMPAT_REV, &revision.to_be_bytes()),
+            &wire::new_attribute(NFTA_COMPAT_TYPE, &kind.to_be_bytes()),
+        ]
+        .concat();
+        match self.socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {}) {
+            Ok(_) => Ok(true),
+            Err(cause) => match Error::new(format_args!("failed to ask for {name} of xtables"), cause) {
+                // EINVAL: a kernel without nft_compat.
+                error if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(false),
+                error => Err(error),
+            },
+        }
+    }
+
     /// Where the ruleset stands, for [`Batch::only_at`], once the transaction that brought it there
     /// is over. From here to the next commit lists are read once: whatever disturbs a reading also
     /// takes the generation on, and that commit fails. Not for chains into which others put rules
@@ -407,6 +435,13 @@ impl Nft {
         Message { kind, flags: NLM_F_REQUEST, sequence, payload: &payload }.write(bytes);
         sequence
     }
+}
+
+/// A kind of extension of xtables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extension {
+    Match,
+    Target,
 }
 
 /// How a transaction ends.

@@ -61,9 +61,9 @@ fn the_request_that_failed_is_shown_whole() {
     assert_eq!((failed_by(&json).len(), &json["error"]["code"]), (1, &json!(100)), "{json:#}");
     // A program, with what it was given and what it said.
     let bin = operator.node.dir().join("sbin");
-    operator.node.script("sbin/xtables-nft-multi", "#!/bin/sh\ncat >/dev/null\necho line 2 failed >&2\nexit 4\n");
-    symlink("xtables-nft-multi", bin.join("iptables-restore")).unwrap();
-    symlink("xtables-nft-multi", bin.join("ip6tables-restore")).unwrap();
+    operator.node.script("sbin/xtables-legacy-multi", "#!/bin/sh\ncat >/dev/null\necho line 2 failed >&2\nexit 4\n");
+    symlink("xtables-legacy-multi", bin.join("iptables-restore")).unwrap();
+    symlink("xtables-legacy-multi", bin.join("ip6tables-restore")).unwrap();
     operator.configure(json!({"ipMasq": true, "ipMasqBackend": "iptables"}), &[]);
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let said = operator.call(&args).arg("--json").env("PATH", path).run();

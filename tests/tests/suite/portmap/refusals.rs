@@ -58,15 +58,21 @@ fn what_makes_no_sense_is_code_7_and_changes_nothing() {
 }
 
 #[test]
-fn a_host_without_iptables_cannot_serve_it_and_says_so_by_key() {
+fn conditions_in_iptables_words_need_its_programs() {
     require!(Backend::IptablesNft.probe());
     let world = World::new(Backend::IptablesNft);
     let pod = world.dual();
     without_iptables(&world.node);
     let config = world.config(json!([map(8080, 80, "tcp")]));
+    let call =
+        |verb: &str| pod.invocation(&cni_testkit::bin_dir(), verb, &config, Some(&pod.result)).env("PATH", "/usr/sbin");
+    call("ADD").run().success();
+    call("DEL").run().success();
+    let config =
+        patched(config, json!({"conditionsV4": ["-m", "statistic", "--mode", "random", "--probability", "0.5"]}));
     // As bridge says it: the specification's code for a key that this host cannot serve.
     let add = pod.invocation(&cni_testkit::bin_dir(), "ADD", &config, Some(&pod.result)).env("PATH", "/usr/sbin").run();
-    add.fails_with(2, "\"backend\": \"iptables\" cannot be had on this host: failed to find iptables-restore");
+    add.fails_with(2, "\"backend\": \"iptables\" cannot be had on this host: failed to find the programs of iptables-nft");
     pod.leave();
 }
 

@@ -128,7 +128,7 @@ impl<'m> IptablesPortMap<'m> {
     ) -> Result<()> {
         for (container, _) in wanted.every_family().filter(|(_, claims)| claims.is_empty()) {
             let family = Family::of(container.address());
-            let Some(variant) = self.iptables.chosen(family)? else { continue };
+            let Some(variant) = self.iptables.for_new_rules(family)? else { continue };
             let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
             let mut judge = Judge::default();
             let (mut last, mut writes) = (Vec::new(), false);
@@ -153,8 +153,8 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// The variant in which new rules are made.
-    fn variant(&self, family: Family) -> Result<Variant> {
-        self.iptables.chosen(family)?.ok_or_else(|| {
+    fn variant(&mut self, family: Family) -> Result<Variant> {
+        self.iptables.for_new_rules(family)?.ok_or_else(|| {
             let name = if family == Family::V4 { "iptables-restore" } else { "ip6tables-restore" };
             Error::new(format_args!("failed to find {name}"), Cause::text("it is neither in PATH nor in /usr/sbin"))
         })
