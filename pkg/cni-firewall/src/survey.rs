@@ -291,7 +291,7 @@ mod tests {
     use cni_testkit::{probe, require};
 
     #[test]
-    fn rules_are_found_with_their_owners_and_told_from_others() {
+    fn rules_are_found_with_their_owners_and_foreign_ones_are_not() {
         require!(probe::nft());
         in_new_netns(|| {
             let machine = machine();

@@ -51,7 +51,7 @@ fn reinstalling_the_same_set_keeps_the_earlier_backup() {
 }
 
 #[test]
-fn a_rollback_leaves_what_somebody_else_has_put_there_since() {
+fn a_rollback_leaves_files_that_others_installed_since() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old"));
     place.install(&place.set("v1", &["bridge", "tuning"])).fine();
@@ -263,7 +263,7 @@ fn staying_it_waits_for_the_signal_also_as_process_one() {
 }
 
 #[test]
-fn a_wrong_call_is_told_with_status_two() {
+fn a_usage_error_exits_with_status_two() {
     for args in [
         &[][..],
         &["install"][..],
@@ -334,7 +334,7 @@ fn in_the_installers_own_folder_only_what_it_made_is_garbage() {
 }
 
 #[test]
-fn a_fifo_holds_nobody_up() {
+fn a_fifo_blocks_no_call() {
     let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
     // Who waits at a FIFO is ended, with another status.
     let call = |place: &Place, verb: &str| -> Ran {

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_strongest_source_wins_and_the_loser_is_told() {
+    fn the_strongest_source_wins_and_the_loser_is_logged() {
         let lines = Rc::new(RefCell::new(Vec::new()));
         let sink = Rc::clone(&lines);
         let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));

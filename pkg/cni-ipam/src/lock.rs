@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_replaced_while_waiting_is_locked_anew() {
+    fn a_folder_replaced_while_waiting_is_locked_again() {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("net");
         let held = acquire(&path, Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default()).unwrap();

@@ -224,14 +224,14 @@ mod tests {
     }
 
     #[test]
-    fn what_it_writes_and_how_it_ends_is_told() {
+    fn output_and_exit_status_are_returned() {
         let output = shell("cat; echo oops >&2; exit 3", b"hello", LONG).unwrap();
         assert_eq!((output.status, output.stdout, output.stderr), (Exit::Status(3), b"hello".into(), b"oops\n".into()));
         assert_eq!(shell("kill -SEGV $$", b"", LONG).unwrap().status, Exit::Signal(11));
     }
 
     #[test]
-    fn much_input_and_output_block_nobody() {
+    fn large_input_and_output_do_not_block() {
         let input = vec![b'x'; 3 << 20];
         let output = shell("cat; head -c 3000000 /dev/zero >&2", &input, LONG).unwrap();
         assert_eq!(output.stdout.len(), input.len());
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_cannot_be_started_is_told() {
+    fn a_program_that_cannot_be_started_is_an_error() {
         for program in ["/nonexistent/program", "/etc/passwd"] {
             let child = Child {
                 program: program.into(),
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grandchild_that_keeps_the_pipe_holds_up_nobody() {
+    fn a_grandchild_that_keeps_the_pipe_does_not_block() {
         let begin = Instant::now();
         let output = shell("sleep 20 & echo $!; exit 0", b"", LONG).unwrap();
         assert_eq!(output.status, Exit::Status(0));

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_pipe_kills_nobody() {
+    fn a_broken_pipe_does_not_kill_the_process() {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
         let ignored = u64::from_str_radix(ignored, 16).unwrap();

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_is_no_namespace_is_told_in_gos_words() {
+    fn a_path_that_is_not_a_namespace_gets_gos_message() {
         assert_eq!(
             text_and_kind("/nonexistent/ns"),
             (
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_inside_reaches_the_caller_and_strands_nobody() {
+    fn after_a_panic_inside_the_thread_is_back_in_its_namespace() {
         in_new_netns(|| {
             let here = Netns::current().unwrap();
             let other = new_netns();

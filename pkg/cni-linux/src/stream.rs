@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_ends_the_wait_but_keeps_nobody_from_what_is_ready() {
+    fn a_signal_ends_the_wait_but_ready_data_is_still_read() {
         // Its mask is this thread's alone.
         let test = || {
             if crate::sys::is_ignored(Signal::SIGTERM).unwrap() {

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_host_name_is_told_from_a_taken_container_name() {
+    fn taken_host_and_container_names_are_distinguished() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
             let netns = new_netns();

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_is_told_with_what_was_awaited() {
+    fn a_deadline_error_names_what_was_awaited() {
         in_new_netns(|| {
             let deadline = Instant::now() + Duration::from_millis(30);
             let watch = Watch::open().unwrap();

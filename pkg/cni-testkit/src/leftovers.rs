@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_lock_and_the_last_address_are_no_reservations() {
+    fn the_lock_and_the_last_address_are_not_reservations() {
         let dir = tempfile::tempdir().unwrap();
         for (name, content) in [("lock", ""), ("last_reserved_ip.0", "10.0.0.2"), ("10.0.0.2", "c\r\neth0")] {
             fs::write(dir.path().join(name), content).unwrap();

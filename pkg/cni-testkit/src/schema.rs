@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn schemas_tell_good_from_bad() {
+    fn schemas_accept_good_and_reject_bad_documents() {
         let config = json!({"cniVersion": "1.0.0", "name": "n", "type": "bridge", "ipam": {"type": "host-local"}});
         assert_eq!(of_config(&config), Vec::<String>::new());
         assert_ne!(of_config(&json!({"cniVersion": "1.0.0", "name": "n"})), Vec::<String>::new());

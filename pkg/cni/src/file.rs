@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_is_cleaned_by_its_letters() {
+    fn a_path_is_cleaned_lexically() {
         for (path, expected) in [
             ("/var/lib/cni", "/var/lib/cni"),
             ("/a//b/./c/", "/a/b/c"),
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_or_longer_than_any_configuration_is_not_read() {
+    fn only_regular_files_of_bounded_size_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let [path, link] = ["file", "link"].map(|name| folder.path().join(name));
         std::os::unix::fs::symlink(&path, &link).unwrap();

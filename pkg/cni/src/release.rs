@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_commit_is_told_where_it_is_known() {
+    fn the_commit_is_printed_where_it_is_known() {
         assert_eq!(text("1.2.3", Some("1a2b3c4d5e6f")), "1.2.3 (commit 1a2b3c4d5e6f)");
         assert_eq!(text("1.2.3", Some("")), "1.2.3");
         assert_eq!(text("1.2.3", None), "1.2.3");

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_become_absolute_by_their_letters() {
+    fn paths_become_absolute_lexically() {
         for (path, expected) in [
             ("/var/run/netns/x", "/var/run/netns/x"),
             ("x", "/work/x"),

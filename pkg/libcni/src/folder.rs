@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_network_is_told_with_gos_texts_and_the_files_that_are_wrong() {
+    fn an_absent_network_gets_gos_text_and_lists_invalid_files() {
         let (guard, conf) = folder(&[]);
         let at = guard.path().display();
         let error = conf.find("n", &Notes::silent()).unwrap_err();
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_file_does_not_hide_the_network_behind_it_but_is_told() {
+    fn a_broken_file_is_reported_and_hides_no_later_network() {
         let (_guard, conf) = folder(&[("a.conflist", "{"), ("b.conflist", &list("n", "x"))]);
         let lines = Rc::new(RefCell::new(Vec::new()));
         let sink = Rc::clone(&lines);

@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_refused_with_gos_texts() {
+    fn an_invalid_list_is_refused_with_gos_messages() {
         assert_eq!(error(r#"{"plugins":[{"type":"x"}]}"#), "error parsing configuration list: no name");
         assert_eq!(error(r#"{"name":"n","plugins":[]}"#), "error parsing configuration list: no plugins in list");
         assert!(error(r#"{"name":"n","plugins":[{}]}"#).ends_with("error parsing configuration: missing 'type'"));
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn check_can_be_disabled_through_args_of_the_list_or_of_a_plugin() {
+    fn check_can_be_disabled_by_args_of_the_list_or_a_plugin() {
         assert!(list(r#""args":{"cni":{"disable-check":true}},"#).unwrap().disable_check());
         assert!(!list(r#""args":{"cni":{"disable-check":5}},"#).unwrap().disable_check());
         assert!(!list(r#""args":"anything","#).unwrap().disable_check());
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_configuration_becomes_a_list_of_one_and_keeps_its_object() {
+    fn a_single_configuration_becomes_a_list_of_one_unchanged() {
         let list = NetworkList::parse_single(br#"{"cniVersion":"0.4.0","name":"n","type":"x","mtu": 1.0e3}"#).unwrap();
         assert_eq!((list.name(), list.cni_version(), list.plugins().len()), ("n", "0.4.0", 1));
         assert_eq!(list.plugins()[0].members().get("mtu").map(RawValue::get), Some("1.0e3"));

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_set_stands_alone_whatever_case_the_others_had() {
+    fn setting_a_key_replaces_all_its_spellings() {
         let mut members = Members::parse(r#"{"Name":1,"x":2,"NAME":3,"name":4}"#).unwrap();
         members.set("name", "n").unwrap();
         assert_eq!(text(&members), r#"{"x":2,"name":"n"}"#);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_object_is_refused() {
+    fn a_value_that_is_not_an_object_is_refused() {
         for text in ["", "[]", "null", "{} {}", "{"] {
             assert_eq!(Members::parse(text).unwrap_err().code(), Code::DECODE, "{text:?}");
         }

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn runtime_config_holds_what_is_declared_true_and_given_and_replaces_the_inline_one_only_then() {
+    fn runtime_config_has_declared_and_given_capabilities_only() {
         let with = |plugin: &str, args: &str| {
             let args = Members::parse(args).unwrap();
             request(plugin, Extras { capability_args: Some(&args), ..Extras::default() })
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn gc_gets_the_valid_attachments_under_both_names_and_an_empty_list_is_a_list() {
+    fn gc_gets_the_valid_attachments_under_both_key_spellings() {
         let one = ValidAttachments::from_iter([("c", "eth0")]);
         let text = request(r#"{"type":"x"}"#, Extras { valid: Some(&one), ..Extras::default() });
         let list = r#"[{"containerID":"c","ifname":"eth0"}]"#;

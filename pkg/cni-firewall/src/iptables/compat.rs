@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn states_of_connections_are_read_and_nothing_else_of_that_match() {
+    fn of_a_conntrack_match_only_the_states_are_read() {
         let states = |at: usize, value: u16| {
             let mut info = vec![0; 164];
             for (at, value) in [(146, 1_u16), (150, 6), (at, value)] {

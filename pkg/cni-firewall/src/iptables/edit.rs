@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_that_would_end_its_line_fails_the_whole() {
+    fn a_word_with_a_line_break_fails_the_whole_edit() {
         for hostile in ["x\nCOMMIT\n*filter", "x\0", "x\r"] {
             let mut edit = Edit::new();
             edit.append("CNI-A", ["-m", "comment", "--comment", hostile]);
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_more_than_a_match_is_no_condition() {
+    fn conditions_may_only_contain_matches() {
         for word in [
             "-j",
             "-jACCEPT",

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_lock_ends_in_a_deadline_that_names_the_holder_and_a_free_one_is_had_at_once() {
+    fn a_held_lock_times_out_naming_its_holder() {
         with_folder(|folder| {
             let held = acquire(folder, LONG).unwrap();
             let refused = || {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_locks_the_namespace_itself_holds_up_nobody() {
+    fn a_lock_on_the_namespace_itself_blocks_no_acquire() {
         with_folder(|folder| {
             let theirs = File::open(NETNS).unwrap();
             theirs.lock().unwrap();
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_place_for_the_file_the_namespace_is_locked_and_that_is_told() {
+    fn without_a_lock_folder_the_namespace_is_locked_with_a_note() {
         in_new_netns(|| is_avoided(Path::new("/proc/cni"), "os error 2"));
         let base = TempDir::new().unwrap();
         let link = base.path().join("link");
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_removed_while_waiting_is_locked_anew() {
+    fn a_folder_removed_while_waiting_is_locked_again() {
         with_folder(|folder| {
             let held = acquire(folder, LONG).unwrap();
             thread::scope(|scope| {

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_read_to_its_end_is_no_rule_of_these_words() {
+    fn a_partially_read_rule_is_not_equal_to_its_words() {
         let rule = rule("-s 10.0.0.0/8 -j CNI-X");
         assert!(rule.is(rule.words()) && !Rule { whole: false, ..rule.clone() }.is(rule.words()));
     }

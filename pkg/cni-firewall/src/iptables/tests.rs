@@ -258,7 +258,7 @@ fn removing_over_netlink_needs_no_program() {
 }
 
 #[test]
-fn a_chain_somebody_made_meanwhile_is_seen_at_the_second_look() {
+fn a_chain_created_concurrently_is_seen_on_the_retry() {
     with_each(|variant, family| {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
@@ -287,7 +287,7 @@ fn a_chain_somebody_made_meanwhile_is_seen_at_the_second_look() {
 }
 
 #[test]
-fn a_rule_somebody_removed_meanwhile_is_no_failure() {
+fn a_rule_removed_concurrently_is_not_a_failure() {
     with_each(|variant, family| {
         restore(variant, family, ":CNI-A - [0:0]\n-A POSTROUTING -j CNI-A");
         let rig = Rig::new();
@@ -310,7 +310,7 @@ fn a_rule_somebody_removed_meanwhile_is_no_failure() {
 }
 
 #[test]
-fn what_can_never_work_is_told_with_the_programs_words_and_not_repeated() {
+fn permanent_errors_quote_the_program_and_are_not_retried() {
     with_each(|variant, family| {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
@@ -330,7 +330,7 @@ fn what_can_never_work_is_told_with_the_programs_words_and_not_repeated() {
 }
 
 #[test]
-fn a_lock_that_anybody_can_hold_up_is_used_with_one_remark() {
+fn a_lock_every_user_can_hold_is_used_with_one_note() {
     in_new_netns(|| {
         let (machine, told) = (machine(), std::rc::Rc::new(std::cell::RefCell::new(Vec::new())));
         let sink = std::rc::Rc::clone(&told);

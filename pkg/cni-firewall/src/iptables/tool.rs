@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plain_name_is_the_owners_choice_and_its_file_tells_the_variant() {
+    fn the_target_of_the_plain_name_decides_the_variant() {
         for (target, variant) in [("xtables-nft-multi", Variant::Nft), ("xtables-legacy-multi", Variant::Legacy)] {
             let folder = folder_with(&[("iptables-restore", target), ("iptables-nft-restore", "xtables-nft-multi")]);
             let tool = chosen_in(&folder, Family::V4).unwrap();

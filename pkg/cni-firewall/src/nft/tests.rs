@@ -212,7 +212,7 @@ fn what_an_administrator_set_on_a_shared_table_stays() {
 }
 
 #[test]
-fn a_missing_kind_of_chain_is_told_from_a_lost_race() {
+fn an_unsupported_chain_type_is_not_taken_for_a_lost_race() {
     on_a_host(|| {
         // No kernel has NAT for bridges: the same answer as from one without the bridge family.
         let bridge = Table { family: Family::Bridge, name: "t" };

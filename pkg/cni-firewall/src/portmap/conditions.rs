@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_token_tells_the_dialect() {
+    fn the_first_token_decides_the_dialect() {
         let dialect = |text: &str| Dialect::of(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
         assert_eq!(dialect("-s 10.0.0.0/8"), Some(Dialect::Iptables));
         assert_eq!(dialect("! -s 10.0.0.0/8"), Some(Dialect::Iptables));

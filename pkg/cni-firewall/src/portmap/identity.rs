@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_is_its_attachment_s_and_nobody_else_s() {
+    fn a_rule_belongs_to_one_attachment_only() {
         for id in ["c1".to_owned(), "x".repeat(128), "x".repeat(220), "x".repeat(300)] {
             let marks = [
                 AttachmentId::new("net", &id, "eth0"),

@@ -215,7 +215,7 @@ fn every_half_done_state_is_completed_and_removed() {
 }
 
 #[test]
-fn a_strangers_rule_that_leads_into_our_chain_is_named_and_does_not_keep_the_rest() {
+fn a_foreign_jump_to_our_chain_is_named_and_the_rest_removed() {
     on_a_host(|| {
         ensure("c1");
         nft("add chain bridge nat theirs\nadd rule bridge nat theirs jump cni-br-iface-c1-eth0-mac");
@@ -308,7 +308,7 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
 }
 
 #[test]
-fn a_list_tells_ours_from_gos_and_from_remains() {
+fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
     on_a_host(|| {
         let mut spoof = SpoofCheck::open().unwrap();
         assert_eq!(spoof.list().unwrap(), []);
@@ -477,7 +477,7 @@ fn the_probe_says_yes_both_ways_and_leaves_nothing() {
 }
 
 #[test]
-fn a_shared_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
+fn a_shared_chain_with_another_hook_is_an_error_and_unchanged() {
     on_a_host(|| {
         for elsewhere in ["hook prerouting priority -200;", "hook output priority -300;", "hook forward priority -300;"]
         {
@@ -499,7 +499,7 @@ fn a_shared_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
 }
 
 #[test]
-fn an_interface_name_that_cannot_be_is_refused_before_any_change() {
+fn an_impossible_interface_name_is_refused_before_any_change() {
     on_a_host(|| {
         let error = SpoofCheck::open().unwrap().ensure(&mark("c1"), "sixteen_bytes_xx", MAC).unwrap_err();
         assert_eq!(error.to_string(), "failed to match interface sixteen_bytes_xx: the name is too long");

@@ -260,7 +260,7 @@ fn forged_counters_saturate() {
 }
 
 #[test]
-fn garbage_is_no_index() {
+fn garbage_is_not_an_index() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
     for garbage in [&b""[..], b"x", &[0; 5000], &[0xff; 70_000]] {

@@ -85,7 +85,7 @@ fn of_its_own_connections_those_it_answers_are_forgotten() {
 }
 
 #[test]
-fn text_and_list_tell_the_same() {
+fn text_and_list_agree() {
     in_new_netns(|| {
         track();
         let dnat =

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_link_is_told_from_a_failure() {
+    fn an_absent_link_is_not_taken_for_a_failure() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             assert_eq!(netlink.find_link("nope").unwrap(), None);

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interrupted_dump_is_read_again_but_not_for_ever() {
+    fn an_interrupted_dump_is_retried_a_bounded_number_of_times() {
         let link = || Reply::new(Kind::NewLink, &[]);
         for (interruptions, reads) in [(0, Some(1)), (1, Some(2)), (DUMP_ATTEMPTS - 1, Some(DUMP_ATTEMPTS)), (99, None)]
         {

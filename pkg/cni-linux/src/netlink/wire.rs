@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn an_acknowledgement_is_no_refusal() {
+    fn an_acknowledgement_is_not_a_refusal() {
         assert_eq!(refused(0, &[]), Some((0, None)));
         assert_eq!(refused(-17, &attribute(8, 1, b"why\0")), Some((17, Some("why".to_owned()))));
         // An errno that libc has no name for (ENOTSUPP) stays what it is.

@@ -87,7 +87,7 @@ fn a_rival_by_another_gateway_is_seen() {
 }
 
 #[test]
-fn an_empty_table_is_no_error_and_tables_are_kept_apart() {
+fn an_empty_table_is_not_an_error_and_tables_are_separate() {
     with_bridge(|netlink, oif| {
         assert_eq!(netlink.list_routes(Family::V4, Some(4711)).unwrap(), []);
         assert_eq!(netlink.list_routes(Family::V6, Some(4711)).unwrap(), []);

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_nobody_elses_and_keeps_what_is_in_it() {
+    fn allocations_do_not_overlap_and_keep_their_content() {
         static ARENA: Arena = Arena::new();
         let arena = &ARENA;
         let mut owned: Vec<(*mut u8, Layout, u8)> = Vec::new();

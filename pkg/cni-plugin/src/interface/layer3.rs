@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_route_of_ipams_without_a_gateway_is_ours() {
+    fn an_ipam_default_route_without_gateway_gets_the_own_one() {
         let made = layer3(
             r#"{"ips":[{"address":"10.1.0.5/24"},{"address":"fd00::5/64"}],"routes":[{"dst":"0.0.0.0/0"},{"dst":"::/0","table":7}]}"#,
             Gateway::DefaultRoute,
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bridge_that_is_no_gateway_invents_none() {
+    fn a_bridge_that_is_not_a_gateway_reports_none() {
         let made = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, Gateway::None).unwrap();
         assert_eq!((made.ips[0].gateway, made.routes.len()), (None, 0));
     }
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn the_unspecified_ipv4_address_is_no_gateway() {
+    fn the_unspecified_ipv4_address_is_not_a_gateway() {
         let made = layer3(
             r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"}],"routes":[{"dst":"10.9.0.0/16","gw":"0.0.0.0"}]}"#,
             Gateway::None,

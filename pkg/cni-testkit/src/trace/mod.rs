@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_hit_runs_as_if_nobody_looked() {
+    fn a_program_that_is_not_hit_runs_unchanged() {
         if let Err(reason) = supported() {
             crate::skip!("{reason}");
         }

@@ -29,7 +29,7 @@ fn keys_of_structures_match_in_any_case_and_the_last_one_counts() {
 }
 
 #[test]
-fn keys_that_nobody_knows_are_found_wherever_a_structure_is_read() {
+fn unknown_keys_are_found_in_every_nested_structure() {
     let json =
         r#"{"CNIVersion":"1","mtuu":1,"ranges":[[{"subnet":"x"},{"subnets":"y"}]],"sysctl":{"anything":"1"},"X":[{}]}"#;
     let unknown = Json::parse(json.as_bytes()).unwrap().unknown_keys::<Conf>();
@@ -73,6 +73,6 @@ fn nesting_ends_at_128_levels() {
 }
 
 #[test]
-fn bytes_that_are_no_utf8_become_replacement_characters() {
+fn bytes_that_are_not_utf8_become_replacement_characters() {
     assert_eq!(Json::parse(b"\"a\xffb\"").unwrap().as_str(), Some("a\u{fffd}b"));
 }

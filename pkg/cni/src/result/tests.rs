@@ -32,7 +32,7 @@ fn the_newest_version_keeps_everything() {
 }
 
 #[test]
-fn older_versions_from_0_3_0_on_lose_only_what_1_1_0_added_to_interfaces() {
+fn versions_from_0_3_0_lose_only_the_1_1_0_interface_fields() {
     let mut expected = full();
     expected.interfaces[1] =
         Interface { mtu: None, socket_path: String::new(), pci_id: String::new(), ..expected.interfaces[1].clone() };
@@ -59,7 +59,7 @@ fn the_oldest_versions_cannot_say_that_there_is_no_address() {
 }
 
 #[test]
-fn a_route_of_a_family_without_an_address_is_left_out_of_the_oldest_versions() {
+fn the_oldest_versions_omit_routes_without_an_address() {
     let mut result = full();
     result.ips.truncate(1);
     assert!(!text(&result, Version::V0_2_0).contains("::/0"));
@@ -124,7 +124,7 @@ fn what_a_version_cannot_say_is_not_unknown() {
 }
 
 #[test]
-fn a_result_without_a_version_has_the_callers_and_another_family_is_refused() {
+fn a_result_without_version_takes_the_one_of_its_caller() {
     let json = |text: &str| Json::parse(text.as_bytes()).unwrap();
     let bare = json(r#"{"ip4":{"ip":"10.0.0.2/24"}}"#);
     assert_eq!(AddResult::decode(&bare, Version::V0_2_0).unwrap().ips.len(), 1);

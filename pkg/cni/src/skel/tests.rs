@@ -183,7 +183,7 @@ fn a_result_is_written_and_committed() {
 }
 
 #[test]
-fn all_missing_variables_are_named_at_once_and_only_those_the_verb_needs() {
+fn all_missing_variables_that_the_verb_needs_are_named_at_once() {
     let none = [("CNI_CONTAINERID", ""), ("CNI_NETNS", ""), ("CNI_IFNAME", ""), ("CNI_PATH", "")];
     for (command, missing) in [
         ("ADD", "CNI_CONTAINERID,CNI_NETNS,CNI_IFNAME,CNI_PATH"),
@@ -222,7 +222,7 @@ fn a_variable_that_is_not_text_is_named() {
 }
 
 #[test]
-fn no_command_prints_what_this_is_and_an_unknown_one_is_an_error() {
+fn without_a_command_plugin_and_versions_are_printed() {
     let said = say(&Recorder::default(), &environment("", &[]), "");
     assert!(!said.failed && said.out.is_empty());
     assert!(said.notes.starts_with("CNI recorder plugin v"), "{}", said.notes);
@@ -292,7 +292,7 @@ fn the_plugins_own_namespace_is_refused_before_any_work() {
 }
 
 #[test]
-fn a_del_in_the_plugins_own_namespace_cleans_what_is_outside_it_and_then_fails() {
+fn del_in_the_plugins_own_namespace_cleans_outside_then_fails() {
     let plugin = Recorder::default();
     assert_eq!(say(&plugin, &environment("DEL", &[("CNI_NETNS", "/own")]), CONF).code(), 8);
     assert_eq!(*plugin.calls.borrow(), ["del c1  eth0"]);
@@ -359,7 +359,7 @@ fn sigterm_rolls_back_a_finished_add() {
 }
 
 #[test]
-fn a_long_network_name_is_refused_by_add_and_still_cleaned_by_del() {
+fn a_long_network_name_is_refused_by_add_and_accepted_by_del() {
     let long = |length: usize| CONF.replace("\"net\"", &format!("{:?}", "n".repeat(length)));
     assert!(!say(&Recorder::default(), &environment("ADD", &[]), &long(200)).failed);
     assert_eq!(say(&Recorder::default(), &environment("ADD", &[]), &long(201)).code(), 7);
@@ -374,7 +374,7 @@ fn gc_without_a_list_touches_nothing() {
 }
 
 #[test]
-fn stdin_is_bounded_and_a_terminal_is_no_configuration() {
+fn stdin_is_bounded_and_must_not_be_a_terminal() {
     let huge = " ".repeat(MAX_STDIN + 1);
     assert_eq!(say(&Recorder::default(), &environment("ADD", &[]), &huge).code(), 5);
     let mut out = Vec::new();

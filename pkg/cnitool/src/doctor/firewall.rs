@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bridge_is_spoken_of_by_its_whole_name() {
+    fn a_bridge_is_printed_with_its_full_name() {
         assert!(speaks_of("iifname \"br0\" accept", "br0") && speaks_of("-A FORWARD -i br0 -j ACCEPT", "br0"));
         assert!(!speaks_of("-A FORWARD -i br01 -j ACCEPT", "br0"));
     }

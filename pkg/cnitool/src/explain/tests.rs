@@ -4,7 +4,7 @@ use crate::Exit;
 use crate::testing::Node;
 
 #[test]
-fn each_plugin_is_told_with_its_steps_and_the_result_stays() {
+fn each_plugin_is_printed_with_its_steps_and_the_result_stays() {
     let mut node = Node::new();
     node.log("a ADD", "debug cni-a pid=1 step=\"netlink NewLink x\" ms=0.500");
     let text = node.done("explain add net x");

@@ -165,7 +165,7 @@ fn gc_keeps_what_has_a_namespace_or_is_named() {
 }
 
 #[test]
-fn gc_never_removes_everything_unless_told_so() {
+fn gc_removes_everything_only_if_requested() {
     let mut node = Node::new();
     let refused = |node: &Node| {
         let said = node.say("gc net");

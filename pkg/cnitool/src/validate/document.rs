@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_maps_differ_by_case_and_a_sysctl_may_stand_once() {
+    fn map_keys_are_case_sensitive_and_a_sysctl_may_occur_once() {
         let (_, problems) = read(
             r#"{"plugins":[{"type":"tuning","sysctl":{"a":"1","A":"2","a":"3"},"args":{"cni":{"sysctl":{"b":"1","b":"2"}}}},{"type":"x","m":{"k":1,"K":2,"k":3}}]}"#,
         );

@@ -71,7 +71,7 @@ fn only_root_reads_it_and_no_temporary_file_stays() {
 }
 
 #[test]
-fn a_bare_result_of_old_is_understood() {
+fn a_bare_result_of_old_releases_is_understood() {
     let old = r#"{"cniVersion":"0.4.0","ips":[{"version":"4","address":"10.1.2.3/24"}],"dns":{}}"#;
     let (_guard, cache) = cache_with(&[("n-c1-eth0", old)]);
     let entry = cache.find(&id()).unwrap().unwrap();
@@ -113,7 +113,7 @@ fn keys_cannot_leave_the_folder() {
 }
 
 #[test]
-fn a_key_too_long_for_a_file_name_is_not_remembered() {
+fn a_key_too_long_for_a_file_name_is_not_cached() {
     let (_guard, cache) = cache_with(&[]);
     let long = "c".repeat(300);
     let key = AttachmentId::new("n", &long, "eth0");
@@ -123,7 +123,7 @@ fn a_key_too_long_for_a_file_name_is_not_remembered() {
 }
 
 #[test]
-fn damaged_files_are_told_and_left_alone() {
+fn damaged_files_are_reported_and_left_alone() {
     let (_guard, cache) = cache_with(&[
         ("n-c1-eth0", ""),
         ("n-c2-eth0", "{\"kind\":\"cniCacheV1\",\"config\":\"%\"}"),
@@ -138,7 +138,7 @@ fn damaged_files_are_told_and_left_alone() {
 }
 
 #[test]
-fn errors_of_the_folder_are_told_and_its_absence_is_none() {
+fn folder_errors_are_reported_and_an_absent_folder_is_empty() {
     let (guard, cache) = cache();
     assert!(cache.list("n").unwrap().entries.is_empty());
     cache.purge(&id()).unwrap();
@@ -148,7 +148,7 @@ fn errors_of_the_folder_are_told_and_its_absence_is_none() {
 }
 
 #[test]
-fn what_a_crash_left_is_used_again_or_cleaned_but_never_anothers_live_file() {
+fn crash_leftovers_are_reused_or_removed_but_live_files_stay() {
     let (_guard, cache) = cache();
     let own = cache.own_folder();
     make_folder(&own).unwrap();
@@ -170,7 +170,7 @@ fn what_a_crash_left_is_used_again_or_cleaned_but_never_anothers_live_file() {
 }
 
 #[test]
-fn what_is_no_regular_file_is_never_waited_for() {
+fn a_file_that_is_not_regular_never_blocks() {
     let (_guard, cache) = cache();
     make_folder(&cache.own_folder()).unwrap();
     let (path, own) = (cache.path(&id()).unwrap(), cache.own_folder());

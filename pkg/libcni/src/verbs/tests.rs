@@ -179,7 +179,7 @@ fn the_six_variables_are_always_set_and_the_rest_is_inherited() {
 }
 
 #[test]
-fn after_a_failed_add_every_plugin_gets_its_del_and_all_errors_are_told() {
+fn a_failed_add_calls_every_del_and_reports_all_errors() {
     let node = Node::new();
     node.answer("a ADD", 0, r#"{"x":1}"#);
     node.fail("b ADD", 11);
@@ -199,7 +199,7 @@ fn after_a_failed_add_every_plugin_gets_its_del_and_all_errors_are_told() {
 }
 
 #[test]
-fn what_a_plugin_said_as_it_died_is_told_once() {
+fn the_last_output_of_a_dying_plugin_is_reported_once() {
     let node = Node::new();
     node.answer("b ADD", 137, "");
     node.answer("b DEL", 137, "");
@@ -210,7 +210,7 @@ fn what_a_plugin_said_as_it_died_is_told_once() {
 }
 
 #[test]
-fn an_answer_that_is_no_result_is_a_failed_add() {
+fn an_answer_that_is_not_a_result_fails_the_add() {
     for answer in ["", "hello", "[]", r#"{"cniVersion":"9.9.9"}"#, r#"{"ips":5}"#] {
         let node = Node::new();
         node.answer("a ADD", 0, answer);
@@ -274,7 +274,7 @@ fn check_gets_the_final_result_in_the_lists_version() {
 }
 
 #[test]
-fn check_needs_0_4_0_and_a_sound_memory_and_can_be_disabled() {
+fn check_needs_0_4_0_and_a_cached_result_and_can_be_disabled() {
     let node = Node::new();
     let error = node.runtime().check(&list("0.3.1"), &attachment("c1")).unwrap_err();
     assert!(error.code() == Code(1) && error.msg().contains("does not support the CHECK command"), "{error}");
@@ -314,7 +314,7 @@ fn del_stops_at_the_first_error_and_can_be_repeated() {
 }
 
 #[test]
-fn del_passes_no_result_below_0_4_0_and_forgets_all_the_same() {
+fn del_below_0_4_0_passes_no_result_but_clears_the_cache() {
     let node = Node::new();
     node.runtime().add(&list("0.3.1"), &attachment("c1")).unwrap();
     node.asked();
@@ -324,7 +324,7 @@ fn del_passes_no_result_below_0_4_0_and_forgets_all_the_same() {
 }
 
 #[test]
-fn a_damaged_memory_is_noted_and_does_not_stop_a_del() {
+fn a_damaged_cache_entry_is_noted_and_does_not_stop_a_del() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
     node.damage("");
@@ -336,7 +336,7 @@ fn a_damaged_memory_is_noted_and_does_not_stop_a_del() {
 }
 
 #[test]
-fn gc_first_deletes_what_is_remembered_and_not_valid_then_asks_every_plugin() {
+fn gc_deletes_stale_cached_attachments_then_calls_every_plugin() {
     let node = Node::new();
     for id in ["c1", "c2"] {
         node.runtime().add(&list("1.1.0"), &attachment(id)).unwrap();
@@ -373,7 +373,7 @@ fn gc_asks_no_plugin_below_1_1_0_and_does_nothing_when_disabled() {
 }
 
 #[test]
-fn a_gc_that_cannot_read_the_memory_says_so_and_asks_the_plugins_all_the_same() {
+fn gc_with_an_unreadable_cache_fails_but_calls_every_plugin() {
     let node = Node::new();
     fs::write(node.folder.path().join("cache"), "a file where the folder should be").unwrap();
     let error = node.runtime().gc(&list("1.1.0"), &ValidAttachments::default()).unwrap_err();
@@ -382,7 +382,7 @@ fn a_gc_that_cannot_read_the_memory_says_so_and_asks_the_plugins_all_the_same() 
 }
 
 #[test]
-fn status_stops_at_the_first_plugin_that_is_not_ready_and_keeps_its_code() {
+fn status_stops_at_the_first_failing_plugin_with_its_code() {
     let node = Node::new();
     node.runtime().status(&list("1.0.0")).unwrap();
     assert!(node.calls().is_empty());
@@ -392,7 +392,7 @@ fn status_stops_at_the_first_plugin_that_is_not_ready_and_keeps_its_code() {
 }
 
 #[test]
-fn a_plugin_is_asked_for_its_versions_in_whatever_way_it_can_answer() {
+fn versions_are_read_from_every_form_of_a_plugins_answer() {
     let node = Node::new();
     node.answer("a VERSION", 0, r#"{"cniVersion":"1.1.0","supportedVersions":["1.0.0","1.1.0"]}"#);
     node.answer("b VERSION", 0, r#"{"cniVersion":"0.2.0"}"#);

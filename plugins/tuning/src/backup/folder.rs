@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_writer_left_is_no_obstacle() {
+    fn a_file_left_by_a_killed_writer_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path().to_owned(), "net");
         let backup = folder.backup("c1", "eth0");
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_one_says_which_network_s_it_is() {
+    fn the_name_of_a_partial_file_has_its_network() {
         let dir = tempfile::tempdir().unwrap();
         let [ours, theirs] = ["net", "net2"].map(|network| Folder::new(dir.path().to_owned(), network));
         for folder in [&ours, &theirs] {
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_plain_file_is_garbage() {
+    fn a_file_that_is_not_regular_is_garbage() {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path().to_owned(), "net");
         fs::create_dir(folder.backup("c1", "eth0").path()).unwrap();

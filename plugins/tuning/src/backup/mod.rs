@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_no_record() {
+    fn garbage_is_not_a_record() {
         for garbage in ["", "x", "[]", "{\"mtu\":\"5\"}", "{} {}", "{\"mtu\":-1}"] {
             assert!(Record::parse(garbage.as_bytes()).is_err(), "{garbage}");
         }

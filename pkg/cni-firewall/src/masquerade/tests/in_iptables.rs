@@ -130,7 +130,7 @@ fn an_interface_without_rules_takes_none_of_anothers() {
 }
 
 #[test]
-fn an_interface_with_rules_of_ours_takes_none_of_gos() {
+fn purge_with_own_rules_removes_none_of_gos() {
     with_each(|rig| {
         let Some(go) = Go::new("c1", "eth1", &["10.88.0.3/24"]) else { return };
         go.add(rig);
@@ -143,7 +143,7 @@ fn an_interface_with_rules_of_ours_takes_none_of_gos() {
 }
 
 #[test]
-fn what_an_interface_alone_needed_goes_with_it_and_a_damaged_one_keeps_its_own() {
+fn deleting_an_interface_removes_only_its_own_rules() {
     with_each(|rig| {
         let eth1 = mark("c1", "eth1");
         rig.ensure(&c1(), &[NET4]);
@@ -208,7 +208,7 @@ fn networks_with_one_hash_do_not_touch_each_other() {
 }
 
 #[test]
-fn ensuring_again_changes_nothing_and_another_address_replaces_the_old() {
+fn a_repeat_changes_nothing_and_a_new_address_replaces_the_old() {
     with_each(|rig| {
         rig.ensure(&c1(), &[NET4]);
         let once = rig.saved();
@@ -243,7 +243,7 @@ fn what_go_doubled_is_folded() {
 }
 
 #[test]
-fn what_is_missing_is_told_and_mended() {
+fn missing_rules_are_reported_and_restored() {
     with_each(|rig| {
         rig.ensure(&c1(), &[NET4]);
         let comment = "-m comment --comment 'name: \"net\" id: \"c1\"'";

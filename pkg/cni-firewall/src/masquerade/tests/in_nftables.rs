@@ -66,7 +66,7 @@ fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
 }
 
 #[test]
-fn ensuring_again_replaces_and_never_doubles_and_leaves_others_alone() {
+fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
     on_a_host(|| {
         ensure(&mark("c1", "eth0"), &[NET4, NET6]);
         ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
@@ -89,7 +89,7 @@ fn ensuring_again_replaces_and_never_doubles_and_leaves_others_alone() {
 }
 
 #[test]
-fn a_damaged_base_chain_is_mended_and_a_whole_one_left_alone() {
+fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
     on_a_host(|| {
         ensure(&mark("c1", "eth0"), &[NET4]);
         let shell_chain = || shell("nft -a list chain inet cni_plugins_masquerade postrouting");

@@ -226,7 +226,7 @@ fn a_host_without_iptables_is_served_by_nftables() {
 }
 
 #[test]
-fn an_iptables_that_does_not_work_is_passed_over_unless_it_was_asked_for() {
+fn a_broken_iptables_is_skipped_unless_it_was_requested() {
     in_new_netns(|| {
         let rig = Rig::bare();
         let script = rig.folder.path().join("iptables-legacy-script");
@@ -250,7 +250,7 @@ fn an_iptables_that_does_not_work_is_passed_over_unless_it_was_asked_for() {
 }
 
 #[test]
-fn what_was_made_under_another_backend_is_checked_and_removed_all_the_same() {
+fn rules_of_the_other_backend_are_checked_and_removed_too() {
     with_each(|rig| {
         for backend in [Backend::Iptables, Backend::Nftables] {
             rig.masquerade(|masquerade| {

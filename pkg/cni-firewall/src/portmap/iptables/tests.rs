@@ -64,7 +64,7 @@ fn a_chain_is_read_as_the_sections_of_its_attachments() {
 }
 
 #[test]
-fn what_bears_no_mark_is_a_section_for_each_address() {
+fn rules_without_a_mark_form_one_section_per_address() {
     let (a, b, again) = (mapping(8080, "10.0.0.2:80"), mapping(8081, "10.0.0.3:80"), mapping(8082, "10.0.0.2:81"));
     let chain = rules(&[&a[0], &a[1], &b[0], &b[1], "-p tcp -j DNAT", &again[0], &again[1], "-j LOG"]);
     let found = sections(&chain);
@@ -75,7 +75,7 @@ fn what_bears_no_mark_is_a_section_for_each_address() {
 }
 
 #[test]
-fn what_is_unknown_in_a_chain_is_kept_with_what_stands_before_it() {
+fn unknown_rules_of_a_chain_stay_with_the_section_before_them() {
     let chain = rules(&["-j RETURN", "-m comment --comment cni:net/c/eth0", "-p tcp -j DNAT", "-j LOG"]);
     let found = sections(&chain);
     assert_eq!(summary(&found), [(None, vec![]), (Some("cni:net/c/eth0"), vec![])]);
@@ -84,7 +84,7 @@ fn what_is_unknown_in_a_chain_is_kept_with_what_stands_before_it() {
 }
 
 #[test]
-fn a_way_to_a_chain_serves_the_ports_it_names() {
+fn a_jump_to_a_chain_covers_the_ports_it_names() {
     let of = |line: &str| Jump::of(&rules(&[line])[0]).unwrap();
     let claim = |port| Claim {
         protocol: super::super::Protocol::Tcp,
@@ -133,7 +133,7 @@ fn forwarding() -> Forwarding {
 }
 
 #[test]
-fn sigterm_does_not_keep_a_failed_add_from_waiting_for_the_lock_to_put_things_back() {
+fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
     with_legacy(|| {
         let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
         let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
@@ -158,7 +158,7 @@ fn sigterm_does_not_keep_a_failed_add_from_waiting_for_the_lock_to_put_things_ba
 }
 
 #[test]
-fn a_legacy_program_that_fails_is_a_remark_to_an_add_that_only_looks_there() {
+fn add_only_notes_that_a_legacy_program_it_reads_with_failed() {
     with_legacy(|| {
         shell("iptables-legacy -t nat -N CNI-X");
         let (machine, folder) = (machine(), tempfile::tempdir().unwrap());

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn any_other_rule_is_no_mapping() {
+    fn any_other_rule_is_not_a_mapping() {
         assert_eq!(read(&Rule::new(entry())), None);
         assert_eq!(container(&Rule::new(entry())), None);
         assert_eq!(read(&Rule::default()), None);

@@ -61,7 +61,7 @@ fn every_verb_is_one_transaction_or_none() {
 }
 
 #[test]
-fn many_at_once_on_a_clean_host_are_all_there_and_nothing_is_double() {
+fn thirty_concurrent_adds_leave_thirty_mappings_once_each() {
     on_a_host(|| {
         let all = |what: &(dyn Fn(u8) + Sync)| {
             std::thread::scope(|scope| (1..=30).for_each(|number| drop(scope.spawn(move || what(number)))));
@@ -126,7 +126,7 @@ fn what_rests_on_an_older_ruleset_is_not_done() {
 }
 
 #[test]
-fn of_many_who_want_one_port_all_find_each_other() {
+fn concurrent_adds_of_one_port_all_see_each_other() {
     on_a_host(|| {
         std::thread::scope(|scope| {
             for number in 1..=20_u8 {
@@ -160,7 +160,7 @@ fn rules_that_have_lost_their_tags_go_by_their_address() {
 }
 
 #[test]
-fn a_long_container_id_is_no_obstacle() {
+fn a_long_container_id_works() {
     on_a_host(|| {
         for len in [128, 129, 200, 300] {
             let mut wanted = forwarding(&"x".repeat(len), "eth0", 2, 8080);
@@ -177,7 +177,7 @@ fn a_long_container_id_is_no_obstacle() {
 }
 
 #[test]
-fn a_base_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
+fn a_base_chain_with_another_hook_is_an_error_and_unchanged() {
     on_a_host(|| {
         nft("table ip cni_hostport { chain prerouting { type filter hook prerouting priority 0; }; }");
         let before = ruleset();
@@ -189,7 +189,7 @@ fn a_base_chain_that_is_hooked_in_elsewhere_is_an_error_and_left_alone() {
 }
 
 #[test]
-fn what_the_program_wrote_before_and_stays_is_not_taken_back_with_the_other_familys_change() {
+fn undo_keeps_earlier_rules_of_the_unchanged_family() {
     on_a_host(|| {
         let mut wanted = forwarding("c", "eth0", 2, 8080);
         wanted.conditions_v4 = vec!["ip saddr { 192.0.2.9, 192.0.2.10 }".to_owned()];

@@ -132,7 +132,7 @@ fn holds_in_pool(truth: &BTreeMap<IpAddr, String>, number: u8) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
-    fn the_index_never_tells_what_the_files_do_not(steps in prop::collection::vec(step(), 1..40)) {
+    fn the_index_never_contradicts_the_files(steps in prop::collection::vec(step(), 1..40)) {
         let net = Net::new();
         let pool = sets(&["10.0.0.0/28"]);
         drop(net.lock());

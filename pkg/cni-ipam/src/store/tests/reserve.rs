@@ -144,7 +144,7 @@ fn what_a_killed_go_plugin_left_empty_is_free() {
 }
 
 #[test]
-fn undoing_tries_every_address_and_tells_every_failure() {
+fn undoing_tries_every_address_and_reports_every_failure() {
     let net = Net::new();
     let mut locked = net.lock();
     let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
