@@ -28,14 +28,14 @@ pub fn seed() -> u64 {
     }
 }
 
-/// One line for whoever runs the tests, past libtest, which swallows what passing tests print;
-/// `scripts/test` shows it.
+/// Writes one line to stderr directly, because libtest hides the output of passing tests.
+/// `scripts/test` shows the line.
 pub fn figure(text: &str) {
     let line = format!("\nFIGURE {text}\n");
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
-/// Tells at once what would otherwise be told at the end of a run that may take hours.
+/// Reports a finding at once instead of at the end of a run that may take hours.
 pub fn found(text: &str) {
     let _ = std::io::stderr().write_all(format!("\nFOUND {text}\n").as_bytes());
 }

@@ -140,7 +140,7 @@ fn not_silent(outcome: Outcome) -> Option<String> {
     (outcome.status != Some(0) || !outcome.stdout.is_empty()).then(|| outcome.report())
 }
 
-/// What is left inside a container whose namespace lives on.
+/// Returns the leftovers inside a container whose namespace still exists.
 pub(crate) fn left_inside(container: &Container) -> Vec<String> {
     let (links, sysctl) = container.enter(|| {
         let links = std::fs::read_to_string("/proc/thread-self/net/dev").unwrap();

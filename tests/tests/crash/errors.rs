@@ -1,6 +1,5 @@
-//! Each system call fails once: ADD works all the same or says what is wrong and takes everything
-//! back; DEL goes on, and the next one finds what is left. SIGTERM at every call is met like a
-//! failure.
+//! Each system call fails once. ADD either succeeds or reports the error and undoes everything. DEL
+//! continues, and the next DEL finds the rest. SIGTERM at a call counts like a failure of the call.
 
 use cni_testkit::trace::{self, Act};
 use cni_testkit::{require, rounds};

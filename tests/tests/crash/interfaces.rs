@@ -94,8 +94,8 @@ macro_rules! for_each_plugin {
         $(mod $plugin {
             use super::*;
 
-            /// What is between two requests to the kernel makes no difference there; a soak run
-            /// tries it all the same.
+            /// A kill between two kernel requests has the same effect as one at the next request,
+            /// so only soak runs try every call.
             #[test]
             fn is_killed() {
                 let request = |hit: &Hit| soak().is_some() || hit.call == "sendto";

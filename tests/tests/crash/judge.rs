@@ -75,8 +75,7 @@ impl Sweep {
 /// The codes of `pkg/cni` that a call may fail with.
 const CODES: [u64; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 50, 51, 100, 101, 102, 999];
 
-/// What an error lacks for whoever reads it: a code of ours, a text that is more than a word, and
-/// why it came to it.
+/// Returns what an error lacks: a code of these plugins, a text of more than a word, or the cause.
 fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
     let text = |key: &str| error[key].as_str().unwrap_or_default();
     let all = format!("{} {}", text("msg"), text("details"));
@@ -89,7 +88,7 @@ fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
     // knows the signal.
     let named = victim.program == "host-local" && all.contains("host-local: ") && all.contains("killed by signal");
     if !error["code"].as_u64().is_some_and(|code| CODES.contains(&code)) {
-        Some("an error with a code that is none of ours")
+        Some("an error with a code that these plugins do not use")
     } else if text("msg").trim().len() <= 15 {
         Some("an error without a text")
     } else if !said && !named {
@@ -111,9 +110,10 @@ fn could_not_go_on(traced: &Traced, victim: &Victim) -> bool {
     victim.program == victim.plugin && outcome.status != Some(0) && (!began || stranded)
 }
 
-/// What a DEL has left in which one call failed, before anybody is asked a second time: nothing if
-/// it claims to have succeeded, else one kind, and of its own; and once those that come after it
-/// have made their DEL, no more than that. `inside` is what tuning has not brought back.
+/// Judges the leftovers of a DEL in which one call failed, before any DEL is repeated. If the DEL
+/// reported success, nothing may be left, otherwise at most one kind of the plugin's own resources.
+/// After the DELs of the plugins that follow, no more than that. `inside` is what tuning has not
+/// restored.
 pub(crate) fn kept_going(
     world: &World,
     chain: &Chain<'_>,
@@ -128,7 +128,7 @@ pub(crate) fn kept_going(
     let left: Vec<String> = world.left_now().into_iter().chain(inside).filter(|line| !is_later(line)).collect();
     let of = kinds(&left);
     let most = match outcome.status {
-        // What the kernel does not take back is told and no error: the namespace is about to go.
+        // A value that the kernel does not take back is only logged: the namespace is about to go.
         Some(0) if victim.plugin == "tuning" && outcome.stderr.contains(NOT_RESTORED) => 1,
         Some(0) => 0,
         _ if could_not_go_on(traced, victim) => usize::MAX,

@@ -28,7 +28,7 @@ pub(crate) enum Kind {
     Tuned,
     /// The ifb.
     Ifb,
-    /// A lock that is held, and what nobody on this list makes.
+    /// A held lock, or anything that no plugin of this chain creates.
     Other,
 }
 

@@ -1,10 +1,8 @@
-//! Nobody waits for the dead: a lock that is held on behalf of a process that is gone, while others
-//! stand in line.
+//! Finds locks that are still held for a dead process while other processes wait for them.
 //!
-//! The time that a call takes says nothing of it: with 64 at a time on two processors all wait for
-//! their turn. The kernel's own list says who holds a lock and who waits. One is held on after its
-//! holder's death if a child has inherited the descriptor, and then for as long as that child
-//! lives.
+//! The duration of a call proves nothing: with 64 calls at a time on two processors all of them
+//! wait. The kernel's list of locks shows holders and waiters. A lock outlives its holder if a
+//! child has inherited the descriptor, and then for as long as that child lives.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -41,7 +39,7 @@ pub(crate) fn watch(world: &World, done: &AtomicBool) -> Vec<String> {
     complaints
 }
 
-/// A file that is locked, as `/proc/locks` tells which one it is.
+/// A locked file, identified as in `/proc/locks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Lock {
     /// Of other nodes' files many have the same inode, each on a tmpfs of its own. `None` where the
@@ -66,7 +64,7 @@ impl Lock {
     }
 }
 
-/// Which of these locks somebody waits for though its holder is dead, and the holder.
+/// Returns the locks with a waiting process and a dead holder, and the holder.
 fn dead_holders(locks: &str, ours: &BTreeSet<Lock>) -> BTreeSet<(Lock, u32)> {
     // `1: FLOCK  ADVISORY  WRITE 123 fe:00:456 0 EOF`, and below it, of who waits for it, `1: ->
     // FLOCK …`.

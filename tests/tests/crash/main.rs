@@ -1,5 +1,4 @@
-//! What is left when plugins are killed, starved and raced: nothing, after the DEL or the GC that
-//! follows.
+//! Checks that nothing is left after plugins were killed, starved and raced, and DEL or GC followed.
 //!
 //! A chain of bridge (with host-local and `ipMasq`), tuning, portmap and bandwidth is driven as a
 //! runtime drives it, once for every system call of every program in it; and a crowd of attachments

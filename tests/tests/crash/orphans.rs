@@ -41,8 +41,8 @@ fn nap(dice: &mut Dice, longest: u64) {
     sleep(Duration::from_micros(dice.below(longest * 1000)));
 }
 
-/// Waits until nobody is at work on the node any more: whoever outlives a dead plugin does what it
-/// does until then.
+/// Waits until no process runs on the node any more. A process that outlives its killed plugin may
+/// change the node until then.
 fn all_gone(world: &World) -> Vec<String> {
     let deadline = Instant::now() + patience(ORPHAN);
     loop {
@@ -161,9 +161,9 @@ fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
     slay(&victim);
     let _ = victim.finish();
     chain.call("bridge", "DEL", None).run().success();
-    // host-local takes its reservation back when nobody hears its answer, but that is not to be
-    // relied on. Dying takes the killed one a while; one that lives on waits at the gate, which
-    // opens only then.
+    // host-local releases its reservation if its answer cannot be written, but the test must not
+    // depend on it. The killed process takes a while to end. A survivor waits at the gate, which
+    // opens only afterwards.
     let orphans = all_gone(&world);
     let mut options = File::options();
     let open = std::os::unix::fs::OpenOptionsExt::custom_flags(options.write(true), nix::libc::O_NONBLOCK).open(&gate);

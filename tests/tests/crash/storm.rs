@@ -1,9 +1,10 @@
-//! A crowd of attachments that come and go side by side, are killed on the way, lose their DELs,
-//! and are collected.
+//! Many attachments are added and deleted concurrently, killed during calls, deprived of their
+//! DELs, and collected by GC.
 //!
-//! A GC runs alone, as the specification wants it, with the list that is true at that moment. All
-//! calls have a deadline, so a deadlock is a failure; so is a call of ours that gives up a lock, as
-//! any other that was not killed and fails; and a lock whose holder is dead ([`locks`]).
+//! A GC runs alone, as the specification requires, with the attachments valid at that moment. All
+//! calls have a deadline, so a deadlock is a failure. So are a call of these plugins that fails
+//! without having been killed, for instance for want of a lock, and a lock with a dead holder
+//! ([`locks`]).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -161,7 +162,7 @@ impl<'w> Storm<'w> {
             let _quiet = self.quiet.read().unwrap();
             let added = self.add(&chain, go, late, dice);
             if let Some(links) = &added {
-                // Whoever made it, it is ours to check.
+                // These plugins check the attachments of both implementations.
                 self.came(&container, chain.clone().by(bin_dir()), links);
             }
             added
@@ -169,8 +170,8 @@ impl<'w> Storm<'w> {
         if added.is_some() {
             thread::sleep(Duration::from_millis(dice.below(60)));
         }
-        // The DEL of one in eight never comes. What Go made bears no mark: it is collected only
-        // with its DEL.
+        // One attachment in eight never gets its DEL. Those of Go always do: their resources have
+        // no mark that GC could find.
         if !go && dice.below(8) == 0 {
             let _quiet = self.quiet.read().unwrap();
             self.went(&container);
@@ -184,7 +185,7 @@ impl<'w> Storm<'w> {
             let plugin = PLUGINS[dice.below(PLUGINS.len() as u64) as usize];
             self.call(&chain, plugin, "DEL", prev, Some(dice.below(u64::MAX)));
         }
-        // Whoever made it: the runtime may have changed its plugins meanwhile.
+        // By either implementation: the runtime may have changed its plugins meanwhile.
         let by_go = go && dice.below(2) == 0;
         for plugin in PLUGINS.iter().rev() {
             let chain = Chain::new(self.world, &container);
@@ -201,7 +202,7 @@ impl<'w> Storm<'w> {
         }
     }
 
-    /// It lives: its addresses are nobody else's.
+    /// Records a live attachment. No other one may have its addresses.
     fn came(&self, container: &Container, chain: Chain<'w>, links: &Links) {
         self.living.lock().unwrap().insert(container.id.clone(), (chain, links.clone()));
         self.world.live.lock().unwrap().insert(container.id.clone());
@@ -220,7 +221,7 @@ impl<'w> Storm<'w> {
         self.held.lock().unwrap().retain(|_, holder| *holder != container.id);
     }
 
-    /// GC, nobody else being at work; and what lives still has all of its own.
+    /// Runs GC while no other call runs, and checks that live attachments keep everything.
     fn collect(&self) {
         let _quiet = self.quiet.write().unwrap();
         let anybody = self.world.node.container();
@@ -313,7 +314,7 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
             complaints.push(format!("{failed} of {calls} calls of Go's failed beside ours"));
         }
         if size.crowd >= 100 && (count(&storm.bereft) == 0 || count(&storm.killed) == 0) {
-            complaints.push("nobody was killed, or no child of anybody".to_owned());
+            complaints.push("no plugin was killed, or no child of a plugin".to_owned());
         }
         complaints.extend(world.left());
         if complaints.is_empty() {

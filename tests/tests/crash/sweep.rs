@@ -267,8 +267,8 @@ impl Sweep {
             }
         } else {
             complaints.extend(chain.try_del_all(prev.as_ref()));
-            // A sysctl that the kernel does not take back at DEL is told and no error: it keeps no
-            // container from ending.
+            // A sysctl that the kernel does not take back at DEL is only logged, so that the
+            // container can end.
             let told = self.verb == Verb::Del && traced.outcome.stderr.contains(NOT_RESTORED);
             complaints.extend(left_inside(&container).into_iter().filter(|left| !(told && left.starts_with(SYSCTL))));
             complaints.extend(world.left());
@@ -312,7 +312,7 @@ impl Sweep {
         for plugin in rest {
             links.push(chain.call(plugin, "ADD", links.last()).run().success());
         }
-        // Whoever went on after an error has missed nothing.
+        // A plugin that continued after an error must have completed its work.
         if traced.hit.is_some() {
             complaints.extend(chain.try_check_all(&links));
         }

@@ -62,7 +62,7 @@ fn gc_beside_an_add_takes_nothing_from_it() {
                 waited += u64::from(waits.recv().unwrap());
             });
             let added = add.outcome.success();
-            // Runs differ by a request: the last one may not come.
+            // Runs differ by one request, so the last one does not always occur.
             if let Some(collector) = collector {
                 collector.join().unwrap().outcome.success();
             }

@@ -54,7 +54,7 @@ impl Backend {
     }
 }
 
-/// The node, the neighbour, and how both were before anybody was killed.
+/// The node, the neighbour, and the state of both before any process was killed.
 pub(crate) struct World {
     pub(crate) node: Node,
     pub(crate) backend: Backend,
@@ -216,8 +216,8 @@ impl State {
     }
 }
 
-/// Every file below, with its content where that is somebody's; what is shared and may stay is left
-/// out.
+/// Collects every file below, with its content if that belongs to an attachment, without shared
+/// files that may stay.
 fn walk(folder: &Path, into: &mut BTreeSet<String>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
@@ -238,7 +238,7 @@ fn walk(folder: &Path, into: &mut BTreeSet<String>) {
     }
 }
 
-/// The lock files in these folders that somebody holds.
+/// Returns the lock files in these folders that are held.
 fn held(folders: &[&Path]) -> BTreeSet<String> {
     let mut held = BTreeSet::new();
     for entry in folders.iter().flat_map(fs::read_dir).flatten().flatten() {

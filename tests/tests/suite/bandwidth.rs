@@ -444,7 +444,7 @@ fn gc_removes_what_is_not_valid_and_status_is_fine() {
 }
 
 #[test]
-fn somebody_elses_qdisc_stays() {
+fn a_foreign_qdisc_stays() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     let attachment = Attachment::new(&node, &container, config(both()));

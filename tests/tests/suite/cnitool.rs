@@ -19,7 +19,7 @@ echo "$CNI_COMMAND $me" >> "$log"
 cat > "$log.$me.$CNI_COMMAND"
 echo "$CNI_CONTAINERID $CNI_NETNS $CNI_IFNAME $CNI_ARGS" > "$log.$me.$CNI_COMMAND.env"
 if [ -e "$log.fail.$me.$CNI_COMMAND" ]; then
-    echo '{"cniVersion":"1.0.0","code":123,"msg":"'"$me"' was told to fail"}'; exit 1
+    echo '{"cniVersion":"1.0.0","code":123,"msg":"'"$me"' fails on request"}'; exit 1
 fi
 [ "$CNI_COMMAND" != ADD ] || echo '{"cniVersion":"1.0.0","interfaces":[{"name":"'"$me"'"}]}'
 "#;
@@ -71,7 +71,7 @@ impl Operator {
         self.node.dir().join("plugins").join(name)
     }
 
-    /// Who was called with what, in order; the record starts anew.
+    /// Returns the calls since the last look, in order, and clears the log.
     fn log(&self) -> Vec<String> {
         let log = fs::read_to_string(self.file("log")).unwrap_or_default();
         let _ = fs::remove_file(self.file("log"));
@@ -189,12 +189,12 @@ fn the_cache_is_what_go_s_libcni_reads() {
 }
 
 #[test]
-fn an_add_that_fails_is_undone_in_reverse_whole() {
+fn a_failed_add_is_undone_in_reverse_order() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     operator.chain(json!({}));
     operator.make_fail("spy2", "ADD");
-    failed(&operator.run("add"), &["spy2", "was told to fail"]);
+    failed(&operator.run("add"), &["spy2", "fails on request"]);
     assert_eq!(operator.log(), ["ADD spy1", "ADD spy2", "DEL spy3", "DEL spy2", "DEL spy1"]);
     assert_eq!(operator.cached(), Vec::<String>::new());
 }
@@ -207,10 +207,10 @@ fn a_del_that_fails_stops_and_can_be_repeated() {
     succeeded(&operator.run("add"));
     operator.log();
     operator.make_fail("spy2", "DEL");
-    failed(&operator.run("del"), &["spy2", "was told to fail"]);
+    failed(&operator.run("del"), &["spy2", "fails on request"]);
     assert_eq!(operator.log(), ["DEL spy3", "DEL spy2"]);
     assert_eq!(operator.cached().len(), 1, "kept, so that it can be repeated");
-    failed(&operator.call(&["del", "--keep-going", "net1", operator.netns()]).run(), &["was told to fail"]);
+    failed(&operator.call(&["del", "--keep-going", "net1", operator.netns()]).run(), &["fails on request"]);
     assert_eq!(operator.log(), ["DEL spy3", "DEL spy2", "DEL spy1"]);
     fs::remove_file(operator.file("log.fail.spy2.DEL")).unwrap();
     succeeded(&operator.run("del"));
@@ -228,7 +228,7 @@ fn ctrl_c_and_a_hang_up_end_an_add_and_leave_nothing() {
         let slow = json!({"name": null, "ipam": {"type": "slow", "ranges": null, "dataDir": null}});
         let plugin = conformance::patched(bridge(&operator.node, &[]), slow);
         operator.configuration("10.conflist", &json!({"cniVersion": "1.0.0", "name": "net1", "plugins": [plugin]}));
-        // Whoever runs the tests may ignore these signals.
+        // The test runner may ignore these signals.
         let call = Invocation::new(&operator.node, "/usr/bin/env").arg("--default-signal=INT,HUP");
         let call = call.arg(bin_dir().join("cnitool")).arg("add").arg("net1").arg(operator.netns());
         let call = call.env("NETCONFPATH", operator.node.dir().join("net.d"));
@@ -317,7 +317,7 @@ fn check_can_be_disabled() {
 }
 
 #[test]
-fn gc_keeps_what_is_alive_and_what_it_is_told_to_keep() {
+fn gc_keeps_live_attachments_and_those_named_with_keep() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     operator.chain(json!({"cniVersion": "1.1.0"}));
@@ -346,7 +346,7 @@ fn status_asks_every_plugin_until_one_is_not_ready() {
     succeeded(&operator.call(&["status", "net1"]).run());
     assert_eq!(operator.log(), ["STATUS spy1", "STATUS spy2", "STATUS spy3"]);
     operator.make_fail("spy2", "STATUS");
-    failed(&operator.call(&["status", "net1"]).run(), &["spy2", "was told to fail"]);
+    failed(&operator.call(&["status", "net1"]).run(), &["spy2", "fails on request"]);
     assert_eq!(operator.log(), ["STATUS spy1", "STATUS spy2"]);
 }
 

@@ -108,7 +108,7 @@ fn a_delegate_that_speaks_on_standard_error_only() {
 }
 
 #[test]
-fn a_delegate_that_sleeps_for_ever() {
+fn a_delegate_that_never_ends() {
     misbehaves("#!/bin/sh\nexec sleep 1000\n", 0o755, &[]);
 }
 
@@ -211,7 +211,7 @@ fn a_second_add_that_ipam_refuses_leaves_the_first_its_address() {
 }
 
 #[test]
-fn a_type_that_is_no_plain_file_name_is_refused() {
+fn a_type_that_is_not_a_plain_file_name_is_refused() {
     let node = Node::new();
     let container = node.container();
     let folder = executable(&node, "odd-ipam", "#!/bin/sh\n");

@@ -70,7 +70,7 @@ fn an_add_that_fails_leaves_nothing() {
 }
 
 #[test]
-fn an_interface_of_somebody_else_stays() {
+fn a_foreign_interface_stays() {
     require!(probe::dummy());
     let node = Node::new();
     let container = node.container();

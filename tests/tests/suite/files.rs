@@ -1,6 +1,6 @@
 //! Files that a configuration names: `resolvConf` and `dataDir` are paths on purpose, and followed
-//! as Go follows them. Whatever they are, nobody waits, and nothing is written but reservations in
-//! the folder that is meant.
+//! as Go follows them. Whatever they are, no call blocks, and only reservations are written, in the
+//! configured folder.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -39,7 +39,7 @@ fn a_resolv_conf_is_found_behind_links_and_dots() {
 }
 
 #[test]
-fn a_resolv_conf_that_is_no_file_is_named_by_the_error_and_reserves_nothing() {
+fn a_resolv_conf_not_a_file_is_named_and_reserves_nothing() {
     let node = Node::new();
     let container = node.container();
     let dangling = node.dir().join("dangling");
@@ -58,7 +58,7 @@ fn a_resolv_conf_that_is_no_file_is_named_by_the_error_and_reserves_nothing() {
     }
 }
 
-/// Nobody need be at the other end.
+/// The pipe has no process at its other end.
 #[test]
 fn a_resolv_conf_that_is_a_pipe_is_not_waited_for() {
     let node = Node::new();
@@ -105,7 +105,7 @@ fn a_data_dir_is_found_behind_links_and_dots() {
 /// A node that is switched finds its reservations where Go has put them: the kernel would go up
 /// from behind the link.
 #[test]
-fn a_data_dir_goes_up_by_its_letters() {
+fn a_data_dir_with_dot_dot_is_resolved_lexically() {
     let node = Node::new();
     fs::create_dir_all(node.dir().join("above/beside")).unwrap();
     symlink("above/beside", node.dir().join("link")).unwrap();
@@ -136,7 +136,7 @@ fn the_folder_of_a_network_may_be_a_link() {
 /// What is remembered of an attachment is replaced, never written through a link that lies in its
 /// place.
 #[test]
-fn a_link_where_cnitool_remembers_an_attachment_leads_nothing_away() {
+fn cnitool_follows_no_symlink_in_its_result_cache() {
     require!(probe::plugin("cnitool"));
     for target in ["victim", "nowhere"] {
         let node = Node::new();

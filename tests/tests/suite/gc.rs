@@ -44,11 +44,11 @@ fn another_interface_of_a_valid_container_is_not_valid() {
 }
 
 #[test]
-fn an_id_only_reservation_of_old_is_kept_for_any_interface() {
+fn an_id_only_reservation_is_kept_for_any_interface() {
     let node = Node::new();
     let container = node.container();
     node.file("networks/net1/10.1.0.5", &container.id);
-    node.file("networks/net1/10.1.0.6", "somebody-else");
+    node.file("networks/net1/10.1.0.6", "other-container");
     let attachment = Attachment::new(&node, &container, newest(host_local(&node, &["10.1.0.0/24"])));
     attachment.gc(&[(&container.id, "net7")]).success();
     assert_eq!(node.reservations("net1"), [("10.1.0.5".to_owned(), container.id.clone())]);
@@ -91,7 +91,7 @@ fn the_older_spelling_of_the_key_is_understood() {
 }
 
 #[test]
-fn an_element_that_is_none_fails_the_whole_before_any_change() {
+fn an_invalid_attachment_fails_gc_before_any_change() {
     let node = Node::new();
     let config = newest(host_local(&node, &["10.1.0.0/24"]));
     let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
@@ -141,7 +141,7 @@ fn bridge_takes_links_and_addresses_of_what_is_not_valid() {
 }
 
 #[test]
-fn bridge_leaves_what_bears_no_mark_of_this_network() {
+fn bridge_leaves_links_without_the_mark_of_this_network() {
     let node = Node::new();
     let config = newest(bridge(&node, &["10.1.0.0/24"]));
     node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);

@@ -27,7 +27,7 @@ fn set(folder: &Path) {
 }
 
 #[test]
-fn a_folder_is_switched_to_these_plugins_and_back_while_pods_come_and_go() {
+fn pods_come_and_go_while_a_folder_is_switched_and_restored() {
     require!(probe::plugin("cni-install"));
     require!(probe::go_plugins());
     let temporary = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! DEL keeps going: a system call of it fails, whichever, and all that does not hang on that call
-//! is cleaned all the same; what went wrong is told, and the next DEL finds the rest.
+//! DEL continues after an error: whichever of its system calls fails, everything that does not
+//! depend on that call is still removed. The error is reported, and the next DEL finds the rest.
 //!
-//! ENOBUFS on a netlink socket is told at once, where other errors are met by another try.
+//! ENOBUFS on a netlink socket is reported at once; after other errors the plugins try again.
 
 use std::net::UdpSocket;
 
@@ -50,7 +50,7 @@ fn unless_told(traced: &Traced, left: &[String]) -> Option<String> {
 /// What stays with the earlier plugin is the interface, so an address in the container answers as
 /// long as the port is there.
 #[test]
-fn bridge_takes_the_port_or_the_address_away_and_the_next_del_the_other() {
+fn bridge_del_removes_port_or_address_and_the_next_the_other() {
     require!(trace::supported());
     let node = Node::new();
     let container = node.container();
@@ -100,7 +100,7 @@ fn one_family_goes_without_the_other(variant: &str) {
         let with_rules = families.filter(|save| node.exec(&[save, "-t", "nat"]).contains(&container.id));
         with_rules.map(str::to_owned).collect::<Vec<_>>()
     };
-    // A program that has been told nothing ends well.
+    // A program with empty input exits successfully.
     with_each_failing("bridge", &["open", "openat", "sendto", "recvfrom", "write"], |plan| {
         let result = attachment.add().success();
         assert_eq!(left().len(), 2);
@@ -117,12 +117,12 @@ fn one_family_goes_without_the_other(variant: &str) {
 }
 
 #[test]
-fn bridge_takes_the_masquerade_rules_of_one_family_where_it_cannot_those_of_the_other() {
+fn bridge_del_removes_the_other_familys_masquerade_rules() {
     one_family_goes_without_the_other("nft");
 }
 
 #[test]
-fn bridge_takes_the_masquerade_rules_of_one_family_where_it_cannot_those_of_the_other_in_the_older_iptables_either() {
+fn bridge_del_removes_the_other_familys_legacy_masquerade_rules() {
     one_family_goes_without_the_other("legacy");
 }
 
@@ -152,7 +152,7 @@ fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
             wrong.push("it fails and leaves no backup to the next DEL".to_owned());
         }
         attachment.del_with(&result).success();
-        // What the kernel did not take back was told, and does not keep a container from ending.
+        // A value that the kernel does not take back is only logged, so that the container can end.
         let told = traced.outcome.stderr.contains("not restored: ");
         if !told {
             wrong.extend(left().iter().map(|what| format!("after another DEL {what} is left")));
@@ -189,8 +189,8 @@ fn portmap_forgets_the_connections_of_the_rules_it_has_removed() {
         let mut wrong = Vec::new();
         match traced.outcome.status {
             Some(0) if rules => wrong.push("not a word of the rules that are left".to_owned()),
-            // What keeps it from forgetting is told and no error. Without its own socket it can
-            // forget nothing, else all but one.
+            // A connection that cannot be removed is only logged. Without its own socket the plugin
+            // removes none, otherwise all but one.
             Some(0) if connections > 0 => {
                 let told = traced.outcome.stderr.contains("portmap: failed to ");
                 let opening = traced.hit.as_ref().is_some_and(|hit| hit.call == "socket");

@@ -77,7 +77,7 @@ fn del_of_a_path_that_was_unmounted_succeeds() {
 }
 
 #[test]
-fn an_address_that_is_no_loopback_address_is_refused() {
+fn an_address_that_is_not_a_loopback_address_is_refused() {
     let node = Node::new();
     let container = node.container();
     container.exec(&["ip", "addr", "add", "10.1.0.1/24", "dev", "lo"]);

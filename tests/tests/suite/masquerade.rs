@@ -1,5 +1,5 @@
-//! `ipMasq`: what a server outside sees, and what is left of it. Each test asks all backends that
-//! the machine has.
+//! `ipMasq`: the addresses that a server outside sees, and the rules that remain. Each test runs
+//! with all backends that the machine has.
 
 use std::io::ErrorKind;
 use std::net::{Ipv6Addr, SocketAddr, UdpSocket};
@@ -222,7 +222,7 @@ fn multicast_keeps_its_source() {
 }
 
 #[test]
-fn del_needs_neither_a_result_nor_a_namespace_nor_the_old_configuration() {
+fn del_needs_no_result_no_namespace_and_no_old_configuration() {
     require_both!();
     each(|keeper, node| {
         let config = keeper.config(node);
@@ -438,7 +438,7 @@ fn go_adds_and_we_check_and_delete() {
                 1 => ours.del().success(),
                 _ => {
                     container.unlink();
-                    // Go's link bears no mark: out of reach, and not what this test is about.
+                    // Go's link has no mark, so these plugins cannot find it.
                     node.expect_left(conformance::host_end(&result, "br0"));
                     ours.del().success()
                 }

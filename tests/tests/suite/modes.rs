@@ -76,7 +76,7 @@ fn what_a_list_makes_is_root_s_alone_to_write_without_a_umask() {
 }
 
 #[test]
-fn what_cnitool_remembers_is_root_s_alone_to_write_without_a_umask() {
+fn the_cnitool_cache_is_writable_by_root_only_without_a_umask() {
     require!(probe::plugin("cnitool"));
     let node = Node::new();
     let container = node.container();

@@ -1,9 +1,9 @@
-//! Names that want to be paths. Whoever controls environment and configuration chooses files' names
-//! with them, and programs' names: none may lead out of the folder that is meant, and none may run
-//! what the administrator has not put on CNI_PATH.
+//! Names with path separators. Environment and configuration determine names of files and programs:
+//! no name may lead out of the intended folder or run a program that the administrator has not put
+//! on CNI_PATH.
 //!
-//! After each refusal everything below the node's folder, and where plugins keep what is theirs if
-//! nobody says another place, is as it was, and no decoy has run.
+//! After each refusal the node's folder and the plugins' default data folders are unchanged, and no
+//! decoy has run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -102,7 +102,7 @@ fn no_container_interface_or_network_is_a_path() {
 /// STATUS has no attachment, and GC has many: each is only compared with what is there, and none is
 /// a file's name.
 #[test]
-fn no_network_of_a_status_or_a_gc_is_a_path_and_no_attachment_that_is_said_to_be_valid() {
+fn status_and_gc_use_no_network_or_attachment_as_a_path() {
     for plugin in PLUGINS {
         let node = Node::new();
         node.file("victim/10.1.0.2", "victim\r\neth0");
@@ -148,7 +148,7 @@ fn a_nul_never_shortens_a_name() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_holds_nothing_that_a_del_could_fail_for() {
+fn del_succeeds_where_the_data_folder_cannot_exist() {
     let node = Node::new();
     let container = node.container();
     for folder in
@@ -163,7 +163,7 @@ fn a_folder_that_cannot_be_holds_nothing_that_a_del_could_fail_for() {
 }
 
 #[test]
-fn a_very_long_container_id_is_no_file_s_name_where_there_is_none_of_that_length() {
+fn a_very_long_container_id_is_never_used_as_a_file_name() {
     let node = Node::new();
     let container = node.container();
     let id = "c".repeat(5000);
@@ -183,8 +183,8 @@ pub(crate) fn decoy(node: &Node, path: &str, mode: u32) {
     fs::set_permissions(node.script(path, &script), fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Types that are no plain name of a regular, executable file on CNI_PATH; decoys lie where they
-/// might lead.
+/// Returns types that do not name a regular, executable file on CNI_PATH, and creates decoys where
+/// they might lead.
 pub(crate) fn wrong_types(node: &Node) -> Vec<String> {
     for (path, mode) in [("outside", 0o755), ("bin/plain", 0o644), ("bin/folder/inner", 0o755), ("bin/good", 0o755)] {
         decoy(node, path, mode);

@@ -23,7 +23,7 @@ fn with_ipam(node: &Node, kind: &str) -> Value {
 }
 
 #[test]
-fn no_verb_runs_a_type_that_is_no_plain_name_on_the_path() {
+fn no_verb_runs_a_type_that_is_not_a_plain_name() {
     let node = Node::new();
     let types = wrong_types(&node);
     let path = node.dir().join("bin");
@@ -138,7 +138,7 @@ fn no_relative_folder_of_path_has_programs() {
     let node = Node::new();
     let absolute = decoys(&node);
     let here = node.dir().join("here");
-    // In the folder of somebody else, under a name that one meets on the way.
+    // A link in the parent folder, where another user may create one.
     symlink("here/bin", node.dir().join("sideways")).unwrap();
     let (_living, first, prev) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     for config in users(&node, &prev) {

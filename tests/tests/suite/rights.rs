@@ -46,7 +46,7 @@ fn left(node: &Node, container: &Container, config: &Value) -> Vec<&'static str>
 }
 
 #[test]
-fn without_a_capability_an_add_fails_whole_and_a_later_del_cleans_all() {
+fn without_a_capability_add_leaves_nothing_after_a_later_del() {
     require!(probe::tool("setpriv"));
     require!(probe::nft());
     for plugin in ["bridge", "portmap", "tuning"] {
@@ -97,7 +97,7 @@ fn without_a_capability_an_add_fails_whole_and_a_later_del_cleans_all() {
                 assert!(outcome.failure().msg.contains("ot permitted"), "{what}");
                 continue;
             }
-            // What the kernel does not take back goes with the container, and is told.
+            // A value that the kernel does not take back is logged; it ends with the container.
             let told = outcome.stderr.contains("not restored: ") && outcome.stderr.contains("ot permitted");
             let left = left(&node, &container, config);
             assert!(left.is_empty() || (told && config["type"] == "tuning"), "{left:?} after {what}");

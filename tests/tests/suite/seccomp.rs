@@ -117,7 +117,7 @@ fn all(node: &Node, container: &Container) -> String {
 }
 
 #[test]
-fn what_a_profile_forbids_fails_whole_and_is_cleaned_by_a_del_without_it() {
+fn add_under_a_seccomp_profile_leaves_nothing_after_a_del() {
     require!(filters());
     require!(probe::nft());
     require!(probe::iptables());

@@ -221,7 +221,7 @@ fn bridge_without_its_ipam_is_not_available() {
 }
 
 #[test]
-fn a_name_that_is_no_bridge_is_not_available() {
+fn a_name_of_a_link_that_is_not_a_bridge_is_not_available() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "veth", "peer", "name", "other"]);
     status(&node, &newest(layer2())).fails_with(50, "");

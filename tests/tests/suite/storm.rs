@@ -90,7 +90,7 @@ fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
 }
 
 #[test]
-fn the_first_adds_of_two_vlans_at_once_make_one_gateway_for_each() {
+fn concurrent_first_adds_of_two_vlans_create_two_gateways() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let network = |vlan: u64| {

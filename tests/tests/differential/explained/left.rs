@@ -12,7 +12,7 @@ pub(super) const REFUSED: &[Explanation] = &[
     },
     Explanation {
         name: "a refused ADD leaves the store's own files",
-        reason: "docs/plugins/host-local.md, What it leaves: lock and last_reserved_ip are nobody's reservation",
+        reason: "docs/plugins/host-local.md, What it leaves: lock and last_reserved_ip are not reservations",
         covers: |_, it| {
             left(it)
                 && it.key.starts_with("file/")

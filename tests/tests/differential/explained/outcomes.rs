@@ -191,7 +191,7 @@ pub(super) const OUTCOMES: &[Explanation] = &[
     },
     Explanation {
         name: "promiscuity that another network asked for",
-        reason: "differences, bridge: CHECK tolerates promiscuity that somebody else added",
+        reason: "differences, bridge: CHECK tolerates promiscuity that others added",
         covers: |_, it| it.verb == "CHECK" && outcome(it, "configured Promisc Mode false", "done"),
     },
     Explanation {

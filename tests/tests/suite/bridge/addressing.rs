@@ -132,7 +132,7 @@ fn addresses_are_usable_when_the_add_returns() {
 fn without_enabledad_an_address_is_there_at_once() {
     let node = Node::new();
     let container = node.container();
-    // Asking whether somebody has it would take a minute.
+    // Duplicate address detection would take a minute.
     container.exec(&["sysctl", "-qw", "net.ipv6.conf.default.dad_transmits=60"]);
     let attachment = Attachment::new(&node, &container, bridge(&node, &["fd00:1::/64"]));
     let result = attachment.add().success();

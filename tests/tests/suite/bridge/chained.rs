@@ -50,7 +50,7 @@ fn the_host_end_becomes_a_port_and_the_result_gains_the_bridge() {
 }
 
 #[test]
-fn the_result_tells_the_mac_that_an_existing_bridge_has_afterwards() {
+fn chained_result_has_the_final_mac_of_an_existing_bridge() {
     let node = Node::new();
     let container = node.container();
     let prev = made_before(&node, &container);
@@ -175,7 +175,7 @@ fn without_a_host_end_to_plug_in_the_add_is_refused() {
 
 /// Nomad's bridge network is such a list: loopback, bridge, firewall, portmap.
 #[test]
-fn after_a_plugin_that_made_another_interface_the_add_is_like_any_other() {
+fn a_previous_result_with_only_lo_does_not_change_the_add() {
     let node = Node::new();
     let container = node.container();
     let prev = json!({
@@ -201,7 +201,7 @@ fn add_behind(attachment: &Attachment<'_>, prev: Value) -> Outcome {
 }
 
 #[test]
-fn a_result_of_another_version_or_with_a_harmless_oddity_does_not_matter() {
+fn a_previous_result_may_have_another_version_or_oddities() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
@@ -221,7 +221,7 @@ fn a_result_of_another_version_or_with_a_harmless_oddity_does_not_matter() {
 }
 
 #[test]
-fn the_earlier_plugins_interface_is_found_in_a_result_of_another_version() {
+fn the_interface_is_found_in_results_of_other_versions() {
     let node = Node::new();
     let container = node.container();
     let mut prev = made_before(&node, &container);

@@ -1,4 +1,5 @@
-//! CHECK: green for what is healthy, whoever has touched what he may; red for each single sabotage.
+//! CHECK succeeds for a healthy attachment, also after permitted changes by others, and fails for
+//! each single damage.
 
 use cni_testkit::{Container, Node};
 use conformance::{attach, bridge, host_end, patched};
@@ -117,7 +118,7 @@ fn red_when_the_host_end_is_down() {
 }
 
 #[test]
-fn red_when_the_host_end_is_no_port_of_the_bridge() {
+fn red_when_the_host_end_is_not_attached_to_the_bridge() {
     red_after(|node, _, host| drop(node.exec(&["ip", "link", "set", host, "nomaster"])));
 }
 

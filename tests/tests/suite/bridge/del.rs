@@ -59,7 +59,7 @@ fn del_after_the_namespace_has_gone_releases_the_address() {
     }
 }
 
-/// The namespace lives on but nobody can say where: the host end is found by its mark.
+/// The namespace still exists at an unknown path: the host end is found by its mark.
 #[track_caller]
 fn cleans_from_the_host_side(netns: Option<&str>, prev: bool) {
     let node = Node::new();
@@ -107,8 +107,7 @@ fn del_with_a_path_that_is_a_plain_file_takes_the_link_too() {
     cleans_from_the_host_side(Some("/etc/hostname"), true);
 }
 
-/// The host's end bears another name than it was given, and in the container nobody finds
-/// CNI_IFNAME.
+/// The host end was renamed, and the container has no CNI_IFNAME.
 #[track_caller]
 fn cleans_what_was_renamed(clean: impl FnOnce(&Container, Attachment<'_>, &Value) -> Outcome) {
     let node = Node::new();
@@ -202,18 +201,18 @@ fn a_failing_ipam_does_not_keep_the_link() {
 }
 
 #[test]
-fn del_leaves_an_interface_that_is_not_ours() {
+fn del_leaves_an_interface_that_is_not_a_veth() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     container.exec(&["ip", "link", "del", "eth0"]);
     container.exec(&["ip", "link", "add", "eth0", "type", "bridge"]);
     attachment.del_with(&result).success();
-    assert!(container.link("eth0").is_some(), "a bridge is no veth of ours");
+    assert!(container.link("eth0").is_some(), "the bridge was deleted");
     assert_eq!(node.reservations("net1"), []);
 }
 
 #[test]
-fn del_leaves_a_veth_with_another_mac_than_prev_result_s_and_without_our_mark() {
+fn del_leaves_an_unmarked_veth_with_another_mac() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     container.exec(&["ip", "link", "del", "eth0"]);

@@ -70,7 +70,7 @@ fn when_the_kernel_refuses_a_route() {
 }
 
 #[test]
-fn a_second_add_with_reuse_that_fails_leaves_the_first_its_address() {
+fn a_failing_repeated_add_with_reuse_keeps_the_first_address() {
     let node = Node::new();
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipam": {"reuse": true}}));
     let (_living, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -113,7 +113,7 @@ fn when_the_version_cannot_express_the_result() {
 }
 
 #[test]
-fn when_nobody_reads_the_result() {
+fn when_the_result_is_not_read() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
@@ -148,7 +148,7 @@ fn when_a_signal_comes_while_the_configuration_has_no_end() {
 }
 
 #[test]
-fn when_a_signal_comes_while_nobody_takes_the_result() {
+fn when_a_signal_comes_while_the_result_is_not_read() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
@@ -173,7 +173,7 @@ fn when_a_signal_comes_while_nobody_takes_the_result() {
 fn when_the_runtime_loses_patience() {
     let node = Node::new();
     let container = node.container();
-    // Hangs in ADD; its DEL is asked for all the same, since a lease may have been made.
+    // Hangs in ADD; its DEL is called anyway, since it may have obtained a lease.
     let script = "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || { touch \"${0%/*}/deleted\"; exit 0; }\necho $$ > \"${0%/*}/pid\"\nexec sleep 60\n";
     let folder = crate::delegation::executable(&node, "slow", script);
     let config = patched(bridge(&node, &[]), json!({"ipam": {"type": "slow", "ranges": null, "dataDir": null}}));

@@ -106,7 +106,7 @@ fn an_existing_bridge_is_used_as_it_is() {
 
 /// Its owner set none, so it may take that of its first port.
 #[test]
-fn the_result_tells_the_mac_that_an_existing_bridge_has_after_its_first_port() {
+fn result_has_the_mac_an_existing_bridge_gets_from_its_port() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
     let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
@@ -115,7 +115,7 @@ fn the_result_tells_the_mac_that_an_existing_bridge_has_after_its_first_port() {
 }
 
 #[test]
-fn what_is_no_bridge_is_refused_and_left_alone() {
+fn an_interface_that_is_not_a_bridge_is_refused_and_unchanged() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "veth", "peer", "name", "other"]);
     let container = node.container();
@@ -141,7 +141,7 @@ fn another_address_on_the_bridge_is_an_error_and_stays() {
 }
 
 #[test]
-fn force_address_replaces_what_stands_in_the_way() {
+fn force_address_replaces_the_conflicting_address() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
     node.exec(&["ip", "addr", "add", "10.9.0.1/24", "dev", "br0"]);
@@ -201,7 +201,7 @@ fn a_failed_forced_chained_add_leaves_the_other_gateways() {
 }
 
 #[test]
-fn a_forced_add_whose_result_nobody_reads_leaves_the_others() {
+fn a_forced_add_with_unread_result_keeps_other_addresses() {
     let node = Node::new();
     let config = patched(forced_and_refused(&node), json!({"ipam": {"routes": null}}));
     let before = other_addresses(&node);
@@ -225,7 +225,7 @@ fn a_refused_gateway_of_one_family_adds_none_of_the_other() {
 }
 
 #[test]
-fn an_ipv6_address_that_does_not_overlap_is_no_conflict() {
+fn an_ipv6_address_without_overlap_is_not_a_conflict() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
     node.exec(&["ip", "addr", "add", "fd00:9::1/64", "dev", "br0"]);
@@ -276,7 +276,7 @@ fn the_bridge_s_mac_never_drifts() {
 }
 
 #[test]
-fn a_bridge_whose_first_add_failed_is_no_trap() {
+fn a_bridge_left_by_a_failed_first_add_is_usable() {
     let node = Node::new();
     let bad = patched(
         bridge(&node, &["10.1.0.0/24"]),

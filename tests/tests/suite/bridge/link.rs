@@ -14,7 +14,7 @@ fn port_flag(node: &Node, result: &Value, flag: &str) -> Value {
 /// A spanning tree holds a new port back for half a minute. That is the administrator's choice, and
 /// no failure.
 #[test]
-fn a_bridge_that_runs_a_spanning_tree_is_no_failure() {
+fn a_bridge_that_runs_a_spanning_tree_works() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "bridge", "stp_state", "1"]);
     node.exec(&["ip", "link", "set", "br0", "up"]);
@@ -197,7 +197,7 @@ fn a_disabled_container_interface_can_have_no_ipam() {
 }
 
 #[test]
-fn every_veth_bears_its_attachment_s_mark() {
+fn every_veth_has_the_mark_of_its_attachment() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &layer2(), 1).remove(0);
     let link = node.link(host_end(&result, "br0")).unwrap();
@@ -206,7 +206,7 @@ fn every_veth_bears_its_attachment_s_mark() {
 }
 
 #[test]
-fn a_mark_that_is_too_long_for_the_kernel_is_no_obstacle() {
+fn a_mark_too_long_for_the_kernel_is_shortened() {
     let node = Node::new();
     let container = node.container();
     let mut attachment = Attachment::new(&node, &container, patched(layer2(), json!({"name": "n".repeat(200)})));

@@ -16,7 +16,7 @@ fn mac(patch: Value, args: Option<&str>) -> String {
     attachment.args = args.map(str::to_owned);
     let result = attachment.add().success();
     let kernel = container.link("eth0").unwrap()["address"].as_str().unwrap().to_owned();
-    assert_eq!(sandboxed(&result)["mac"], kernel, "the result tells the truth");
+    assert_eq!(sandboxed(&result)["mac"], kernel, "the result has the kernel's MAC");
     attachment.del_with(&result).success();
     kernel
 }
@@ -42,7 +42,7 @@ fn upper_case_is_the_same_address() {
 }
 
 #[test]
-fn what_is_no_mac_fails_the_add_and_leaves_nothing() {
+fn an_invalid_mac_fails_the_add_and_leaves_nothing() {
     let node = Node::new();
     let container = node.container();
     for bad in ["zz", "02:11:22:33:44", "01:00:5e:00:00:01", "ff:ff:ff:ff:ff:ff"] {

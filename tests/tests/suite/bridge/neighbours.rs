@@ -1,4 +1,4 @@
-//! A reused address with a new MAC: whoever knew the old one must not wait for its cache to expire.
+//! An address is reused with a new MAC: peers must not wait until their neighbour entry expires.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{attach, bridge, patched, sandboxed};
@@ -69,7 +69,7 @@ fn a_neighbour_s_first_packet_is_answered_over_ipv6() {
 }
 
 #[test]
-fn no_neighbour_entry_is_made_where_none_was_and_none_is_permanent() {
+fn no_permanent_neighbour_entry_is_created() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, asking(&node, "10.1.0.9"));

@@ -119,7 +119,7 @@ fn a_gateway_of_zeros_is_none() {
 
 /// As `static` answers that knows no gateway. The kernel has made that route with the address.
 #[test]
-fn a_route_to_the_containers_own_network_is_no_error() {
+fn a_route_to_the_containers_own_network_is_accepted() {
     let node = Node::new();
     let answer =
         json!({"cniVersion": VERSION, "ips": [{"address": "10.1.0.5/24"}], "routes": [{"dst": "10.1.0.0/24"}]});
@@ -146,7 +146,7 @@ fn to_own_subnet(container: &Container) -> Vec<(Value, Value)> {
 }
 
 #[test]
-fn a_route_to_the_own_subnet_stands_before_the_kernel_s() {
+fn a_route_to_the_own_subnet_precedes_the_kernels() {
     for (routes, gateway) in [
         (json!([{"dst": "10.1.0.0/24"}]), "10.1.0.1"),
         (json!([{"dst": "10.1.0.0/24", "gw": "10.1.0.1"}]), "10.1.0.1"),
@@ -177,7 +177,7 @@ fn check_is_red_when_the_route_to_the_own_subnet_is_gone() {
 }
 
 #[test]
-fn with_a_metric_it_stands_behind_the_kernel_s() {
+fn a_route_with_a_metric_follows_the_kernels() {
     let node = Node::new();
     let routes = json!([{"dst": "10.1.0.0/24", "gw": "10.1.0.99", "priority": 7}]);
     let (container, attachment, result) = attach(&node, &with_routes(&node, &["10.1.0.0/24"], routes), 1).remove(0);
@@ -201,7 +201,7 @@ fn several_gateways_to_the_own_subnet_make_one_route() {
 }
 
 #[test]
-fn an_ipv6_route_to_the_own_subnet_stands_beside_the_kernel_s() {
+fn an_ipv6_route_to_the_own_subnet_joins_the_kernels() {
     let node = Node::new();
     let config = with_routes(&node, &["fd00:1::/64"], json!([{"dst": "fd00:1::/64"}]));
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -213,7 +213,7 @@ fn an_ipv6_route_to_the_own_subnet_stands_beside_the_kernel_s() {
 }
 
 #[test]
-fn a_repeated_route_is_no_error() {
+fn a_repeated_route_is_accepted() {
     let node = Node::new();
     let twice = json!([{"dst": "192.0.2.0/24"}, {"dst": "192.0.2.0/24", "gw": "10.1.0.1"}]);
     let (container, attachment, result) = attach(&node, &with_routes(&node, &["10.1.0.0/24"], twice), 1).remove(0);
@@ -223,7 +223,7 @@ fn a_repeated_route_is_no_error() {
 }
 
 #[test]
-fn a_default_route_of_another_network_stays_and_ours_is_left_out() {
+fn the_default_route_of_the_first_network_stays() {
     let node = Node::new();
     let first = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "0.0.0.0/0"}]));
     let (container, one, one_result) = attach(&node, &first, 1).remove(0);

@@ -57,7 +57,7 @@ fn del_without_a_namespace_takes_the_rules_too() {
 }
 
 #[test]
-fn del_takes_the_rules_even_if_the_key_has_been_taken_away_since() {
+fn del_removes_the_rules_after_the_key_was_removed() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &config(&node), 1).remove(0);
@@ -79,7 +79,7 @@ fn del_of_one_leaves_the_rules_of_the_other() {
 }
 
 #[test]
-fn a_del_of_another_network_leaves_the_rules_of_a_living_container() {
+fn a_del_of_another_network_leaves_the_spoof_rules() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
@@ -101,7 +101,7 @@ fn a_del_of_another_network_leaves_the_rules_of_a_living_container() {
 }
 
 #[test]
-fn of_two_attachments_with_the_same_chains_the_second_is_refused_while_the_first_lives() {
+fn a_second_attachment_with_the_same_chain_names_is_refused() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let container = node.container();
@@ -117,7 +117,7 @@ fn of_two_attachments_with_the_same_chains_the_second_is_refused_while_the_first
     assert!(container.link("x").is_none());
     second.del().success();
     assert_eq!(node.ruleset(), before);
-    // Nobody sends through these rules any more.
+    // No interface uses these rules any more.
     container.exec(&["ip", "link", "del", "eth0-x"]);
     let other = second.add().success();
     assert!(node.ruleset().contains(host_end(&other, "br0")), "{}", node.ruleset());
@@ -158,7 +158,7 @@ fn check_names_the_mac_that_the_rule_pins() {
 }
 
 #[test]
-fn a_long_container_id_is_no_obstacle() {
+fn a_long_container_id_works() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let container = node.container();
@@ -170,7 +170,7 @@ fn a_long_container_id_is_no_obstacle() {
 }
 
 #[test]
-fn a_kernel_without_nf_tables_in_bridges_says_so_before_anything_is_made() {
+fn missing_nf_tables_for_bridges_fails_before_any_change() {
     if probe::nft_bridge().is_ok() {
         unprovoked("this kernel has nf_tables in the bridge family: nothing to refuse");
         return;

@@ -82,7 +82,7 @@ fn a_vlan_goes_on_beyond_the_bridge_s_uplink_with_its_tag() {
     require!(probe::vlan_filtering());
     require!(probe::vlan_links());
     let node = Node::new();
-    // The owner's bridge and its uplink, a trunk; beyond it is somebody who tags and is no
+    // The administrator's bridge has a trunk as its uplink. The peer behind it tags and is not an
     // attachment.
     node.exec(&["ip", "link", "add", "br0", "type", "bridge", "vlan_filtering", "1"]);
     let far = node.container();

@@ -68,7 +68,7 @@ fn del_cleans_whatever_the_vlan_is_now() {
 }
 
 #[test]
-fn a_kernel_without_vlan_filtering_says_so_before_anything_is_made() {
+fn missing_vlan_filtering_fails_before_any_change() {
     if probe::vlan_filtering().is_ok() {
         unprovoked("this kernel has VLAN filtering: nothing to refuse");
         return;
@@ -167,7 +167,7 @@ fn expect_gateway(node: &Node) {
 }
 
 #[test]
-fn a_gateway_whose_maker_was_killed_before_it_could_mark_it_is_finished_by_the_next_add() {
+fn the_next_add_finishes_a_gateway_left_unmarked_by_a_kill() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
@@ -186,7 +186,7 @@ fn a_gateway_whose_maker_was_killed_before_it_could_mark_it_is_finished_by_the_n
 }
 
 #[test]
-fn the_first_adds_of_a_vlan_all_at_once_make_its_gateway_together() {
+fn concurrent_first_adds_of_a_vlan_create_one_gateway() {
     require!(probe::vlan_filtering());
     for _ in 0..3 {
         let node = Node::new();
@@ -219,7 +219,7 @@ fn filtering_is_not_switched_on_under_foreign_ports() {
 }
 
 #[test]
-fn a_port_that_another_add_is_about_to_mark_is_not_taken_for_a_foreign_one() {
+fn a_port_that_its_add_has_not_marked_yet_is_not_foreign() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);

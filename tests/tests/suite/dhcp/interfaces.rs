@@ -63,7 +63,7 @@ fn an_add_that_fails_releases_at_the_server() {
 }
 
 #[test]
-fn del_without_a_daemon_removes_the_link_all_the_same() {
+fn del_without_a_daemon_still_removes_the_link() {
     require!(probe::dnsmasq().map(drop));
     let lan = Lan::new(10, &[]);
     let daemon = lan.daemon();

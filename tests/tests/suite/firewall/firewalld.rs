@@ -290,7 +290,7 @@ fn check_finds_that_a_reload_has_removed_the_source() {
 }
 
 #[test]
-fn what_firewalld_refuses_fails_in_its_words_and_leaves_nothing() {
+fn an_error_of_firewalld_is_quoted_and_leaves_nothing() {
     require!(probe::firewalld().map(drop));
     let firewalld = Firewalld::new();
     let pod = firewalld.world.dual();
@@ -315,7 +315,7 @@ fn naming_in_records(world: &World) -> usize {
 }
 
 #[test]
-fn an_add_that_nobody_hears_of_leaves_the_sources_as_they_were() {
+fn an_add_with_unread_result_restores_the_sources() {
     require!(probe::firewalld().map(drop));
     let firewalld = Firewalld::new();
     let config = firewalld.config(json!({}));
@@ -342,7 +342,7 @@ fn an_add_that_nobody_hears_of_leaves_the_sources_as_they_were() {
 }
 
 #[test]
-fn an_address_of_two_attachments_stays_in_the_zone_for_the_second() {
+fn an_address_stays_in_the_zone_while_an_attachment_has_it() {
     require!(probe::firewalld().map(drop));
     let firewalld = Firewalld::new();
     let config = firewalld.config(json!({}));
@@ -375,7 +375,7 @@ fn the_node_goes_from_go_to_this_plugin_and_back() {
             theirs.del(&config).success();
             ours.call_by(&go(), "DEL", &config, Some(&ours.result)).success();
             assert_eq!(firewalld.sources("trusted"), of(&[]));
-            // Adopted, and from now on nobody's result is needed.
+            // The ADD adopts the source; from now on DEL needs no result.
             theirs.call_by(&go(), "ADD", &config, Some(&theirs.result)).success();
             theirs.add(&config).success();
             del_without_result(&theirs, &config);
@@ -491,7 +491,7 @@ fn through_the_rules_of_firewalld_the_container_talks() {
 }
 
 #[test]
-fn bridges_are_isolated_beside_firewalld_and_no_longer_after_del() {
+fn bridges_are_isolated_beside_firewalld_until_del() {
     require!(probe::firewalld().map(drop));
     let firewalld = Firewalld::new();
     let world = &firewalld.world;
@@ -561,7 +561,7 @@ fn the_sources_of_a_stopped_firewalld_are_gone_and_del_succeeds() {
 }
 
 #[test]
-fn without_a_bus_firewalld_is_refused_and_iptables_serves() {
+fn without_a_bus_firewalld_is_refused_and_iptables_works() {
     require!(probe::iptables());
     let world = World::new(Backend::IptablesNft);
     let asked = config(&world, json!({"backend": "firewalld"}));

@@ -1,6 +1,6 @@
-//! Killed at, or refused, each of its system calls: what is left goes with the next DEL, beside a
-//! neighbour that notices nothing. A share of the calls each time; `CNI_TEST_SLOW` and `--soak`
-//! change it (`cni_testkit::rounds`).
+//! Each system call of firewall fails or is where the plugin is killed. The next DEL removes the
+//! leftovers and does not affect a neighbour. Each run tries a share of the calls; `CNI_TEST_SLOW`
+//! and `--soak` change it (`cni_testkit::rounds`).
 
 use cni_testkit::trace::{self, Act, Plan};
 use cni_testkit::{bin_dir, require, rounds};

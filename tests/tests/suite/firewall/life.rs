@@ -128,7 +128,7 @@ fn no_program_is_run() {
 }
 
 #[test]
-fn an_add_that_nobody_hears_of_leaves_what_was_there() {
+fn an_add_with_unread_result_keeps_the_existing_rules() {
     each(&BACKENDS, |world| {
         let unheard = |pod: &Pod<'_>, config: &Value| {
             let call = pod.invocation(&bin_dir(), "ADD", config, Some(&pod.result));
@@ -192,7 +192,7 @@ fn isolation_ends_with_the_last_attachment_that_wants_it() {
 }
 
 #[test]
-fn isolation_comes_before_forwarding_whoever_was_first() {
+fn isolation_precedes_forwarding_in_every_order_of_adds() {
     each(&IPTABLES, |world| {
         let isolated = config(world, json!({"ingressPolicy": "same-bridge"}));
         let pod = world.dual();
@@ -239,7 +239,7 @@ fn isolation_behind_ptp_is_refused_before_any_change() {
 }
 
 #[test]
-fn without_a_wish_nftables_serves_where_iptables_is_missing() {
+fn nftables_is_the_default_where_iptables_is_missing() {
     each(&[Backend::Nftables], |world| {
         let pod = world.dual();
         // On this node alone.

@@ -1,4 +1,4 @@
-//! What cnitool says of firewall: its configuration, its rules, and what is left over.
+//! cnitool's reports on firewall: its configuration, its rules and its leftovers.
 
 use cni_testkit::{probe, require};
 use serde_json::json;

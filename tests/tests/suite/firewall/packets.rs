@@ -1,5 +1,5 @@
-//! Real packets, in both families: through a filter that drops what nobody accepts, and between
-//! isolated bridges.
+//! Real packets in both families: through a filter with a drop policy, and between isolated
+//! bridges.
 
 use serde_json::{Value, json};
 
@@ -7,8 +7,7 @@ use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, config, each, end_is
 use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for};
 use conformance::{HOST, OUTSIDE};
 
-/// A node on which every forwarded packet is dropped, and how firewall is told of the chain that
-/// does it.
+/// Makes the node drop every forwarded packet and returns the keys that name the dropping chain.
 fn dropping(world: &World) -> Value {
     for (subnet, host) in ["10.0.0.0/8", "fd00::/16"].into_iter().zip(HOST) {
         world.client.exec(&["ip", "route", "add", subnet, "via", host]);
@@ -130,7 +129,7 @@ fn same_bridge_passes_within_and_blocks_between_bridges() {
 }
 
 #[test]
-fn nftables_same_bridge_passes_within_and_blocks_between_bridges() {
+fn nftables_same_bridge_passes_within_and_blocks_across() {
     each(&[Backend::Nftables], same_bridge);
 }
 

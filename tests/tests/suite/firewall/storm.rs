@@ -70,8 +70,8 @@ fn fifty_adds_beside_a_foreign_writer_are_all_there() {
         world.backend.path(&world.node);
         thread::scope(|scope| {
             if world.backend != Backend::Nftables {
-                // Somebody who does not know our lock, as kube-proxy does it, at most as often as
-                // there are ADDs.
+                // A process that ignores the plugins' lock, as kube-proxy does, at most as often
+                // as there are ADDs.
                 scope.spawn(|| {
                     for number in 0..count {
                         if done.load(Ordering::Relaxed) {

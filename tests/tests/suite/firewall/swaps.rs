@@ -14,7 +14,7 @@ fn what_go_added_is_checked_and_removed() {
             let pod = world.dual();
             pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
             pod.check(&config).success();
-            // Adopts them: from now on nobody's result is needed.
+            // The ADD adopts Go's rules; from now on DEL needs no result.
             let by_go = chain(world, "CNI-FORWARD");
             pod.add(&config).success();
             assert_eq!(chain(world, "CNI-FORWARD"), by_go, "{policy} {:?}", world.backend);
@@ -64,7 +64,7 @@ fn go_beside_this_plugin_shares_chains_and_keeps_its_isolation() {
         ours.check(&config).success();
         theirs.call_by(&go(), "CHECK", &config, Some(&theirs.result)).success();
         ours.del(&config).success();
-        // Nobody has recorded what the remaining container wants.
+        // No record says what the remaining container requested.
         theirs.check(&config).success();
         assert!(chain(world, "CNI-ISOLATION-STAGE-1").len() == 4, "{:?}", rules(world));
         assert!(naming(world, &theirs) > 0 && naming(world, &ours) == 0);

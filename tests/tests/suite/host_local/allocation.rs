@@ -177,7 +177,7 @@ fn the_runtime_s_ranges_alone_are_enough() {
 }
 
 #[test]
-fn a_last_address_outside_the_range_begins_anew() {
+fn a_last_address_outside_the_range_restarts_the_allocation() {
     let node = Node::new();
     node.file("networks/net1/last_reserved_ip.0", "172.16.0.1");
     let (_c, attachment, address) = next(&node, &host_local(&node, &["10.1.0.0/24"]));
@@ -186,7 +186,7 @@ fn a_last_address_outside_the_range_begins_anew() {
 }
 
 #[test]
-fn a_last_address_that_is_garbage_begins_anew() {
+fn a_damaged_last_address_restarts_the_allocation() {
     let node = Node::new();
     for garbage in ["", "garbage", "\0\0\0\0", "10.1.0.300"] {
         node.file("networks/net1/last_reserved_ip.0", garbage);

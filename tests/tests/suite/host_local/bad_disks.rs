@@ -1,6 +1,6 @@
-//! Disks that are full, read-only, somebody else's or not what they should be: each is a clear
-//! error or no matter, and nothing is lost. What others leave in a readable folder is in `store`,
-//! and a disk without room in `status`.
+//! Full, read-only and foreign disks and files of the wrong type give a clear error or have no
+//! effect, and nothing is lost. `store` tests foreign files in a readable folder, `status` a disk
+//! without space.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -31,8 +31,8 @@ pub(super) fn run(node: &Node, verb: &str, container: &Container, config: &Value
     }
 }
 
-/// What stands where the folder of the network should: it is named, nobody waits, and DEL has
-/// nothing to do.
+/// The path of the network's folder is something else: the error names it, no call blocks, and DEL
+/// has nothing to do.
 #[test]
 fn no_folder_where_one_should_be() {
     type Prepare = fn(&Path);
@@ -60,8 +60,7 @@ fn no_folder_where_one_should_be() {
     }
 }
 
-/// The signal of a file that may not grow (`ulimit -f`) ends nobody in the middle of an ADD, or of
-/// a DEL for ever.
+/// The signal of the file size limit (`ulimit -f`) does not end an ADD half-way, nor every DEL.
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error_and_keeps_no_del() {
     let node = Node::new();
@@ -108,7 +107,7 @@ fn no_lock_where_one_should_be() {
     }
 }
 
-/// What is in the files beside the reservations is no matter.
+/// The content of the files beside the reservations has no effect.
 #[test]
 fn garbage_beside_the_reservations() {
     let node = Node::new();
@@ -190,7 +189,7 @@ fn what_cannot_be_removed_is_named_and_the_rest_goes() {
     attachment.del().success();
 }
 
-/// Without the capabilities to read and to change what is somebody else's.
+/// Drops the capabilities to read and to change files of other users.
 pub(super) const POWERLESS: &str = "-dac_override,-dac_read_search,-fowner";
 
 #[test]
@@ -201,7 +200,7 @@ fn files_of_another_user_without_the_right_to_read_them() {
     let path = node.data_dir().join("net1/10.1.0.2");
     let content = fs::read(&path).unwrap();
     chown(&path, Some(4321), Some(4321)).unwrap();
-    // The folder is to be read anew, and it is this address's turn.
+    // The folder must be read again, and this address is the next candidate.
     fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
     fs::write(node.data_dir().join("net1/last_reserved_ip.0"), "10.1.0.1").unwrap();
     let late = node.container();
@@ -211,7 +210,7 @@ fn files_of_another_user_without_the_right_to_read_them() {
     run(&node, "DEL", &late, &one.config, POWERLESS).success();
     let mut gc = one.config.clone();
     gc["cni.dev/valid-attachments"] = json!([{"containerID": one.id, "ifname": "eth0"}]);
-    // Whose it is cannot be told, so neither can whether it may stay.
+    // Its owner is unknown, so GC cannot decide whether it is valid.
     run(&node, "GC", &late, &gc, POWERLESS).fails_naming(5, &["net1/10.1.0.2", "Permission denied"]);
     assert_eq!(fs::read(&path).unwrap(), content, "and stays");
     one.del().success();

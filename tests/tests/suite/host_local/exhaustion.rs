@@ -65,7 +65,7 @@ fn a_full_slash_16_is_found_full_as_cheaply_as_a_full_slash_28() {
         let node = Node::new();
         let config = patched(host_local(&node, &[&format!("10.1.0.0/{prefix}")]), json!({"cniVersion": "1.1.0"}));
         fill(&node, prefix);
-        // Whoever comes first reads the folder, once. Watched where that is short.
+        // The first call reads the folder, once. Only traced for a short folder.
         if prefix == 28 {
             let (first, listed) = calls(&node, "ADD", &config, Some(11));
             assert!(first > 50 && listed > 0, "{first} calls");
@@ -88,7 +88,7 @@ fn a_full_slash_16_is_found_full_as_cheaply_as_a_full_slash_28() {
 }
 
 #[test]
-fn an_add_of_the_same_boot_asks_nothing_about_the_boot_but_its_id() {
+fn an_add_in_the_same_boot_reads_only_the_boot_id() {
     require!(probe::tool("strace"));
     let node = Node::new();
     let config = host_local(&node, &["10.1.0.0/24"]);

@@ -34,7 +34,7 @@ fn with_reuse_a_second_add_returns_the_same_addresses() {
     let failure = strict.add().fails_naming(102, &["10.1.0.2", "fd00:1::2", "reuse"]);
     let text = format!("failed to allocate for range 0: 10.1.0.2 has been allocated to {}, dupl", container.id);
     assert!(failure.msg.starts_with(&text), "{failure:?}");
-    // A result that nobody received takes back nothing that was there before.
+    // An ADD with an unread result removes nothing that existed before.
     assert_eq!(attachment.invocation("ADD", None).with_closed_stdout().run().status, Some(1));
     assert_eq!(node.reservations("net1"), before);
     attachment.del().success();
@@ -114,7 +114,7 @@ fn check_is_green_while_the_address_is_held_and_red_after() {
 }
 
 #[test]
-fn check_accepts_a_reservation_of_old() {
+fn check_accepts_an_id_only_reservation() {
     let node = Node::new();
     let container = node.container();
     node.file("networks/net1/10.1.0.2", &container.id);

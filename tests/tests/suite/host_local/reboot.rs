@@ -131,8 +131,8 @@ fn ten_reboots_of_a_full_node_leak_nothing() {
     assert_eq!(machine.held(), []);
 }
 
-/// Whatever host-local was killed at, the next boot finds nothing of it: a file without a record
-/// would stay for ever.
+/// Wherever host-local was killed, the next boot reclaims its reservation: a file without a record
+/// would stay forever.
 #[test]
 fn what_a_killed_add_has_reserved_is_reclaimed_too() {
     require!(possible());
@@ -191,7 +191,7 @@ fn other_verbs_first_put_it_off_and_nothing_more() {
     all[3].1.status().success();
     let (container, _) = another(&machine.node, &config);
     assert_eq!(machine.held().len(), 1);
-    // The old holders' DELs come late, and the address is somebody else's by now.
+    // The old holders' DELs come late, when the address has a new holder.
     for (_, attachment, result) in &all {
         attachment.del_with(result).success();
     }
@@ -226,7 +226,7 @@ fn a_late_del_takes_nothing_of_the_new_holder() {
 }
 
 #[test]
-fn a_late_del_of_a_whole_network_takes_no_rule_of_the_new_holder() {
+fn a_late_chained_del_leaves_the_rules_of_the_new_holder() {
     require!(possible());
     require!(probe::nft());
     require!(probe::iptables());
@@ -337,9 +337,9 @@ fn a_file_touched_in_any_way_is_kept() {
     kept(|_, folder| each(folder, |path| fs::set_permissions(path, fs::Permissions::from_mode(0o640)).unwrap()));
 }
 
-/// A machine cloned with its ID, file by file: the boot is another one and the ID the same. Of a
-/// disk cloned block by block nothing tells it but the boot, as after a reboot, and nothing of what
-/// it has on record lives on the clone.
+/// A machine cloned with its ID, file by file: the boot differs and the ID is the same. A disk
+/// cloned block by block looks like a reboot, which is correct: none of the recorded containers
+/// lives on the clone.
 #[test]
 fn a_data_dir_copied_with_all_its_times_is_kept() {
     require!(possible());
@@ -395,7 +395,7 @@ fn another_boot_id_without_a_boot_reclaims_nothing() {
 #[test]
 fn without_our_records_all_is_kept() {
     require!(possible());
-    // Times of files that have just changed prove nothing, so without this nobody would be tempted.
+    // Times of recently changed files are not used, so without the wait nothing would be tested.
     let age = || std::thread::sleep(Duration::from_millis(2500));
     kept(|_, folder| {
         age();
@@ -488,7 +488,7 @@ fn what_go_reserved_is_kept() {
         again.push(container);
     }
     let (ours, given) = another(&machine.node, &config);
-    assert_eq!(given, "10.1.0.4", "the only one of ours that was left of the earlier boot");
+    assert_eq!(given, "10.1.0.4", "the only recorded reservation of the earlier boot");
     assert_eq!(machine.held().len(), 5);
     for container in again.iter().chain([&by_go, &ours]) {
         Attachment::new(&machine.node, container, config.clone()).del().success();

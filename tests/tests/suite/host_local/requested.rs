@@ -1,4 +1,4 @@
-//! Addresses that somebody asks for: by `runtimeConfig.ips`, `args.cni.ips` and `IP` in `CNI_ARGS`.
+//! Addresses requested by `runtimeConfig.ips`, `args.cni.ips` and `IP` in `CNI_ARGS`.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{addresses, attach, host_local, patched};
@@ -123,7 +123,7 @@ fn a_failing_later_set_gives_back_what_earlier_sets_gave() {
 }
 
 #[test]
-fn a_second_add_that_fails_leaves_the_running_container_its_addresses() {
+fn a_failing_repeated_add_keeps_the_first_addresses() {
     let node = Node::new();
     let config = host_local(&node, &["10.1.0.0/24", "10.2.0.0/24"]);
     let (_c, attachment, _) = attach(&node, &config, 1).remove(0);

@@ -78,7 +78,7 @@ fn a_reservation_with_the_id_alone_is_one() {
 }
 
 #[test]
-fn an_id_alone_is_kept_while_a_reservation_with_the_interface_is_released() {
+fn an_id_only_reservation_is_released_after_the_exact_one() {
     let node = Node::new();
     let container = node.container();
     node.file("networks/net1/10.1.0.2", &container.id);
@@ -97,7 +97,7 @@ fn an_empty_reservation_is_free_again() {
         node.file("networks/net1/10.1.0.2", content);
         let config = host_local(&node, &["10.1.0.0/30"]);
         let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
-        assert_eq!(addresses(&result), ["10.1.0.2/30"], "a crash must not lose the address for ever");
+        assert_eq!(addresses(&result), ["10.1.0.2/30"], "a crash must not lose the address forever");
         attachment.del().success();
     }
 }
@@ -165,7 +165,7 @@ fn a_lock_that_is_held_is_waited_for() {
     let mut waiting = waiting.start();
     waiting.release();
     wait_until_waiting(waiting.pid());
-    assert_eq!(node.reservations("net1"), [], "nobody reserves without the lock");
+    assert_eq!(node.reservations("net1"), [], "no call reserves without the lock");
     holder.finish();
     waiting.finish().success();
     Attachment::new(&node, &container, config).del().success();

@@ -35,7 +35,7 @@ fn of_domains_the_last_wins_and_lists_grow() {
 }
 
 #[test]
-fn a_resolv_conf_that_is_missing_fails_the_add_and_reserves_nothing() {
+fn a_missing_resolv_conf_fails_add_and_reserves_nothing() {
     let node = Node::new();
     let container = node.container();
     let config = patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"resolvConf": "/nowhere/resolv.conf"}}));
@@ -58,7 +58,7 @@ fn routes_are_handed_on() {
 }
 
 #[test]
-fn routes_carry_every_field_of_1_1_0_in_every_version_that_has_routes() {
+fn routes_have_all_1_1_0_fields_in_every_version_with_routes() {
     let node = Node::new();
     let route = json!({"dst": "192.0.2.0/24", "gw": "10.1.0.5", "mtu": 1400, "advmss": 1300, "priority": 7,
                        "table": 0, "scope": 0});

@@ -1,8 +1,7 @@
 //! A reservation that cannot be read, for a moment or for good: it hides no address, and keeps no
 //! container from ending.
 //!
-//! The index is thrown away before, so that whoever comes next reads the whole folder and may fail
-//! to.
+//! The index is removed first, so that the next call has to read the whole folder, which may fail.
 
 use std::fs;
 use std::os::unix::fs::chown;
@@ -83,7 +82,7 @@ fn what_another_one_failed_to_read_is_found_by_del_and_by_gc() {
     staying.del().success();
 }
 
-/// Two containers; the first one's IPv4 reservation belongs to somebody else.
+/// Two containers; another user owns the file of the first one's IPv4 reservation.
 fn with_a_foreign_file(node: &Node) -> Vec<(cni_testkit::Container, Attachment<'_>, Value)> {
     let all = attach(node, &config(node), 2);
     chown(node.data_dir().join("net1/10.1.0.2"), Some(4321), Some(4321)).unwrap();
@@ -112,15 +111,15 @@ fn a_del_releases_what_it_can_read_and_names_the_rest() {
 }
 
 #[test]
-fn what_nobody_can_read_keeps_no_container_from_ending_and_is_found_as_soon_as_it_can_be() {
+fn del_ignores_an_unreadable_file_and_rereads_it_later() {
     require!(probe::tool("setpriv"));
     for verb in ["DEL", "GC"] {
         let node = Node::new();
         let all = with_a_foreign_file(&node);
         fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
         for (container, attachment, _) in all.iter().rev() {
-            // It may be anybody's: told, and no error, or no DEL of this network would ever
-            // succeed.
+            // The file may belong to any container. It is only logged: as an error it would fail
+            // every DEL of this network.
             let outcome = run(&node, "DEL", container, &attachment.config, POWERLESS);
             outcome.success();
             assert!(outcome.stderr.contains("net1/10.1.0.2: Permission denied"), "{}", outcome.report());

@@ -1,5 +1,5 @@
-//! A node made ill in one way after another: the doctor names it, the printed command mends it, and
-//! then it is well.
+//! A node is damaged in one way after another: the doctor reports it, the printed command repairs
+//! it, and the doctor reports nothing.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,9 +13,9 @@ fn findings(operator: &Operator) -> Vec<Value> {
     operator.json(&["doctor"])["findings"].as_array().unwrap().clone()
 }
 
-/// Exactly this check finds something, saying these words; its command mends it.
+/// Asserts that exactly this check reports these words and that its command repairs the node.
 #[track_caller]
-fn found_and_mended(operator: &Operator, check: &str, words: &[&str]) {
+fn found_and_repaired(operator: &Operator, check: &str, words: &[&str]) {
     let found = findings(operator);
     let of_check: Vec<&Value> = found.iter().filter(|one| one["check"] == check).collect();
     assert!(!of_check.is_empty() && of_check.len() == found.len(), "{check} alone should find something: {found:#?}");
@@ -26,7 +26,7 @@ fn found_and_mended(operator: &Operator, check: &str, words: &[&str]) {
     for one in of_check {
         operator.paste(one["command"].as_str().unwrap());
     }
-    assert_eq!(findings(operator), Vec::<Value>::new(), "mended");
+    assert_eq!(findings(operator), Vec::<Value>::new(), "not repaired");
 }
 
 /// An interface `up0` that leads nowhere.
@@ -39,7 +39,7 @@ fn uplink(operator: &Operator) {
 }
 
 #[test]
-fn a_node_that_is_well_is_told_so() {
+fn a_healthy_node_is_reported_as_such() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let empty = operator.done(&["doctor"]);
@@ -60,12 +60,12 @@ fn forwarding_that_is_off_is_found_where_it_is_needed() {
         operator.node.exec(&["sh", "-c", &format!("echo {value} > /proc/sys/{name}")]);
     };
     write("net/ipv4/ip_forward", "0");
-    assert_eq!(findings(&operator), Vec::<Value>::new(), "nobody needs it");
+    assert_eq!(findings(&operator), Vec::<Value>::new(), "no attachment needs it");
     let container = operator.attach();
     write("net/ipv4/conf/br0/forwarding", "0");
-    found_and_mended(&operator, "forwarding", &["net.ipv4.conf.br0.forwarding is 0"]);
+    found_and_repaired(&operator, "forwarding", &["net.ipv4.conf.br0.forwarding is 0"]);
     write("net/ipv4/ip_forward", "0");
-    found_and_mended(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
+    found_and_repaired(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
     operator.detach(&container);
 }
 
@@ -76,23 +76,23 @@ fn links_that_are_down_and_mtus_that_differ_are_found() {
     let container = operator.attach();
     let link = operator.node.ports("br0").pop().unwrap();
     operator.node.exec(&["ip", "link", "set", "br0", "down"]);
-    found_and_mended(&operator, "links", &["bridge br0 is down"]);
+    found_and_repaired(&operator, "links", &["bridge br0 is down"]);
     operator.node.exec(&["ip", "link", "set", &link, "down"]);
-    found_and_mended(&operator, "links", &[&link, "is down"]);
+    found_and_repaired(&operator, "links", &[&link, "is down"]);
     container.exec(&["ip", "link", "set", "eth0", "down"]);
-    // The kernel tells the other end a moment later.
+    // The kernel updates the other end a moment later.
     let deadline = std::time::Instant::now() + cni_testkit::patience(std::time::Duration::from_secs(5));
     while findings(&operator).is_empty() && std::time::Instant::now() < deadline {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     // The default route is gone with it, but not what the node can see.
-    found_and_mended(&operator, "links", &["has no carrier: the container's end is down"]);
+    found_and_repaired(&operator, "links", &["has no carrier: the container's end is down"]);
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);
-    found_and_mended(&operator, "mtu", &["eth0 in the container has an MTU of 1400"]);
+    found_and_repaired(&operator, "mtu", &["eth0 in the container has an MTU of 1400"]);
     uplink(&operator);
     operator.node.exec(&["ip", "link", "set", "up0", "mtu", "1300"]);
     operator.node.exec(&["ip", "route", "add", "default", "dev", "up0"]);
-    found_and_mended(&operator, "mtu", &["containers have an MTU of 1400, but up0, the way out, has 1300"]);
+    found_and_repaired(&operator, "mtu", &["containers have an MTU of 1400, but up0, the way out, has 1300"]);
     operator.detach(&container);
 }
 
@@ -112,17 +112,17 @@ fn containers_that_go_plugins_made_are_seen_too() {
     assert!(operator.done(&["doctor"]).contains("1 host link, up"));
     let link = operator.node.ports("br0").pop().unwrap();
     operator.node.exec(&["ip", "link", "set", &link, "down"]);
-    found_and_mended(&operator, "links", &[&link, &container.id, "is down"]);
+    found_and_repaired(&operator, "links", &[&link, &container.id, "is down"]);
     operator.node.exec(&["sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward"]);
-    found_and_mended(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
+    found_and_repaired(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
     let drops = "nft add table inet guard && nft 'add chain inet guard passing { type filter hook forward priority 0; policy drop; }'";
     let _ = operator.node.run(&["sh", "-c", "echo 0 > /proc/sys/net/bridge/bridge-nf-call-iptables"]);
     operator.node.exec(&["sh", "-c", drops]);
-    // Somebody accepts the container by its address, as Go's plugin firewall does.
+    // A rule accepts the container by its address, as Go's plugin firewall adds it.
     operator.node.exec(&["nft", "add rule inet guard passing ip saddr 10.1.0.2 accept"]);
     assert_eq!(findings(&operator), Vec::<Value>::new());
     operator.node.exec(&["nft", "flush chain inet guard passing"]);
-    found_and_mended(&operator, "policy", &["chain inet guard passing", "br0"]);
+    found_and_repaired(&operator, "policy", &["chain inet guard passing", "br0"]);
     operator.node.exec(&["nft", "flush chain inet guard passing"]);
     // Without a memory the network's bridge is known by its name.
     operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/*"]);
@@ -136,7 +136,7 @@ fn containers_that_go_plugins_made_are_seen_too() {
 }
 
 #[test]
-fn a_name_made_to_run_something_is_mended_and_runs_nothing() {
+fn a_name_with_shell_syntax_is_quoted_in_the_command() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let bridge = "b;touch$IFS\x1b";
@@ -159,7 +159,7 @@ fn a_strict_reverse_path_filter_is_found_where_it_drops() {
     assert_eq!(findings(&operator), Vec::<Value>::new(), "the way back is the same");
     uplink(&operator);
     operator.node.exec(&["ip", "route", "add", "10.1.0.2/32", "dev", "up0"]);
-    found_and_mended(&operator, "rp_filter", &["10.1.0.2 of network net1 is behind br0"]);
+    found_and_repaired(&operator, "rp_filter", &["10.1.0.2 of network net1 is behind br0"]);
     operator.detach(&container);
 }
 
@@ -186,14 +186,14 @@ fn a_policy_that_drops_what_containers_send_is_found() {
             continue;
         }
         let _ = operator.node.run(&["sh", "-c", "echo 0 > /proc/sys/net/bridge/bridge-nf-call-iptables"]);
-        found_and_mended(&operator, "policy", &[words, "no rule of", "br0"]);
+        found_and_repaired(&operator, "policy", &[words, "no rule of", "br0"]);
         let _ = operator.node.run(&["sh", "-c", "nft flush ruleset; iptables-legacy -F FORWARD; true"]);
         operator.detach(&container);
     }
 }
 
 #[test]
-fn both_variants_of_iptables_in_use_are_found_and_no_command_is_offered() {
+fn both_iptables_variants_in_use_are_reported_without_a_command() {
     require!(probe::plugin("cnitool"));
     require!(probe::tool("iptables-legacy"));
     require!(probe::tool("iptables-nft"));
@@ -216,14 +216,14 @@ fn both_variants_of_iptables_in_use_are_found_and_no_command_is_offered() {
 }
 
 #[test]
-fn folders_that_others_can_change_and_files_that_are_wrong_are_found() {
+fn folders_writable_by_others_and_wrong_files_are_reported() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let folder = operator.node.dir().join("net.d");
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
-    found_and_mended(&operator, "folders", &["net.d can be changed by every user (mode 0777)"]);
+    found_and_repaired(&operator, "folders", &["net.d can be changed by every user (mode 0777)"]);
     let twin = operator.node.file("net.d/20-twin.conflist", fs::read(folder.join("10-net1.conflist")).unwrap());
-    found_and_mended(&operator, "networks", &["20-twin.conflist is never used"]);
+    found_and_repaired(&operator, "networks", &["20-twin.conflist is never used"]);
     assert!(!twin.exists());
     operator.node.file("net.d/30-bad.conflist", r#"{"name": "bad"}"#);
     let found = findings(&operator);
@@ -260,5 +260,5 @@ fn ranges_that_are_nearly_full_and_leftovers_are_found() {
     let gone = &containers[0];
     assert!(path(gone).contains("netns"));
     gone.unlink();
-    found_and_mended(&operator, "left over", &["attachment net1", "is gone"]);
+    found_and_repaired(&operator, "left over", &["attachment net1", "is gone"]);
 }

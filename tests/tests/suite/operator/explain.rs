@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{Operator, path};
 
 #[test]
-fn each_step_is_told_and_nothing_of_the_log_stays() {
+fn each_step_is_printed_and_the_log_is_removed() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let tmp = operator.node.dir().join("tmp");

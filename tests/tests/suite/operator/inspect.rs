@@ -1,4 +1,4 @@
-//! What the kernel holds beside what the result said, and what is left over for nobody.
+//! The kernel's state beside the recorded result, and leftovers without an attachment.
 
 use cni_testkit::{Container, probe, require};
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ fn attach(operator: &Operator) -> Container {
     container
 }
 
-/// The kinds of what is left over, and the commands, each once.
+/// Returns the kinds of leftovers and the commands, each once.
 fn left_over(seen: &Value) -> (Vec<&str>, Vec<&str>) {
     let all = seen["leftOver"].as_array().unwrap();
     let words = |key: &str| {
@@ -77,7 +77,7 @@ fn an_attachment_is_shown_whole_and_what_differs_is_marked() {
 }
 
 #[test]
-fn what_is_left_over_is_found_and_the_printed_command_removes_it() {
+fn the_printed_commands_remove_the_leftovers() {
     require!(probe::plugin("cnitool"));
     require!(probe::nft());
     require!(probe::nft_bridge());
@@ -110,7 +110,7 @@ fn what_is_left_over_is_found_and_the_printed_command_removes_it() {
 }
 
 #[test]
-fn an_attachment_whose_namespace_is_gone_is_left_over_as_a_whole() {
+fn everything_of_an_attachment_without_namespace_is_left_over() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let container = operator.attach();
@@ -123,7 +123,7 @@ fn an_attachment_whose_namespace_is_gone_is_left_over_as_a_whole() {
 }
 
 #[test]
-fn a_plain_file_where_the_namespace_was_is_kept_and_told() {
+fn a_plain_file_at_the_namespace_path_is_kept_and_reported() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let container = operator.attach();
@@ -159,7 +159,7 @@ fn a_go_plugins_leftovers_are_found_too() {
     go.run().success();
     let seen = operator.json(&["inspect"]);
     let (kinds, commands) = left_over(&seen);
-    assert_eq!(kinds, ["rule", "reservation"], "its link bears no mark: {seen:#}");
+    assert_eq!(kinds, ["rule", "reservation"], "its link has no mark: {seen:#}");
     operator.paste(commands[0]);
     assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n", "one DEL removes both");
     container.exec(&["ip", "link", "delete", "eth0"]);

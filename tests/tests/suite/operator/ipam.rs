@@ -10,7 +10,7 @@ fn addresses(list: &serde_json::Value) -> Vec<&str> {
 }
 
 #[test]
-fn ranges_and_their_use_are_listed_with_what_no_configuration_knows() {
+fn ranges_and_networks_without_configuration_are_listed() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let containers = [operator.attach(), operator.attach()];
@@ -29,14 +29,14 @@ fn ranges_and_their_use_are_listed_with_what_no_configuration_knows() {
 }
 
 #[test]
-fn a_reservation_whose_container_is_gone_is_shown_and_collected_and_those_in_use_stay() {
+fn gc_removes_reservations_of_gone_containers_only() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let lives = operator.attach();
     let dies = operator.attach();
     let id = dies.id.clone();
     dies.destroy();
-    // Of this one nobody knows anything; and a very old form, of a container that lives.
+    // One of an unknown container; and one in a very old form, of a container that lives.
     let held = |name: &str, content: &str| operator.node.file(&format!("networks/net1/{name}"), content);
     held("10.1.0.77", "stranger\r\neth0");
     held("10.1.0.78", &lives.id);
@@ -44,7 +44,7 @@ fn a_reservation_whose_container_is_gone_is_shown_and_collected_and_those_in_use
     let shown = operator.json(&["ipam", "show", "net1"]);
     let states: Vec<&str> =
         shown["reservations"].as_array().unwrap().iter().map(|one| one["state"].as_str().unwrap()).collect();
-    // The end of a namespace takes the kernel a moment; until then the host's link bears the mark.
+    // The kernel removes a namespace asynchronously; until then the host's link has the mark.
     assert!(["over", "in use"].contains(&states[1]), "{shown:#}");
     assert_eq!((states[0], states[2], states[3]), ("in use", "unknown", "in use"), "{shown:#}");
     let deadline = std::time::Instant::now() + cni_testkit::patience(std::time::Duration::from_secs(20));
@@ -73,7 +73,7 @@ fn a_reservation_whose_container_is_gone_is_shown_and_collected_and_those_in_use
 }
 
 #[test]
-fn a_collection_that_fails_is_one_document_and_names_nothing_as_removed() {
+fn a_failed_gc_prints_one_document_without_removed_entries() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let held = operator.node.file("networks/net1/10.1.0.77", "stranger\r\neth0");

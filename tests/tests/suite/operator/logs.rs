@@ -140,7 +140,7 @@ fn a_file_that_cannot_be_used_or_an_unknown_level_fails_no_call() {
 }
 
 #[test]
-fn journald_is_written_to_where_it_is_and_stderr_where_it_is_not() {
+fn logs_go_to_journald_where_it_runs_and_else_to_stderr() {
     require!(probe::plugin("cnitool"));
     let logged = Logged::new();
     let add = logged.call("ADD").env("CNI_LOG", "info").run();
@@ -163,8 +163,8 @@ fn journald_is_written_to_where_it_is_and_stderr_where_it_is_not() {
     {
         assert!(seen.contains(words), "it should say `{words}`: {seen}");
     }
-    // A journal that does not read holds nobody up: its queue takes a few datagrams, then calls go
-    // on without it.
+    // A journal that does not read blocks no call: its queue takes a few datagrams, then calls
+    // continue without it.
     for _ in 0..20 {
         quiet(&logged.call("DEL").env("CNI_LOG", "debug").run());
     }

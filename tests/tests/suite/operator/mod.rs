@@ -1,5 +1,5 @@
-//! cnitool's verbs for who looks after a node: each shows what is wrong on a node that was made so,
-//! and what it offers mends it.
+//! cnitool's verbs for operators: each reports the damage of a node, and the printed command
+//! repairs it.
 
 mod devices;
 mod doctor;
@@ -29,7 +29,7 @@ impl Operator {
         operator
     }
 
-    /// The network anew, with these keys laid over bridge's and these plugins behind it.
+    /// Rewrites the network, with these keys merged into bridge's and these plugins after bridge.
     pub(crate) fn configure(&self, keys: Value, behind: &[Value]) {
         let unnamed = json!({"name": null, "cniVersion": null});
         let first = conformance::patched(conformance::patched(bridge(&self.node, &["10.1.0.0/24"]), unnamed), keys);

@@ -123,7 +123,7 @@ fn each(test: impl Fn(&Place)) {
     }
 }
 
-/// A TCP server on port 80 that tells every client the name and the client's address.
+/// A TCP server on port 80 that sends every client the name and the client's address.
 fn serve(container: &Container, name: &'static str) {
     let listener = container.enter(|| TcpListener::bind(("::", 80)).unwrap());
     thread::spawn(move || {

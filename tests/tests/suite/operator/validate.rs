@@ -78,7 +78,7 @@ fn every_problem_is_found_at_once_with_its_place() {
 }
 
 #[test]
-fn what_is_no_json_has_its_place_too() {
+fn invalid_json_is_reported_with_its_position() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let file = operator.node.file("bad.conflist", "{\n  \"name\": \"n\",\n  \"plugins\": [}\n");
@@ -118,7 +118,7 @@ fn two_ipvlan_modes_on_one_master_are_named() {
 }
 
 #[test]
-fn a_sound_network_is_told_so_and_networks_lists_all() {
+fn a_valid_network_is_reported_and_networks_lists_all() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let file = operator.node.dir().join("net.d/10-net1.conflist");
@@ -145,7 +145,7 @@ fn a_sound_network_is_told_so_and_networks_lists_all() {
 }
 
 #[test]
-fn host_ports_that_two_networks_map_are_told_of_both() {
+fn host_ports_mapped_by_two_networks_are_reported_for_both() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     let map = |port: u16| json!({"type": "portmap", "runtimeConfig": {"portMappings": [{"hostPort": port, "containerPort": 80}]}});

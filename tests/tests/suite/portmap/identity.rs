@@ -66,7 +66,7 @@ fn attachments_of_one_container_do_not_disturb_each_other() {
 }
 
 #[test]
-fn a_del_by_go_takes_the_attachment_and_at_most_those_of_the_same_key() {
+fn a_del_by_go_removes_only_attachments_with_the_same_key() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         for networks in [["net1", "net1"], ["net1", "net2"]] {
@@ -167,7 +167,7 @@ fn a_del_with_ipv4_alone_leaves_gos_other_network() {
 }
 
 #[test]
-fn what_go_has_left_of_an_earlier_address_is_told_by_add_and_by_check() {
+fn go_rules_for_an_earlier_address_are_reported() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         let pod = world.pod(&world.network("net1", &["10.1.0.0/24"]));

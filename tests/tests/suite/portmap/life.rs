@@ -153,7 +153,7 @@ fn check_is_green_with_conditions_on_the_host_address() {
 }
 
 #[test]
-fn a_foreign_rule_with_a_match_of_its_own_does_not_stand_for_the_shared_one() {
+fn a_foreign_jump_with_more_matches_is_not_the_shared_jump() {
     each(&IPTABLES, |world| {
         let first = world.mapped(one());
         first.serve_tcp(80, "first");
@@ -171,7 +171,7 @@ fn a_foreign_rule_with_a_match_of_its_own_does_not_stand_for_the_shared_one() {
 }
 
 #[test]
-fn without_a_wish_nftables_serves_where_iptables_is_installed_and_does_not_work() {
+fn nftables_is_the_default_where_iptables_does_not_work() {
     require!(Backend::Nftables.probe());
     require!(Backend::IptablesNft.probe());
     for broken in [&["iptables", "ip6tables"][..], &["ip6tables"]] {
@@ -209,7 +209,7 @@ fn without_a_wish_nftables_serves_where_iptables_is_installed_and_does_not_work(
 }
 
 #[test]
-fn an_add_that_nobody_hears_of_leaves_nothing() {
+fn an_add_with_unread_result_leaves_nothing() {
     each(&BACKENDS, |world| {
         let pod = world.dual();
         let call = pod.invocation(&bin_dir(), "ADD", &world.config(one()), Some(&pod.result));
@@ -270,7 +270,7 @@ fn fifty_first_adds_at_once_are_all_there_and_nothing_is_double() {
 }
 
 #[test]
-fn a_port_that_a_living_container_has_is_refused_before_any_change_and_names_it() {
+fn a_port_of_a_live_container_is_refused_before_any_change() {
     each(&BACKENDS, |world| {
         let holder = world.mapped(one());
         let late = world.dual();
@@ -308,9 +308,9 @@ fn a_port_of_a_container_that_is_gone_is_taken_over() {
 }
 
 #[test]
-fn where_nothing_is_known_of_the_holder_both_stand_and_the_operator_is_told() {
+fn a_port_of_an_unknown_holder_is_mapped_again_with_a_note() {
     each(&BACKENDS, |world| {
-        // An attachment that no plugin of ours made: no link bears its mark.
+        // An attachment by another plugin: no link has its mark.
         let container = world.node.container();
         let stranger = Attachment::new(&world.node, &container, world.config(one()));
         let prev = json!({"cniVersion": "1.0.0", "ips": [{"address": "192.0.2.9/24"}]});
@@ -358,7 +358,7 @@ fn conditions_beyond_the_subset_go_through_nft() {
 }
 
 #[test]
-fn without_any_iptables_nf_tables_serve_and_del_never_fails() {
+fn without_any_iptables_nf_tables_works_and_del_never_fails() {
     require!(Backend::Nftables.probe());
     // A PATH of nothing does not hide the system's folders, so this is about what is held, not what
     // is installed.

@@ -28,7 +28,7 @@ fn a_client_outside_reaches_the_container_and_is_seen_as_itself() {
 }
 
 #[test]
-fn the_node_itself_reaches_the_container_by_any_of_its_addresses() {
+fn the_node_reaches_the_container_by_each_of_its_addresses() {
     each(&BACKENDS, |world| {
         let pod = world.mapped(json!([map(8080, 80, "tcp")]));
         pod.serve_tcp(80, "pod");
@@ -94,7 +94,7 @@ fn a_host_address_limits_the_mapping_to_it() {
 }
 
 #[test]
-fn without_snat_the_pod_does_not_reach_itself_and_with_masq_all_the_client_is_hidden() {
+fn snat_and_masq_all_decide_which_source_the_pod_sees() {
     each(&BACKENDS, |world| {
         let mut config = world.config(json!([map(8080, 80, "tcp")]));
         config["snat"] = json!(false);
@@ -118,14 +118,14 @@ fn without_snat_the_pod_does_not_reach_itself_and_with_masq_all_the_client_is_hi
 }
 
 #[test]
-fn udp_goes_to_the_new_container_at_once_when_the_port_has_moved() {
+fn udp_goes_to_the_new_container_once_the_port_has_moved() {
     each(&BACKENDS, |world| {
         let config = world.config(json!([map(5353, 53, "udp")]));
         let (old, new) = (world.dual(), world.dual());
         old.serve_udp(53, "old");
         new.serve_udp(53, "new");
         let client = world.client.enter(udp_client);
-        // Before anything is mapped: the kernel remembers that nobody answered.
+        // Before anything is mapped: conntrack keeps an entry of the unanswered packet.
         assert_eq!(ask_udp_for(IN_VAIN, &client, &at(0, 5353)), None);
         old.add(&config).success();
         assert!(ask_udp(&client, &at(0, 5353)).is_some_and(|answer| answer.starts_with("old")), "{:?}", world.backend);

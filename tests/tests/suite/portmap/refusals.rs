@@ -129,7 +129,7 @@ fn a_refusal_that_go_words_reads_exactly_as_go_s() {
 }
 
 #[test]
-fn it_must_stand_behind_another_plugin() {
+fn portmap_must_follow_another_plugin() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let pod = world.dual();

@@ -1,4 +1,4 @@
-//! A port that somebody has in a backend which is not the one in use.
+//! A port that is mapped in a backend other than the one in use.
 
 use cni_testkit::bin_dir;
 use conformance::patched;
@@ -73,7 +73,7 @@ fn a_dead_holder_is_displaced_whatever_backend_has_it() {
                 assert!(answer.is_some_and(|answer| answer.starts_with("heir")), "{other:?}, {:?}", world.backend);
             }
             heir.leave();
-            // What is left of it is found by its late DEL.
+            // Its late DEL finds the remaining rules.
             by(other, &dead, "DEL", &config);
             dead.leave();
         }

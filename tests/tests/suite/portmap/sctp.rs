@@ -20,7 +20,7 @@ fn sctp(family: AddressFamily) -> OwnedFd {
     socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, SockProtocol::Sctp).unwrap()
 }
 
-/// Tells everybody who associates with this address of the pod's the name.
+/// Serves SCTP on this address of the pod and sends every client the name.
 ///
 /// Both sides use one address alone: those with several tell each other of them, and what is sent
 /// again goes by another one, past every translation.
@@ -40,7 +40,7 @@ fn serve(pod: &Pod<'_>, family: usize, port: u16, name: &'static str) {
     });
 }
 
-/// What the server at `to` says; `None` if nobody answers in time.
+/// Returns the answer of the server at `to`, `None` on timeout.
 fn ask(to: &str, time: Duration) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
     let probe = UdpSocket::bind(if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }).unwrap();
@@ -60,7 +60,7 @@ fn ask(to: &str, time: Duration) -> Option<String> {
 }
 
 #[test]
-fn a_mapping_of_sctp_leads_to_the_container_from_everywhere_and_ends_with_it() {
+fn an_sctp_mapping_works_from_everywhere_until_del() {
     require!(probe::sctp());
     each(&BACKENDS, |world| {
         let pod = world.mapped(json!([map(8080, 80, "sctp"), map(8080, 81, "tcp")]));
@@ -81,7 +81,7 @@ fn a_mapping_of_sctp_leads_to_the_container_from_everywhere_and_ends_with_it() {
             assert!(world.client.enter(|| ask_tcp(&to)).is_some_and(|answer| answer.starts_with("by TCP")));
         }
         assert_eq!(world.node.enter(|| ask("127.0.0.1:8080", long)), heard, "{}", rules());
-        assert_eq!(world.client.enter(|| ask(&at(0, 8081), Duration::from_secs(1))), None, "a port of nobody's");
+        assert_eq!(world.client.enter(|| ask(&at(0, 8081), Duration::from_secs(1))), None, "an unmapped port");
         pod.leave();
         assert_eq!(world.client.enter(|| ask(&at(0, 8080), Duration::from_secs(1))), None, "{}", rules());
         other.leave();

@@ -91,13 +91,13 @@ fn with_iptables_and_another_bit_the_rules_are_go_s() {
 }
 
 #[test]
-fn with_iptables_and_more_ports_than_a_rule_takes_the_rules_are_go_s() {
+fn iptables_rules_match_go_for_more_ports_than_a_rule_takes() {
     let many = (1..=32).map(|port| map(8000 + port, port, if port % 2 == 0 { "udp" } else { "tcp" }));
     each_as_go(&json!({}), &many.collect(), None);
 }
 
 #[test]
-fn with_iptables_and_somebody_else_s_mark_the_rules_are_go_s() {
+fn iptables_rules_match_go_for_an_external_mark_chain() {
     let make = "for f in iptables ip6tables; do $f -w -t nat -N THEIRS; done";
     let remove = "for f in iptables ip6tables; do $f -w -t nat -X THEIRS; done";
     each_as_go(&json!({"externalSetMarkChain": "THEIRS"}), &eight(), Some([make, remove]));

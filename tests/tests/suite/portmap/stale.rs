@@ -155,7 +155,7 @@ fn add_leaves_what_an_administrator_hooked_in() {
             iptables(&format!("-I CNI-HOSTPORT-DNAT -p tcp --dport 1001 -j {chain}"));
         }
         let second = world.dual();
-        // A rule of theirs to the container's own address.
+        // A rule of the administrator to the container's own address.
         iptables("-N ADMIN-OTHER");
         iptables("-A ADMIN-OTHER -p tcp -m tcp --dport 1002 -j DNAT --to-destination 10.1.0.3:80");
         iptables("-A CNI-HOSTPORT-DNAT -p tcp --dport 1002 -j ADMIN-OTHER");

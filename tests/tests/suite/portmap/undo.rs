@@ -21,7 +21,7 @@ fn unheard(pod: &Pod<'_>, config: &Value) {
 }
 
 #[test]
-fn a_port_held_in_one_family_alone_is_found_before_the_other_is_changed() {
+fn a_port_held_in_one_family_is_found_before_any_change() {
     each(&BACKENDS, |world| {
         let v6 = json!([{"hostPort": 8080, "containerPort": 80, "hostIP": "2001:db8::1"}]);
         let holder = world.mapped(v6);
@@ -64,7 +64,7 @@ fn when_the_second_family_fails_the_first_gets_back_what_it_had() {
 }
 
 #[test]
-fn a_second_add_that_nobody_hears_of_leaves_what_the_first_made() {
+fn a_repeated_add_with_unread_result_keeps_the_first_rules() {
     each(&BACKENDS, |world| {
         let pod = world.dual();
         // Another attachment of the container has rules in the same chains.

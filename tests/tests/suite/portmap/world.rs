@@ -67,7 +67,7 @@ impl Backend {
                 ),
             ] {
                 for job in ["", "-save", "-restore"] {
-                    // The plugin tells the variant by the name of the file behind the link.
+                    // The plugin derives the variant from the name of the link's target.
                     let file = format!("{}-{family}{job}", &multi[..multi.len() - 6]);
                     std::fs::hard_link(&script, folder.join(&file)).unwrap();
                     for variant in variants {
@@ -173,7 +173,7 @@ pub(crate) struct Pod<'w> {
     pub(crate) container: std::rc::Rc<Container>,
     pub(crate) network: Attachment<'w>,
     pub(crate) result: Value,
-    /// What portmap was told to ADD.
+    /// The configurations of portmap's ADDs.
     added: RefCell<Vec<Value>>,
 }
 
@@ -252,7 +252,7 @@ impl<'w> Pod<'w> {
         self.network.del_with(&self.result).success();
     }
 
-    /// A TCP server on this port that tells every client the name and the client's address.
+    /// A TCP server on this port that sends every client the name and the client's address.
     pub(crate) fn serve_tcp(&self, port: u16, name: &'static str) {
         let listener = self.container.enter(|| TcpListener::bind(("::", port)).unwrap());
         thread::spawn(move || {
@@ -279,8 +279,8 @@ impl<'w> Pod<'w> {
 /// How long to wait for an answer that must not come.
 pub(crate) const IN_VAIN: Duration = Duration::from_millis(1500);
 
-/// Asks the TCP server at `to`; run it inside the place that asks. `None` if nobody answers; where
-/// that is right, see [`ask_tcp_for`].
+/// Asks the TCP server at `to` from the current namespace. `None` without an answer; where that is
+/// expected, see [`ask_tcp_for`].
 pub(crate) fn ask_tcp(to: &str) -> Option<String> {
     ask_tcp_for(patience(Duration::from_secs(10)), to)
 }

@@ -41,7 +41,7 @@ fn an_unknown_key_is_an_error_otherwise() {
 }
 
 #[test]
-fn what_is_no_pair_is_an_error() {
+fn an_argument_that_is_not_a_pair_is_an_error() {
     let node = Node::new();
     let container = node.container();
     for args in ["FOO", "IgnoreUnknown=1;FOO"] {

@@ -1,7 +1,7 @@
 //! Every error code of the specification, provoked.
 //!
-//! Unlike the other files this one excuses nobody: what the messages say is asserted where the
-//! subject is, what a runtime decides by is asserted here.
+//! Unlike in the other files, no deviation is excused. The tests of each subject assert the
+//! messages; these assert the codes, by which a runtime decides.
 
 use cni_testkit::{Attachment, Node, probe, unprovoked};
 use conformance::{attach, bridge, host_local, layer2, patched};
@@ -61,7 +61,7 @@ fn code_5_a_file() {
 }
 
 #[test]
-fn code_6_what_is_no_json() {
+fn code_6_invalid_json() {
     let node = Node::new();
     let container = node.container();
     let call = node.plugin("bridge").command("ADD").container(&container).stdin("{");

@@ -81,7 +81,7 @@ fn short_and_long_container_ids_are_fine() {
 }
 
 #[test]
-fn an_interface_name_the_kernel_would_refuse_is_refused_before_any_work() {
+fn an_invalid_interface_name_is_refused_before_any_work() {
     let node = Node::new();
     let container = node.container();
     for plugin in PLUGINS {
@@ -136,7 +136,7 @@ fn without_a_command_the_plugin_says_what_it_is() {
 }
 
 #[test]
-fn a_variable_that_is_no_utf8_is_refused() {
+fn a_variable_that_is_not_utf8_is_refused() {
     let node = Node::new();
     let container = node.container();
     let call = node.plugin("loopback").command("ADD").container(&container).config(&loopback());

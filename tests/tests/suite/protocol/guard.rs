@@ -26,7 +26,7 @@ fn check_in_the_host_s_namespace_is_refused() {
 }
 
 #[test]
-fn del_in_the_host_s_namespace_leaves_it_alone_and_cleans_the_rest() {
+fn del_in_the_host_namespace_leaves_it_alone_and_cleans_up() {
     let node = Node::new();
     let container = node.container();
     node.exec(&["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "uplink"]);
@@ -36,7 +36,7 @@ fn del_in_the_host_s_namespace_leaves_it_alone_and_cleans_the_rest() {
     let outcome = attachment.clone().netns(node.netns()).del_with(&result);
     assert_eq!(outcome.fails_with(8, TEXT).code, Some(8));
     assert!(node.link("eth0").is_some(), "the host's own eth0 is gone\n{}", outcome.report());
-    assert_eq!(node.reservations("net1"), [], "what is found by key is cleaned all the same");
+    assert_eq!(node.reservations("net1"), [], "what is found by key is still removed");
 
     attachment.del_with(&result).success();
     node.exec(&["ip", "link", "del", "eth0"]);
@@ -75,7 +75,7 @@ fn another_value_overrides_nothing() {
 }
 
 #[test]
-fn del_of_host_local_in_the_host_s_namespace_releases_the_address() {
+fn host_local_del_in_the_host_namespace_releases_the_address() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, host_local(&node, &["10.1.0.0/24"]));

@@ -22,7 +22,7 @@ fn add_and_del(text: &str) -> Value {
 }
 
 #[test]
-fn what_is_no_json_object_cannot_be_decoded() {
+fn a_document_that_is_not_an_object_cannot_be_decoded() {
     let node = Node::new();
     let container = node.container();
     for plugin in PLUGINS {
@@ -87,7 +87,7 @@ fn null_is_the_default() {
 }
 
 #[test]
-fn a_scalar_of_another_type_is_no_substitute() {
+fn a_scalar_of_another_type_is_refused() {
     let node = Node::new();
     let container = node.container();
     for wrong in [
@@ -161,6 +161,6 @@ fn a_closed_standard_output_rolls_the_add_back() {
     let config = host_local(&node, &["10.1.0.0/24"]);
     let call = node.plugin("host-local").command("ADD").container(&container).config(&config);
     let outcome = call.with_closed_stdout().run();
-    assert_ne!(outcome.status, Some(0), "nobody has received the result\n{}", outcome.report());
+    assert_ne!(outcome.status, Some(0), "the result was not read\n{}", outcome.report());
     assert_eq!(node.reservations("net1"), []);
 }

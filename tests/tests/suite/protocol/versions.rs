@@ -51,7 +51,7 @@ fn version_does_not_wait_on_a_terminal() {
     require!(probe::tool("script"));
     let node = Node::new();
     let ask = format!("CNI_COMMAND=VERSION {}", bin_dir().join("loopback").display());
-    // `script` gives the plugin a terminal; nobody types anything.
+    // `script` gives the plugin a terminal without input.
     let call = Invocation::new(&node, "/usr/bin/script").arg("-qec").arg(ask).arg("/dev/null");
     let outcome = call.timeout(Duration::from_secs(10)).start().finish_without_end_of_input();
     assert!(outcome.stdout.contains("supportedVersions"), "{}", outcome.report());
@@ -89,7 +89,7 @@ fn an_unknown_version_is_refused() {
 }
 
 #[test]
-fn a_version_that_is_no_string_cannot_be_decoded() {
+fn a_version_that_is_not_a_string_cannot_be_decoded() {
     let node = Node::new();
     let container = node.container();
     let config = patched(host_local(&node, &["10.1.0.0/24"]), json!({"cniVersion": 1}));

@@ -51,7 +51,7 @@ fn bridge_finds_its_routes_in_the_tables() {
 }
 
 #[test]
-fn go_s_lock_and_ours_are_the_same() {
+fn the_lock_excludes_go_s_plugin() {
     require!(go_sbr());
     let node = Node::new();
     let (pod, _networks) = pod(&node);

@@ -62,7 +62,7 @@ pub(crate) const V4: (&str, &str) = ("10.2.0.2/24", "10.2.0.1");
 /// The address of IPv6 with its gateway.
 pub(crate) const V6: (&str, &str) = ("fd02::2/64", "fd02::1");
 
-/// The rules that lead to a table of somebody's, newest first.
+/// Returns the rules that select a table by source, newest first.
 pub(crate) fn rules(pod: &Container) -> Vec<String> {
     let all = [pod.exec(&["ip", "-4", "rule"]), pod.exec(&["ip", "-6", "rule"])].concat();
     let ours = all.lines().filter(|line| !line.contains("from all"));

@@ -89,7 +89,7 @@ fn answers_from_each_address_leave_by_its_interface() {
 }
 
 #[test]
-fn with_source_hints_neighbours_are_reached_by_the_second_interface() {
+fn source_hints_send_neighbour_traffic_by_the_second_interface() {
     let node = Node::new();
     let (pod, networks) = pod(&node);
     for (hints, arrives) in [(false, false), (true, true)] {

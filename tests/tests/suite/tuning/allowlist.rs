@@ -9,7 +9,7 @@ use super::{ARP_FILTER, backups, call, pod, prev, state, tuned};
 
 const PATH: &str = "/etc/cni/tuning/allowlist.conf";
 
-/// A node with a private /etc. `None` if it may not have one.
+/// A node with a private /etc. `None` if the mount is not permitted.
 fn node() -> Option<Node> {
     let node = Node::new();
     if !node.run(&["mount", "-t", "tmpfs", "tmpfs", "/etc"]).ok {

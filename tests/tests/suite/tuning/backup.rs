@@ -213,7 +213,7 @@ fn nothing_of_an_earlier_namespace_is_put_back_into_a_new_one() {
 }
 
 #[test]
-fn an_interface_made_anew_has_new_originals_and_the_namespace_keeps_its_own() {
+fn a_recreated_interface_gets_new_originals() {
     let node = Node::new();
     let container = pod(&node);
     let keys =
@@ -231,7 +231,7 @@ fn an_interface_made_anew_has_new_originals_and_the_namespace_keeps_its_own() {
 }
 
 #[test]
-fn an_interface_made_anew_gets_nothing_back_that_was_never_its_own() {
+fn a_recreated_interface_is_not_given_the_old_originals() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 1400}));
@@ -245,7 +245,7 @@ fn an_interface_made_anew_gets_nothing_back_that_was_never_its_own() {
 }
 
 #[test]
-fn garbage_stands_in_nobody_s_way() {
+fn a_damaged_backup_stops_neither_add_nor_del() {
     for garbage in ["", "{", "[]", "{\"mtu\":\"many\"}"] {
         let node = Node::new();
         let container = pod(&node);
@@ -284,7 +284,7 @@ fn no_name_and_no_link_leads_out_of_the_folder() {
 }
 
 #[test]
-fn two_attachments_whose_names_run_together_are_told_apart() {
+fn attachments_with_ambiguous_file_names_are_kept_apart() {
     let node = Node::new();
     let container = pod(&node);
     container.exec(&["ip", "link", "set", "eth0", "name", "b_c"]);
@@ -305,7 +305,7 @@ fn two_attachments_whose_names_run_together_are_told_apart() {
 }
 
 #[test]
-fn an_id_that_no_file_can_bear_fails_before_any_change() {
+fn an_id_too_long_for_a_file_fails_before_any_change() {
     let node = Node::new();
     let container = pod(&node);
     let mut attachment = tuned(&node, &container, all());

@@ -1,5 +1,5 @@
-//! CHECK: what this list set is still so, whoever of the list set it last; what others do beside it
-//! is their business.
+//! CHECK: the values that plugins of this list set are unchanged, whichever of them set a value
+//! last. Other values are not checked.
 
 use cni_testkit::Node;
 use serde_json::{Value, json};
@@ -65,7 +65,7 @@ fn another_sysctl_is_seen_with_everything_else_that_differs() {
 }
 
 #[test]
-fn promiscuity_that_somebody_else_added_is_fine() {
+fn promiscuity_added_by_others_is_accepted() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 1400}));
@@ -98,7 +98,7 @@ fn it_needs_the_earlier_result_as_add_does() {
 }
 
 #[test]
-fn of_two_entries_in_one_list_each_is_content_and_the_first_del_puts_all_back() {
+fn two_entries_pass_check_and_the_first_del_restores_all() {
     let node = Node::new();
     let container = pod(&node);
     let before = state(&container);
@@ -132,7 +132,7 @@ fn of_two_entries_in_one_list_each_is_content_and_the_first_del_puts_all_back() 
 }
 
 #[test]
-fn a_value_that_nobody_of_the_list_wrote_is_not_excused_by_the_record() {
+fn check_refuses_a_value_that_the_list_never_set() {
     let node = Node::new();
     let container = pod(&node);
     let keys = |mtu, value| json!({"mtu": mtu, "sysctl": {"net.ipv4.conf.eth0.arp_announce": value}});

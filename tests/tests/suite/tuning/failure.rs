@@ -44,7 +44,7 @@ fn an_mtu_that_the_device_refuses() {
 }
 
 #[test]
-fn a_result_that_nobody_reads() {
+fn a_result_that_is_not_read() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, all());

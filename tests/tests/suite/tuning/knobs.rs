@@ -72,7 +72,7 @@ fn everything_from_args() {
 }
 
 #[test]
-fn args_beat_the_runtime_s_mac_that_beats_the_variable_s_that_beats_the_configuration_s() {
+fn the_mac_is_taken_from_args_runtime_variable_configuration() {
     let runtime = json!({"mac": A, "runtimeConfig": {"mac": B}});
     let args = json!({"mac": A, "runtimeConfig": {"mac": B}, "args": {"cni": {"mac": C}}});
     let variable = Some("IgnoreUnknown=1;MAC=02:00:00:00:00:dd");

@@ -43,7 +43,7 @@ fn what_one_has_saved_the_other_checks_and_restores() {
 }
 
 #[test]
-fn the_other_one_s_add_after_ours_and_ours_after_theirs() {
+fn repeated_adds_of_both_implementations() {
     require!(go_tuning());
     both_ways(|_, container, first, second, go_first| {
         first.add_after(&prev(container)).success();
@@ -59,7 +59,7 @@ fn the_other_one_s_add_after_ours_and_ours_after_theirs() {
 }
 
 #[test]
-fn go_removes_a_backup_of_ours_that_has_sysctls_alone() {
+fn go_removes_a_backup_that_has_sysctls_only() {
     require!(go_tuning());
     let node = Node::new();
     let container = pod(&node);
@@ -76,7 +76,7 @@ fn go_removes_a_backup_of_ours_that_has_sysctls_alone() {
 }
 
 #[test]
-fn ours_leaves_go_s_sysctls_as_go_does() {
+fn del_leaves_go_s_sysctls_as_go_does() {
     require!(go_tuning());
     let node = Node::new();
     let container = pod(&node);

@@ -21,10 +21,10 @@ use cni_testkit::{Attachment, Container, Invocation, Node};
 use conformance::{VERSION, patched};
 use serde_json::{Value, json};
 
-/// The interface's MAC before anybody tunes it.
+/// The interface's MAC before tuning.
 const MAC: &str = "02:00:00:00:00:0e";
 
-/// A sysctl of the interface, 0 before anybody tunes it.
+/// A sysctl of the interface, 0 before tuning.
 const ARP_FILTER: &str = "net/ipv4/conf/eth0/arp_filter";
 
 /// A container with an `eth0`.

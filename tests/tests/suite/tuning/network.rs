@@ -38,7 +38,7 @@ fn gc_leaves_what_does_not_name_this_network() {
 }
 
 #[test]
-fn gc_takes_what_a_killed_add_was_about_to_write() {
+fn gc_removes_the_temporary_file_of_a_killed_add() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"cniVersion": "1.1.0", "mtu": 1400}));
@@ -53,7 +53,7 @@ fn gc_takes_what_a_killed_add_was_about_to_write() {
 /// Where the file system has no files without a name. The second half of the name is the network's,
 /// and all that says whose it is.
 #[test]
-fn gc_takes_half_of_what_a_killed_add_was_about_to_write() {
+fn gc_removes_the_partial_file_of_a_killed_add() {
     let node = Node::new();
     let container = pod(&node);
     let half = "{\n \"mtu\": 15";
@@ -86,7 +86,7 @@ fn status_says_nothing_of_what_is_ready_and_makes_nothing() {
 }
 
 #[test]
-fn status_tells_what_no_add_could_be_served_with() {
+fn status_reports_what_would_fail_every_add() {
     let node = Node::new();
     let container = pod(&node);
     let file = node.file("file", "");

@@ -107,7 +107,7 @@ fn args_replace_and_add() {
 }
 
 #[test]
-fn sysctls_of_args_alone_crash_nobody() {
+fn sysctls_in_args_only_do_not_crash() {
     let node = Node::new();
     let container = pod(&node);
     let keys = json!({"args": {"cni": {"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}}}});
@@ -215,7 +215,7 @@ fn a_value_that_the_kernel_refuses_is_named_with_its_errno() {
 }
 
 #[test]
-fn a_value_that_is_no_text_is_refused() {
+fn a_value_that_is_not_text_is_refused() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": 1}}));
@@ -250,7 +250,7 @@ fn what_can_only_be_written_is_written_and_not_saved() {
 }
 
 #[test]
-fn what_somebody_has_set_since_is_left_to_them() {
+fn a_value_changed_by_others_since_is_left_alone() {
     let node = Node::new();
     let container = pod(&node);
     let keys = json!({"sysctl": {"net.ipv4.conf.IFNAME.arp_announce": "1", "net.ipv4.conf.IFNAME.arp_filter": "1"}});
@@ -261,7 +261,7 @@ fn what_somebody_has_set_since_is_left_to_them() {
     outcome.success();
     assert_eq!(container.sysctl("net/ipv4/conf/eth0/arp_announce"), "2");
     assert_eq!(container.sysctl(ARP_FILTER), "0");
-    assert!(outcome.stderr.contains("arp_announce"), "it is told: {}", outcome.report());
+    assert!(outcome.stderr.contains("arp_announce"), "not logged: {}", outcome.report());
     assert_eq!(backups(&node), Vec::<String>::new());
 }
 
