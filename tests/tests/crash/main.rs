@@ -1,4 +1,5 @@
-//! Checks that nothing is left after plugins were killed, starved and raced, and DEL or GC followed.
+//! Checks that nothing is left after plugins were killed, starved and raced, and a DEL or GC
+//! followed.
 //!
 //! A chain of bridge (with host-local and `ipMasq`), tuning, portmap and bandwidth is driven as a
 //! runtime drives it, once for every system call of every program in it; and a crowd of attachments

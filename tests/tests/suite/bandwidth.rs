@@ -1,105 +1,20 @@
 //! `bandwidth`: what a container receives and sends is limited, in the Go plugin's numbers; and
 //! nothing stays.
 
-use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+mod swaps;
+mod world;
+
 use std::thread;
-use std::time::{Duration, Instant};
 
 use cni_testkit::trace::{self, Act, Hit, Plan};
-use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
+use cni_testkit::{Attachment, Node, require};
 use conformance::measure::figure;
 use conformance::{VERSION, patched};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-/// Both limits: 8 Mbit/s, and 100,000 bytes at once.
-fn both() -> Value {
-    json!({"ingressRate": 8_000_000, "ingressBurst": 800_000, "egressRate": 16_000_000, "egressBurst": 800_000})
-}
-
-fn config(limits: Value) -> Value {
-    patched(json!({"cniVersion": VERSION, "name": "net1", "type": "bandwidth"}), limits)
-}
-
-/// A container whose `eth0` is one end of a veth pair, and what the plugin that made it would have
-/// answered.
-fn pod(node: &Node, host: &str) -> (Container, Value) {
-    let container = node.container();
-    let prev = plug(node, &container, host, "eth0");
-    (container, prev)
-}
-
-/// Gives a container an interface. The other end is the test's to remove: `unplug`.
-fn plug(node: &Node, container: &Container, host: &str, ifname: &str) -> Value {
-    let netns = container.netns().display().to_string();
-    node.ip(&[
-        &format!("link add {host} mtu 1400 type veth peer name {ifname} netns {netns}"),
-        &format!("link set {host} up"),
-        &format!("address add 10.9.0.1/32 peer 10.9.0.2 dev {host}"),
-    ]);
-    container.ip(&[&format!("link set {ifname} up"), &format!("address add 10.9.0.2/32 peer 10.9.0.1 dev {ifname}")]);
-    json!({"cniVersion": VERSION, "interfaces": [{"name": "br0"}, {"name": host}, {"name": ifname, "sandbox": netns}]})
-}
-
-fn unplug(node: &Node, host: &str) {
-    node.exec(&["ip", "link", "del", host]);
-}
-
-fn qdiscs(node: &Node, link: &str) -> Vec<Value> {
-    let all = node.json(&["tc", "-s", "-j", "qdisc", "show", "dev", link]);
-    all.as_array().unwrap().iter().filter(|qdisc| qdisc["kind"] != "noqueue").cloned().collect()
-}
-
-fn ifbs(node: &Node) -> Vec<String> {
-    let links = node.json(&["ip", "-j", "link", "show", "type", "ifb"]);
-    links.as_array().into_iter().flatten().map(|link| link["ifname"].as_str().unwrap().to_owned()).collect()
-}
-
-/// All that limits anything on the node, as text.
-fn limits(node: &Node, host: &str) -> String {
-    let filters = node.exec(&["tc", "filter", "show", "dev", host, "parent", "ffff:"]);
-    let all = node.exec(&["tc", "qdisc", "show"]);
-    let made = all.lines().filter(|line| !line.contains("noqueue"));
-    made.chain(filters.lines()).collect::<Vec<_>>().join("\n")
-}
-
-/// Sends so much from one side to the other and returns how long it took.
-fn send(from: impl Fn() -> TcpStream, to: &TcpListener, bytes: usize) -> Duration {
-    thread::scope(|scope| {
-        let received = scope.spawn(|| {
-            let (mut stream, _) = to.accept().unwrap();
-            let (mut buffer, mut all) = (vec![0; 1 << 16], 0);
-            loop {
-                match stream.read(&mut buffer).unwrap() {
-                    0 => return (all, Instant::now()),
-                    read => all += read,
-                }
-            }
-        });
-        let mut stream = from();
-        let began = Instant::now();
-        stream.write_all(&vec![7; bytes]).unwrap();
-        drop(stream);
-        let (all, ended) = received.join().unwrap();
-        assert_eq!(all, bytes);
-        ended - began
-    })
-}
-
-/// Sends to the container or from there.
-fn transfer(node: &Node, container: &Container, to_container: bool, bytes: usize) -> Duration {
-    if to_container {
-        let listener = container.enter(|| TcpListener::bind("10.9.0.2:0").unwrap());
-        let address = listener.local_addr().unwrap();
-        send(|| node.enter(|| TcpStream::connect(address).unwrap()), &listener, bytes)
-    } else {
-        let listener = node.enter(|| TcpListener::bind("10.9.0.1:0").unwrap());
-        let address = listener.local_addr().unwrap();
-        send(|| container.enter(|| TcpStream::connect(address).unwrap()), &listener, bytes)
-    }
-}
+use world::{both, config, ifbs, limits, plug, pod, qdiscs, transfer, unplug};
 
 #[test]
 fn both_directions_pass_through_their_filters() {
@@ -506,53 +421,6 @@ fn an_add_that_fails_at_any_call_leaves_nothing() {
         assert_eq!(left, (before.clone(), vec![]), "call {at}, {:?}\n{}", traced.hit, traced.outcome.report());
     }
     unplug(&node, "host0");
-}
-
-#[test]
-fn what_one_side_added_the_other_checks_and_deletes() {
-    require!(probe::go_plugins());
-    let node = Node::new();
-    let (ours, go) = (bin_dir(), go_bin_dir());
-    let numbers =
-        [(8, 8), (16, 8), (8000, 80), (12_345_678, 1_234_567), (999_999_999, 77_777_777), (40_000_000_001, 3_000_017)];
-    let numbers = numbers.into_iter().chain([(100_000_000_000_u64, 4_294_967_295_u64)]);
-    for (number, (rate, burst)) in numbers.enumerate() {
-        let host = format!("host{number}");
-        let (container, prev) = pod(&node, &host);
-        let limits = json!({"ingressRate": rate, "ingressBurst": burst, "egressRate": rate, "egressBurst": burst});
-        let attachment = Attachment::new(&node, &container, config(limits));
-        for (adds, deletes) in [(&ours, &go), (&go, &ours)] {
-            let result = attachment.clone().by(adds).add_after(&prev).success();
-            attachment.clone().by(deletes).check(&result).success();
-            attachment.clone().by(adds).check(&result).success();
-            attachment.clone().by(deletes).del_with(&result).success();
-            assert_eq!(ifbs(&node), [""; 0]);
-            for place in ["root", "ingress"] {
-                node.exec(&["tc", "qdisc", "del", "dev", &host, place]);
-            }
-        }
-        unplug(&node, &host);
-    }
-}
-
-#[test]
-fn what_go_added_is_replaced_and_its_overflow_accepted() {
-    require!(probe::go_plugins());
-    let node = Node::new();
-    let (container, prev) = pod(&node, "host0");
-    let attachment = Attachment::new(&node, &container, config(both()));
-    attachment.clone().by(go_bin_dir()).add_after(&prev).success();
-    let result = attachment.add_after(&prev).success();
-    attachment.check(&result).success();
-    attachment.del().success();
-    unplug(&node, "host0");
-    let (container, prev) = pod(&node, "host1");
-    let limits = json!({"egressRate": 10_000_000, "egressBurst": 34_359_738_359_u64});
-    let attachment = Attachment::new(&node, &container, config(limits));
-    let result = attachment.clone().by(go_bin_dir()).add_after(&prev).success();
-    attachment.check(&result).success();
-    attachment.del_with(&result).success();
-    unplug(&node, "host1");
 }
 
 /// Measures what passes each filter in three seconds beyond the burst, as a share of its rate:

@@ -1,0 +1,47 @@
+//! The probe, and refusals that change nothing.
+
+use super::*;
+
+#[test]
+fn the_probe_says_yes_both_ways_and_leaves_nothing() {
+    on_a_host(|| {
+        let mut spoof = SpoofCheck::open().unwrap();
+        spoof.probe().unwrap();
+        assert_eq!(ruleset(), "");
+        ensure("c1");
+        let before = ruleset();
+        spoof.probe().unwrap();
+        assert_eq!(ruleset(), before);
+    });
+}
+
+#[test]
+fn a_shared_chain_with_another_hook_is_an_error_and_unchanged() {
+    on_a_host(|| {
+        for elsewhere in ["hook prerouting priority -200;", "hook output priority -300;", "hook forward priority -300;"]
+        {
+            nft(&format!("flush ruleset\ntable bridge nat {{ chain PREROUTING {{ type filter {elsewhere} }}; }}"));
+            let before = ruleset();
+            let mut spoof = SpoofCheck::open().unwrap();
+            for error in [spoof.ensure(&mark("c1"), "veth0", MAC).unwrap_err(), spoof.probe().unwrap_err()] {
+                let text = error.to_string();
+                assert!(text.starts_with("failed to add nft base chain bridge nat PREROUTING: File exists"), "{text}");
+                assert!(!error.is_unsupported());
+            }
+            assert_eq!(ruleset(), before);
+            assert_eq!(differences("c1").len(), 4);
+            purge("c1");
+        }
+        nft("flush ruleset\ntable bridge nat { chain PREROUTING { }; }");
+        assert!(SpoofCheck::open().unwrap().ensure(&mark("c1"), "veth0", MAC).unwrap_err().is_exists());
+    });
+}
+
+#[test]
+fn an_impossible_interface_name_is_refused_before_any_change() {
+    on_a_host(|| {
+        let error = SpoofCheck::open().unwrap().ensure(&mark("c1"), "sixteen_bytes_xx", MAC).unwrap_err();
+        assert_eq!(error.to_string(), "failed to match interface sixteen_bytes_xx: the name is too long");
+        assert_eq!(ruleset(), "");
+    });
+}
