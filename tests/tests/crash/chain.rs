@@ -1,5 +1,5 @@
-//! bridge with host-local and masquerading, tuning, portmap, bandwidth: a list as a runtime drives
-//! it.
+//! Drives a list of bridge (with host-local and masquerading), tuning, portmap and bandwidth as a
+//! runtime does.
 
 use std::path::PathBuf;
 
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 
 use crate::world::World;
 
-/// A sysctl of the whole namespace, which does not go with the interface.
+/// A sysctl of the whole namespace, which is not removed with the interface.
 pub(crate) const SYSCTL: &str = "net/ipv4/ip_unprivileged_port_start";
 
 /// The plugins of the list, in the order of an ADD.
 pub(crate) const PLUGINS: [&str; 4] = ["bridge", "tuning", "portmap", "bandwidth"];
 
-/// Those whose DEL comes after that of `plugin`.
+/// Returns the plugins with a later DEL than `plugin`.
 pub(crate) fn dels_after(plugin: &str) -> impl Iterator<Item = &'static str> {
     let after = PLUGINS.iter().rev().skip_while(move |one| **one != plugin).skip(1);
     after.copied()
@@ -41,7 +41,7 @@ impl<'w> Chain<'w> {
         Chain { world, container: attachment, port: 10_000 + number % 50_000, version: "1.1.0" }
     }
 
-    /// The plugins of another folder, in a version that older ones speak too.
+    /// Uses the plugins of another folder, in a version that older ones support too.
     pub(crate) fn by(mut self, folder: impl Into<PathBuf>) -> Self {
         self.version = "1.0.0";
         self.container = self.container.by(folder);
@@ -51,7 +51,7 @@ impl<'w> Chain<'w> {
     /// The configuration of one plugin, as a runtime writes it.
     fn config(&self, plugin: &str) -> Value {
         let world = self.world;
-        // Frames of another MAC are dropped: either that is watched, or tuning sets one.
+        // Either the spoof check drops frames of another MAC, or tuning sets a MAC.
         let spoof_check = world.checks_spoofing();
         let mut config = match plugin {
             "bridge" => json!({
@@ -79,7 +79,7 @@ impl<'w> Chain<'w> {
         config
     }
 
-    /// One call of one plugin of the list.
+    /// Returns one call of one plugin of the list.
     pub(crate) fn call(&self, plugin: &str, verb: &str, prev: Option<&Value>) -> Invocation<'w> {
         let mut config = self.config(plugin);
         if verb == "GC" {
@@ -88,7 +88,7 @@ impl<'w> Chain<'w> {
         self.container.clone().config(config).invocation(verb, prev)
     }
 
-    /// ADD of all.
+    /// Calls ADD of all plugins.
     pub(crate) fn add_all(&self) -> Links {
         let mut links = Links::new();
         for plugin in PLUGINS {
@@ -97,45 +97,46 @@ impl<'w> Chain<'w> {
         links
     }
 
-    /// CHECK of all.
+    /// Calls CHECK of all plugins.
     pub(crate) fn check_all(&self, links: &Links) {
         for plugin in PLUGINS {
             self.call(plugin, "CHECK", links.last()).run().success();
         }
     }
 
-    /// The same, going on; what failed.
+    /// Does the same, continues after failures and returns them.
     pub(crate) fn try_check_all(&self, links: &Links) -> Vec<String> {
         let outcomes = PLUGINS.iter().map(|plugin| self.call(plugin, "CHECK", links.last()).run());
         outcomes.filter_map(not_silent).collect()
     }
 
-    /// DEL of all, in reverse, as after a failed ADD (no result) or an ordinary end.
+    /// Calls DEL of all plugins in reverse, as after a failed ADD (no result) or an ordinary end.
     pub(crate) fn del_all(&self, prev: Option<&Value>) {
         for plugin in PLUGINS.iter().rev() {
             self.call(plugin, "DEL", prev).run().success();
         }
     }
 
-    /// The same, going on; what failed.
+    /// Does the same, continues after failures and returns them.
     pub(crate) fn try_del_all(&self, prev: Option<&Value>) -> Vec<String> {
         let outcomes = PLUGINS.iter().rev().map(|plugin| self.call(plugin, "DEL", prev).run());
         outcomes.filter_map(not_silent).collect()
     }
 
-    /// DEL of those that come after `plugin` in a DEL; what failed.
+    /// Calls DEL of the plugins with a later DEL than `plugin` and returns the failures.
     pub(crate) fn try_del_after(&self, plugin: &str, prev: Option<&Value>) -> Vec<String> {
         let outcomes = dels_after(plugin).map(|plugin| self.call(plugin, "DEL", prev).run());
         outcomes.filter_map(not_silent).collect()
     }
 
-    /// GC of all, with the neighbour alone being valid; what failed.
+    /// Calls GC of all plugins, with the neighbour as the only valid attachment, and returns the
+    /// failures.
     pub(crate) fn try_gc_all(&self) -> Vec<String> {
         PLUGINS.iter().filter_map(|plugin| not_silent(self.call(plugin, "GC", None).run())).collect()
     }
 }
 
-/// What a verb that must succeed without a word has said instead.
+/// Returns a report if a verb failed or printed to stdout.
 fn not_silent(outcome: Outcome) -> Option<String> {
     (outcome.status != Some(0) || !outcome.stdout.is_empty()).then(|| outcome.report())
 }

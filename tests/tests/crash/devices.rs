@@ -1,5 +1,5 @@
-//! tap and host-device at their system calls: an ADD that fails has taken all back, and after a
-//! kill the next DEL does.
+//! tap and host-device are killed, or fail, at their system calls. A failed ADD undoes everything,
+//! and after a kill the next DEL does.
 
 use std::collections::BTreeSet;
 
@@ -48,7 +48,7 @@ fn run(attachment: &Attachment<'_>, verb: &str, act: Act, at: u64, prev: Option<
     attachment.invocation(verb, prev).traced(&Plan { victim, at, act })
 }
 
-/// The points to try: a share of the calls after the start, in a soak run all of them.
+/// Returns the points to try: a share of the calls after the start, in a soak run all of them.
 fn points(all: &[Hit]) -> Vec<u64> {
     let calls: Vec<u64> = (1..).zip(all).filter(|(_, hit)| !hit.starting).map(|(at, _)| at).collect();
     assert!(calls.len() > 40, "only {} calls", calls.len());
@@ -57,7 +57,7 @@ fn points(all: &[Hit]) -> Vec<u64> {
     calls.into_iter().skip(first).step_by(step).collect()
 }
 
-/// ADD is hit by `act` at each of its points, and the container's DEL follows.
+/// Applies `act` to ADD at each of its points and calls the container's DEL afterwards.
 #[track_caller]
 fn adding(plugin: &str, act: Act) {
     require!(trace::supported());
@@ -89,12 +89,12 @@ fn adding(plugin: &str, act: Act) {
     }
 }
 
-/// The calls of ioctl. The last one of an ADD of tap lets the tap stay.
+/// Counts the ioctl calls. The last one of tap's ADD makes the tap persistent.
 fn ioctls(all: &[Hit]) -> usize {
     all.iter().filter(|hit| hit.call == "ioctl").count()
 }
 
-/// DEL is hit by `act` at each of its points, and another one follows.
+/// Applies `act` to DEL at each of its points and calls DEL again afterwards.
 #[track_caller]
 fn deleting(plugin: &str, act: Act) {
     require!(trace::supported());

@@ -1,6 +1,6 @@
-//! Leases of dhcp that come and go while its daemon is killed again and again: afterwards server,
-//! daemon and containers agree. And the plugin, killed or failing at its system calls: after the
-//! next DEL neither the daemon nor the server has a lease.
+//! Adds and deletes dhcp attachments while the daemon is killed repeatedly: afterwards server,
+//! daemon and containers agree. And the plugin is killed, or its system calls fail: after the next
+//! DEL neither the daemon nor the server has a lease.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,16 +15,16 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// As many attachments live at the same time, each with a thread of its own.
+/// The number of concurrent attachments, each with a thread of its own.
 const ABREAST: usize = 6;
 
-/// Takes an attachment away as a runtime does: a DEL that fails is repeated.
+/// Deletes an attachment as a runtime does: a failed DEL is repeated.
 fn detach(lan: &Lan, container: &Container) {
     until("DEL succeeds", || lan.attachment(container).invocation("DEL", None).run().status == Some(0));
     container.ip(&["address flush dev eth0 scope global"]);
 }
 
-/// The addresses in the daemon's records.
+/// Returns the addresses in the daemon's records.
 fn recorded(lan: &Lan) -> Vec<String> {
     let entries = fs::read_dir(lan.node.dir().join("dhcp")).unwrap().map(|entry| entry.unwrap().path());
     let records = entries.filter(|path| path.extension().is_some_and(|extension| extension == "json"));

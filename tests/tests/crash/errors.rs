@@ -10,17 +10,16 @@ use crate::sweep::{self, Sweep, Verb, Victim, Way};
 use crate::world::Backend;
 use conformance::measure::{patience, soak};
 
-/// What a disk, a kernel, a policy, a machine without memory, a signal, and a socket without room
-/// answer. The last alone is not met by another try on a netlink socket, so it is the one that a
-/// plugin has to go on after.
+/// The errors of a disk, a kernel, a policy, a machine without memory, a signal and a full socket.
+/// Only after the last one the plugins do not retry on a netlink socket, so they must continue
+/// after it.
 const ERRORS: [Errno; 6] = [Errno::ENOSPC, Errno::EIO, Errno::EPERM, Errno::ENOMEM, Errno::EINTR, Errno::ENOBUFS];
 
 const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Victim {
     Victim { plugin, program, floor }
 }
 
-/// A sweep with each of the errors. Beside the plugins, host-local and what is between fork and
-/// exec are met.
+/// Runs a sweep with each of the errors, in the plugins, in host-local and between fork and exec.
 #[track_caller]
 fn failing(backend: Backend, verb: Verb, floors: [u64; 6]) {
     require!(trace::supported());

@@ -1,8 +1,8 @@
-//! The interface plugins that create a link in the container, and ptp: killed, or failing, at each
-//! call of ADD and DEL.
+//! ptp and the plugins that create a link in the container are killed, or fail, at each call of ADD
+//! and DEL.
 //!
-//! An ADD that fails leaves nothing. After one that was killed, and after a DEL that was killed or
-//! failed, the next DEL leaves nothing; it has no result then.
+//! A failed ADD leaves nothing. After a killed ADD, and after a killed or failed DEL, the next DEL
+//! leaves nothing; it gets no result.
 
 use cni_testkit::probe::{self, Probed};
 use cni_testkit::trace::{self, Act, Hit, Plan};
@@ -13,25 +13,25 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-/// How many points an ordinary run tries of each plugin, verb and act, on a machine that is not
+/// The points that an ordinary run tries for each plugin, verb and act, on a machine that is not
 /// slow.
 const SHARE: u64 = 8;
 
-/// The calls that a plugin makes, at the least.
+/// The minimum number of calls that a plugin makes.
 const FLOOR: u64 = 50;
 
 fn config(node: &Node, plugin: &str) -> Value {
     let base = json!({"cniVersion": VERSION, "name": "net1", "type": plugin, "master": "eth0",
                       "ipam": ipam(node, &["10.1.0.0/24", "fd00:1::/64"])});
     match plugin {
-        // Rules that stay are found when the node ends.
+        // The node reports remaining rules when it is dropped.
         "ptp" => patched(base, json!({"ipMasq": true, "ipMasqBackend": "nftables"})),
         "vlan" => patched(base, json!({"vlanId": 5})),
         _ => base,
     }
 }
 
-/// What a trial leaves, as lines.
+/// Returns the leftovers of a trial, as lines.
 fn left(node: &Node, container: &Container) -> Vec<String> {
     let names = |links: Value| -> Vec<String> {
         let links = links.as_array().cloned().unwrap_or_default();
@@ -45,7 +45,7 @@ fn left(node: &Node, container: &Container) -> Vec<String> {
     inside.chain(outside.map(|name| format!("on the host: {name}"))).chain(reserved).collect()
 }
 
-/// One trial; the calls that the plugin made, and whether it came to the point.
+/// Runs one trial. Returns the plugin's calls, and whether it reached the point.
 fn attempt(node: &Node, plugin: &str, verb: &str, plan: &Plan) -> (Vec<Hit>, bool) {
     let container = node.container();
     let attachment = Attachment::new(node, &container, config(node, plugin));
@@ -88,7 +88,7 @@ fn sweep(plugin: &str, probed: Probed, acts: &[Act], is_meant: impl Fn(&Hit) -> 
     assert!(tried >= acts.len() as u64, "only {tried} points were tried");
 }
 
-/// Expands to a test of each plugin.
+/// Expands to one test per plugin.
 macro_rules! for_each_plugin {
     ($($plugin:ident: $probed:expr;)*) => {
         $(mod $plugin {
@@ -108,7 +108,7 @@ macro_rules! for_each_plugin {
                 sweep(stringify!($plugin), $probed, &acts, |_| true);
             }
 
-            /// The kernel has done what it was asked for, and its answer does not come.
+            /// The kernel has handled the request, but its answer is lost.
             #[test]
             fn loses_an_answer() {
                 let lost = |hit: &Hit| hit.call == "recvfrom" && !hit.starting;

@@ -1,4 +1,4 @@
-//! How a plugin may end that was killed or met an error, what it has to say, and what it may leave.
+//! Judges how a killed or failing plugin ends, what it reports and what it leaves.
 
 use std::time::Duration;
 
@@ -13,20 +13,20 @@ use crate::kinds::{Kind, kinds};
 use crate::sweep::{Sweep, Verb, Victim, Way};
 use crate::world::World;
 
-/// Longer than any child may outlive its plugin: it is to be killed with it. On a machine with a
-/// lot to do even that takes a while; one that waits for a lock would take 30 s.
+/// An upper bound on how long a child outlives its plugin. The child is killed with the plugin,
+/// which takes a while on a busy machine. A child that waited for a lock would take 30 s.
 pub(crate) const ORPHAN: Duration = Duration::from_secs(10);
 
-/// How tuning's DEL says what it could not put back.
+/// How tuning's DEL reports what it could not restore.
 pub(crate) const NOT_RESTORED: &str = "not restored: ";
 
 impl Sweep {
-    /// How the plugin may end.
+    /// Returns what is wrong with the plugin's end.
     pub(crate) fn judge(self, traced: &Traced, victim: &Victim) -> Vec<String> {
         let Traced { outcome, hit, outlived, .. } = traced;
         let mut complaints = Vec::new();
         let mut complain = |what: &str| complaints.push(format!("{what}\n{}", outcome.report()));
-        // However slow the machine is, less than the 30 s that plugins wait for a lock.
+        // On every machine less than the 30 s that plugins wait for a lock.
         if *outlived > patience(ORPHAN).min(Duration::from_secs(25)) {
             complain(&format!("a child lives on for {outlived:?}"));
         }
@@ -39,7 +39,7 @@ impl Sweep {
             Some(0) => complain("success with the wrong thing on stdout"),
             Some(_) => {
                 let error = outcome.json.as_ref().filter(|json| json.is_object());
-                // What cannot write its error has said all that it can.
+                // A plugin that cannot write its error cannot report more.
                 let mute =
                     says_nothing && hit.as_ref().is_some_and(|hit| hit.call.starts_with("write") || hit.starting);
                 if error.is_none() && !mute {
@@ -57,9 +57,9 @@ impl Sweep {
                     complain("half a document");
                 }
             }
-            // The runtime library of the language gives up.
+            // The language's runtime library aborts.
             None if hit.as_ref().is_some_and(|hit| hit.starting) && says_nothing => {}
-            // A thread that cannot leave a container's namespace must not go on in it; the DEL
+            // A thread that cannot leave a container's namespace must not continue in it; DEL
             // cleans up.
             None if outcome.stderr.contains("failed to leave a network namespace") => {}
             None => complain("ended by a signal"),
@@ -79,13 +79,13 @@ const CODES: [u64; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 50, 51, 100, 101, 102, 999
 fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
     let text = |key: &str| error[key].as_str().unwrap_or_default();
     let all = format!("{} {}", text("msg"), text("details"));
-    // An errno by its number, for the words are the C library's.
+    // By number, because the C library determines the text.
     let said = match act {
         Act::Fail(errno) => all.contains(&format!("(os error {})", errno as i32)),
         Act::Signal(_) => all.contains("signal"),
     };
-    // A delegate that its runtime library ends before it begins can say nothing; who called it
-    // knows the signal.
+    // A delegate that its runtime library aborts before main cannot report anything; its caller
+    // reports the signal.
     let named = victim.program == "host-local" && all.contains("host-local: ") && all.contains("killed by signal");
     if !error["code"].as_u64().is_some_and(|code| CODES.contains(&code)) {
         Some("an error with a code that these plugins do not use")
@@ -98,12 +98,12 @@ fn unclear(error: &Value, act: Act, victim: &Victim) -> Option<&'static str> {
     }
 }
 
-/// Whether the plugin ended before it had begun, or could not go on: the exceptions from
+/// Whether the plugin ended before its work, or could not continue: the exceptions from
 /// [`kept_going`].
 fn could_not_go_on(traced: &Traced, victim: &Victim) -> bool {
     let Traced { outcome, hit, .. } = traced;
-    // Its runtime library gave up, it could not take over the signals, or it does not know what to
-    // take away: nothing has been tried yet.
+    // Its runtime library aborted, it could not set up signal handling, or it does not know what to
+    // remove: it has not tried anything yet.
     let began = !hit.as_ref().is_some_and(|hit| hit.starting) && !outcome.stdout.contains("error reading from stdin");
     // A thread that cannot leave a container's namespace would do harm there.
     let stranded = outcome.stderr.contains("failed to leave a network namespace");

@@ -1,4 +1,5 @@
-//! Killed at every system call: then DEL, or GC after the namespace has gone, leaves nothing.
+//! Plugins are killed at every system call. Then DEL, or GC after the namespace is gone, leaves
+//! nothing.
 
 use cni_testkit::require;
 use cni_testkit::trace::{self, Act};
@@ -12,7 +13,7 @@ const fn victim(plugin: &'static str, program: &'static str, floor: u64) -> Vict
     Victim { plugin, program, floor }
 }
 
-/// A sweep with SIGKILL over what every backend has, and `others`.
+/// Runs a sweep with SIGKILL over the programs of every backend, and `others`.
 #[track_caller]
 fn killed(backend: Backend, verb: Verb, floor: u64, victims: &[Victim]) {
     require!(trace::supported());

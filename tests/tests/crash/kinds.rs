@@ -1,7 +1,7 @@
-//! Whose something is that was left, and what the inside of a container looks like.
+//! Which plugin a leftover belongs to, and the state inside a container.
 //!
-//! A DEL keeps going: a call of its that fails costs the one thing that this call was about. What a
-//! plugin makes falls into kinds that are taken away one after the other, and so no more than one
+//! DEL continues after an error: a failed call may leave only the resource that it was about. The
+//! resources of a plugin fall into kinds, which are removed one after the other, so at most one
 //! kind may be left.
 
 use std::collections::BTreeSet;
@@ -11,20 +11,20 @@ use serde_json::Value;
 
 use crate::chain::SYSCTL;
 
-/// A kind of what is made for a container.
+/// A kind of resource that is created for a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     /// host-local's file for an address, and its record of it.
     Reservation,
     /// The veth pair.
     Link,
-    /// What masquerades the container's connections.
+    /// The masquerade rules.
     Masquerade,
-    /// What drops frames of another MAC.
+    /// The rules that drop frames of another MAC.
     Spoof,
     /// portmap's rules.
     Forward,
-    /// What tuning has set, and its backup.
+    /// The values that tuning has set, and its backup.
     Tuned,
     /// The ifb.
     Ifb,
@@ -33,10 +33,10 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Of a line of [`State::differs_from`](crate::world::State::differs_from).
+    /// Returns the kind of a line of [`State::differs_from`](crate::world::State::differs_from).
     pub(crate) fn of(line: &str) -> Kind {
         let has = |what: &str| line.contains(what);
-        // A qdisc goes with its link.
+        // A qdisc is removed with its link.
         if line.starts_with("link ") && has(": bwp") || line.starts_with("qdisc ") && has("\"bwp") {
             Kind::Ifb
         } else if line.starts_with("link ") || line.starts_with("qdisc ") {
@@ -58,7 +58,7 @@ impl Kind {
         }
     }
 
-    /// The plugin of the list that makes it.
+    /// Returns the plugin of the list that creates it.
     pub(crate) fn plugin(self) -> Option<&'static str> {
         match self {
             Kind::Reservation | Kind::Link | Kind::Masquerade | Kind::Spoof => Some("bridge"),
@@ -70,13 +70,13 @@ impl Kind {
     }
 }
 
-/// The kinds of these lines.
+/// Returns the kinds of these lines.
 pub(crate) fn kinds(lines: &[String]) -> BTreeSet<Kind> {
     lines.iter().map(|line| Kind::of(line)).collect()
 }
 
-/// All that the list can change inside a container whose namespace lives, as lines that can be
-/// compared.
+/// Everything that the list can change inside a container with an existing namespace, as lines that
+/// can be compared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Inside(BTreeSet<String>);
 
@@ -112,7 +112,7 @@ impl Inside {
         Inside(lines)
     }
 
-    /// One line for each difference.
+    /// Returns one line for each difference.
     pub(crate) fn differs_from(&self, before: &Inside) -> Vec<String> {
         let left = self.0.difference(&before.0).map(|line| format!("inside left: {line}"));
         left.chain(before.0.difference(&self.0).map(|line| format!("inside lost: {line}"))).collect()

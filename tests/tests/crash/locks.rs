@@ -19,7 +19,7 @@ use nix::sys::statfs::{BTRFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, statfs};
 use crate::judge::ORPHAN;
 use crate::world::World;
 
-/// Looks until `done`; what there is to be complained of.
+/// Watches until `done` and returns the complaints.
 pub(crate) fn watch(world: &World, done: &AtomicBool) -> Vec<String> {
     let files = world.lock_files();
     let ours = world.node.enter(|| files.iter().filter_map(|path| Lock::of(path)).collect());
@@ -66,8 +66,8 @@ impl Lock {
 
 /// Returns the locks with a waiting process and a dead holder, and the holder.
 fn dead_holders(locks: &str, ours: &BTreeSet<Lock>) -> BTreeSet<(Lock, u32)> {
-    // `1: FLOCK  ADVISORY  WRITE 123 fe:00:456 0 EOF`, and below it, of who waits for it, `1: ->
-    // FLOCK …`.
+    // `1: FLOCK  ADVISORY  WRITE 123 fe:00:456 0 EOF`, and below it a line `1: -> FLOCK …` for each
+    // waiting process.
     let words: Vec<Vec<&str>> = locks.lines().map(|line| line.split_whitespace().collect()).collect();
     let awaited: BTreeSet<&str> = words.iter().filter(|line| line.get(1) == Some(&"->")).map(|line| line[0]).collect();
     let held = words.iter().filter(|line| line.get(1) == Some(&"FLOCK") && awaited.contains(line[0]));
@@ -86,14 +86,14 @@ fn lives(pid: u32) -> bool {
 
 #[test]
 fn a_file_of_the_same_inode_on_another_device_is_not_meant() {
-    // No process has such a number.
+    // No process can have this number.
     let locks = "1: FLOCK  ADVISORY  WRITE 4294967295 fe:0a:77 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 1 fe:0a:77 0 EOF\n";
     let found = |device, inode| dead_holders(locks, &BTreeSet::from([Lock { device, inode }])).len();
     assert_eq!([found(Some((0xfe, 10)), 77), found(None, 77)], [1, 1]);
     assert_eq!([found(Some((0xfe, 11)), 77), found(Some((0xfe, 10)), 78), found(None, 78)], [0, 0, 0]);
 }
 
-/// A program takes a lock and dies; who lives on has the descriptor too, and another one waits.
+/// A process locks a file and dies; its child still has the descriptor, and another process waits.
 #[test]
 fn a_dead_holder_is_seen() {
     use std::process::{Command, Stdio};
@@ -121,7 +121,7 @@ fn a_dead_holder_is_seen() {
     let sleeper = nix::unistd::Pid::from_raw(told.trim().parse().unwrap());
     nix::sys::signal::kill(sleeper, nix::sys::signal::Signal::SIGKILL).unwrap();
     waiting.wait().unwrap();
-    // Only in the machine's own PID namespace does the kernel show the locks of the dead.
+    // The kernel shows locks of dead processes only in the machine's own PID namespace.
     if seen.is_empty() && fs::read_link("/proc/self/ns/pid").unwrap() != Path::new("pid:[4026531836]") {
         cni_testkit::skip!("the locks of dead processes are not shown in this PID namespace");
     }

@@ -1,9 +1,9 @@
 //! Checks that nothing is left after plugins were killed, starved and raced, and a DEL or GC
 //! followed.
 //!
-//! A chain of bridge (with host-local and `ipMasq`), tuning, portmap and bandwidth is driven as a
-//! runtime drives it, once for every system call of every program in it; and a crowd of attachments
-//! comes and goes. One test per verb and backend.
+//! A chain of bridge (with host-local and `ipMasq`), tuning, portmap and bandwidth is called as a
+//! runtime calls it, once for every system call of each of its programs. Other tests add and delete
+//! many attachments concurrently. One test per verb and backend.
 //!
 //! `scripts/test` runs a share of the points, chosen by a seed that is printed (`CNI_SEED` repeats
 //! it). `CNI_SOAK=N` runs all of them, as far as `CNI_SOAK_MINUTES` let each test, and N storms

@@ -1,5 +1,5 @@
-//! Killed while waiting for a lock: no child of a dead plugin may go on and reserve, or write,
-//! after the DEL.
+//! Plugins are killed while they wait for a lock. No child of a killed plugin may reserve or write
+//! anything after the DEL.
 
 use std::fs::{self, File};
 use std::thread::sleep;
@@ -19,7 +19,7 @@ use conformance::measure::{Dice, figure, seed, soak};
 /// Which locks the test holds while the plugin is killed.
 const HELD: [&[&str]; 3] = [&["store"], &["firewall"], &["store", "firewall"]];
 
-/// Opens the lock file that is meant, if the backend has one.
+/// Opens this lock file, if the backend has one.
 fn lock_file(world: &World, which: &str) -> Option<File> {
     if which == "store" {
         return Some(File::open(world.data_dir().join("net1/lock")).expect("the store has a lock"));
@@ -31,7 +31,7 @@ fn lock_file(world: &World, which: &str) -> Option<File> {
     })
 }
 
-/// SIGKILL for the plugin alone, as from an impatient runtime or the kernel out of memory.
+/// Sends SIGKILL to the plugin only, as a runtime after a timeout or the OOM killer does.
 pub(crate) fn slay(started: &Started) {
     let pid = Pid::from_raw(i32::try_from(started.pid()).unwrap());
     kill(pid, Signal::SIGKILL).expect("to kill our own child");
@@ -58,7 +58,7 @@ fn all_gone(world: &World) -> Vec<String> {
     }
 }
 
-/// One round: hold, kill, DEL at once, let go, look.
+/// Runs one round: hold the lock, kill, DEL at once, release the lock, check.
 fn round(world: &World, dice: &mut Dice) -> Vec<String> {
     let container = world.node.container();
     let chain = Chain::new(world, &container);
@@ -81,10 +81,10 @@ fn round(world: &World, dice: &mut Dice) -> Vec<String> {
     let _ = victim.finish();
     let mut complaints = Vec::new();
     if dice.below(2) == 0 {
-        // A child that waited for a lock would wait on.
+        // A child that waits for a lock would still wait.
         complaints.extend(all_gone(world));
     }
-    // Else at once: while it would still be waiting.
+    // Otherwise at once, while it would still wait.
     let prev = (verb == "DEL").then(|| links.last()).flatten();
     let mut del = chain.call(plugin, "DEL", prev).start();
     del.release();
@@ -94,11 +94,11 @@ fn round(world: &World, dice: &mut Dice) -> Vec<String> {
     if outcome.status != Some(0) {
         complaints.push(outcome.report());
     }
-    // A late one has the lock now. What it does, the next DEL would hide.
+    // A late child has the lock now. The next DEL would hide its changes.
     complaints.extend(all_gone(world));
     let left = world.left_now().into_iter().filter(|line| Kind::of(line).plugin() == Some(plugin));
     complaints.extend(left.map(|left| format!("after the DEL of {plugin}: {left}")));
-    // The DEL of one was there to race; now the list's.
+    // The first DEL was only for the race; now the DELs of the list.
     complaints.extend(chain.try_del_all(prev));
     complaints.extend(left_inside(&container));
     complaints.extend(world.left());
@@ -133,9 +133,9 @@ fn rounds(backend: Backend) {
     sweep::none(&complaints);
 }
 
-/// host-local held back before its first step, the plugin killed, DEL, and host-local let go. It
-/// hangs on a pipe, for a stopped one would die of the SIGHUP that the kernel sends to what is
-/// stopped and orphaned.
+/// host-local is held before its first step, the plugin is killed, DEL follows, and host-local is
+/// released. It is held by a pipe: a stopped process would die of the SIGHUP that the kernel sends
+/// to stopped orphans.
 #[test]
 fn a_delegate_that_has_not_begun_dies_with_its_plugin() {
     require!(Backend::Nftables.probe());

@@ -26,18 +26,18 @@ use crate::sweep;
 use crate::world::{Backend, World};
 use conformance::measure::{Dice, figure, seed, soak};
 
-/// How many attachments, how many at a time.
+/// How many attachments, and how many at a time.
 #[derive(Clone, Copy, Debug)]
 struct Size {
     crowd: usize,
     abreast: usize,
 }
 
-/// Whose plugins an attachment is made and taken by.
+/// Which implementation's plugins add and delete an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whose {
     Ours,
-    /// Go's now and then. They are never killed: what they leave then is theirs.
+    /// Sometimes Go's. Go's plugins are never killed: their leftovers are not our subject.
     Mixed,
 }
 
@@ -46,24 +46,24 @@ struct Storm<'w> {
     whose: Whose,
     size: Size,
     next: AtomicUsize,
-    /// Everybody's for reading, a GC's for writing.
+    /// All calls hold it for reading, GC for writing.
     quiet: RwLock<()>,
-    /// Each address's holder.
+    /// The holder of each address.
     held: Mutex<BTreeMap<String, String>>,
-    /// What lives, with its results.
+    /// The live attachments with their results.
     living: Mutex<BTreeMap<String, (Chain<'w>, Links)>>,
     complaints: Mutex<Vec<String>>,
     killed: AtomicUsize,
-    /// Calls of which a child was killed: the delegate, iptables.
+    /// Calls with a killed child: the delegate, or iptables.
     bereft: AtomicUsize,
-    /// ADDs and DELs by Go's.
+    /// ADDs and DELs by Go's plugins.
     go_calls: AtomicUsize,
-    /// ADDs and DELs of Go's that failed beside ours.
+    /// ADDs and DELs by Go's plugins that failed.
     go_failed: AtomicUsize,
     collected: AtomicUsize,
     /// The longest call, in milliseconds.
     longest: AtomicUsize,
-    /// What an ADD takes here and now, in microseconds: when to kill.
+    /// The current duration of an ADD in microseconds, which determines when to kill.
     usual: AtomicUsize,
 }
 
@@ -72,7 +72,7 @@ impl<'w> Storm<'w> {
         self.complaints.lock().unwrap().push(what.into());
     }
 
-    /// Attachment after attachment, until the crowd is through.
+    /// Runs one attachment after the other, until all have run.
     fn work(&self, worker: usize) {
         let mut dice = Dice::new(seed().wrapping_add((worker as u64) << 32));
         loop {
@@ -87,7 +87,7 @@ impl<'w> Storm<'w> {
         }
     }
 
-    /// One call, perhaps killed.
+    /// Makes one call, which may be killed.
     fn call(&self, chain: &Chain<'_>, plugin: &str, verb: &str, prev: Option<&Value>, fate: Option<u64>) -> Outcome {
         let began = Instant::now();
         let mut started = chain.call(plugin, verb, prev).timeout(Duration::from_secs(100)).start();
@@ -113,18 +113,18 @@ impl<'w> Storm<'w> {
         outcome
     }
 
-    /// ADD of the list; `None` if it was killed or, being Go's, failed.
+    /// Calls ADD of the list; `None` if it was killed, or if a plugin of Go failed.
     fn add(&self, chain: &Chain<'_>, go: bool, late: bool, dice: &mut Dice) -> Option<Links> {
         let doomed = (!go && dice.below(5) == 0).then(|| dice.below(u64::MAX));
-        // Who is doomed may end before it comes to that. Late in the crowd everyone is doomed until
-        // one has been hit.
+        // A call that is chosen to be killed may end earlier. Late in the test every call is chosen
+        // until one was killed.
         let none = |number: &AtomicUsize| !go && late && number.load(Ordering::Relaxed) == 0;
         let doomed = match doomed {
             None if none(&self.bereft) => Some(dice.below(u64::MAX) & !1),
             None if none(&self.killed) => Some(dice.below(u64::MAX) | 1),
             doomed => doomed,
         };
-        // Those that have a child: bridge, and portmap where iptables is a program.
+        // The plugins with a child: bridge, and portmap where iptables is a program.
         let parents = if self.world.backend.program().is_some() { &["bridge", "portmap"][..] } else { &["bridge"] };
         let doomed = doomed.map(|fate| {
             let of = if is_a_childs(fate) { parents } else { &PLUGINS[..] };
@@ -138,7 +138,7 @@ impl<'w> Storm<'w> {
             match (outcome.status, outcome.json.clone()) {
                 (Some(0), Some(result)) => links.push(result),
                 (None, _) if fate.is_some_and(|fate| !is_a_childs(fate)) => return None,
-                // It has to say so; what it has not taken back its DEL has to find, or a GC.
+                // It must report an error. DEL or GC must find what it has not undone.
                 (Some(_), Some(error)) if fate.is_some_and(is_a_childs) && error["msg"].is_string() => return None,
                 _ if go => {
                     self.go_failed.fetch_add(1, Ordering::Relaxed);
@@ -214,7 +214,7 @@ impl<'w> Storm<'w> {
         }
     }
 
-    /// It is about to go. From here on its addresses may be given to others.
+    /// Records that an attachment is about to be deleted. From now on its addresses may be reused.
     fn went(&self, container: &Container) {
         self.living.lock().unwrap().remove(&container.id);
         self.world.live.lock().unwrap().remove(&container.id);
@@ -279,7 +279,7 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
         let over = AtomicBool::new(false);
         let waited = thread::scope(|scope| {
             let watch = scope.spawn(|| locks::watch(&world, &over));
-            // Also after a panic: the watch is waited for.
+            // Also after a panic, because the watch is joined.
             let end = Ended(&over);
             thread::scope(|scope| {
                 for worker in 0..size.abreast {
@@ -309,7 +309,7 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
         let (failed, calls) = (count(&storm.go_failed), count(&storm.go_calls));
         let mut complaints = storm.complaints.into_inner().unwrap();
         complaints.extend(waited);
-        // None did when this was written; they have no lock of their own, and try some things once.
+        // None failed when this was written. Go's plugins take no lock and do not retry.
         if failed > 2 && failed * 10 > calls {
             complaints.push(format!("{failed} of {calls} calls of Go's failed beside ours"));
         }
@@ -328,14 +328,13 @@ fn storm(backend: Backend, whose: Whose, share: Size, whole: Size) {
     }
 }
 
-/// Says so when it is dropped.
-/// Whether a call's fate is to lose its child.
+/// Whether a child of this call is to be killed.
 fn is_a_childs(fate: u64) -> bool {
     fate.is_multiple_of(2)
 }
 
-/// SIGKILL for the first child that the plugin has, at some moment of its life. Many plugins have
-/// none.
+/// Sends SIGKILL to the plugin's first child, at some moment of its life. Many plugins have no
+/// child.
 fn slay_child(started: &Started, fate: u64) -> bool {
     let process = format!("/proc/{}", started.pid());
     let child = || {

@@ -1,5 +1,5 @@
-//! One trial: a list is driven up to one call of one program, something happens there, and the
-//! runtime goes on. A sweep: a trial for call after call, until the program ends unhurt.
+//! A trial runs a list up to one call of one program, applies an act there, and lets the runtime
+//! continue. A sweep is a trial for each call, until the program ends before the point.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::kinds::Inside;
 use crate::world::{Backend, World};
 use conformance::measure::{Dice, figure, found, seed, soak};
 
-/// During which verb it happens.
+/// The verb in which the act happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verb {
     Add,
@@ -30,16 +30,16 @@ impl Verb {
 /// What the runtime does afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// DEL of the list, the namespace being there.
+    /// DEL of the list, with the namespace.
     Del,
-    /// The namespace is gone, the DEL lost: GC.
+    /// The namespace is gone and the DEL is lost: GC.
     Gc,
-    /// The DEL is lost, the namespace being there: GC.
+    /// The namespace exists and the DEL is lost: GC.
     GcAlive,
 }
 
-/// Which program is hit while which plugin is called, and how many calls it made, at least, when
-/// this was written.
+/// The program that is hit, the plugin that is called, and the minimum number of the program's
+/// calls when this was written.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Victim {
     pub(crate) plugin: &'static str,
@@ -47,13 +47,13 @@ pub(crate) struct Victim {
     pub(crate) floor: u64,
 }
 
-/// What all trials of a sweep have in common.
+/// The settings of all trials of a sweep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sweep {
     pub(crate) backend: Backend,
     pub(crate) verb: Verb,
     pub(crate) act: Act,
-    /// How many points of each victim an ordinary run tries, on a machine that is not slow.
+    /// The points of each victim that an ordinary run tries, on a machine that is not slow.
     pub(crate) share: u64,
     /// How many points an ordinary run tries at least there, of all victims together: four fifths
     /// of what it did when this was written.
@@ -72,11 +72,11 @@ fn scattered(pass: u64) -> u64 {
 /// How far a victim's points have been tried.
 struct Walk {
     victim: Victim,
-    /// What it makes unhurt.
+    /// The number of its calls without an act.
     calls: u64,
     step: u64,
     points: u64,
-    /// How many times it was walked over to its end.
+    /// The number of completed passes.
     passes: u64,
 }
 
@@ -86,11 +86,11 @@ impl Walk {
         format!("{program} in {plugin}: {} of {}", self.points, self.calls)
     }
 
-    /// Whether fewer points were tried than there must have been: all that the passes made stand
-    /// for and, however soon the time was up, what the first pass of a soak run is.
+    /// Returns a complaint if fewer points were tried than the completed passes contain, or, in a
+    /// soak run that ran out of time, than its first pass contains.
     fn complaint(&self) -> Option<String> {
         let Walk { victim, calls, step, points, passes } = self;
-        // Runs differ by a few calls: how often an answer was not there yet.
+        // Runs differ by a few calls, because an answer may come late.
         let expected = calls.saturating_sub(*step) * 9 * passes;
         let first = if soak().is_some() { (victim.floor / PASSES).max(1) } else { 1 };
         let few = *calls < victim.floor || points * step * 10 < expected || *points < first;
@@ -98,7 +98,7 @@ impl Walk {
     }
 }
 
-/// What a trial came to.
+/// The outcome of a trial.
 struct Trial {
     hit: Option<Hit>,
     calls: u64,
@@ -108,7 +108,7 @@ struct Trial {
 }
 
 impl Sweep {
-    /// Tries these victims, and returns what is to be complained of.
+    /// Tries these victims and returns the complaints.
     ///
     /// An ordinary run tries a share of the points, a soak run all of them, both ways: first every
     /// 16th of each victim, then those between, so that what `within` cuts off is the finest.
@@ -160,8 +160,8 @@ impl Sweep {
         complaints
     }
 
-    /// One point, in a soak run both ways; whether the program came so far. `number` points were
-    /// tried before.
+    /// Tries one point, in a soak run both ways. Returns whether the program reached the point.
+    /// `number` points were tried before.
     fn try_point(self, world: &mut World, walk: &Walk, at: u64, number: u64, complaints: &mut Vec<String>) -> bool {
         // A share looks at the next ADD after one in four, which go either way.
         let again = soak().is_some() || matches!(number % 8, 0 | 5);
@@ -200,8 +200,8 @@ impl Sweep {
         hit
     }
 
-    /// Tries every call (of that name, if it is given) that the plugins of these names make, and
-    /// returns what is to be complained of.
+    /// Tries every call (of that name, if given) of the plugins of these names and returns the
+    /// complaints.
     pub(crate) fn at_each(self, call: Option<&str>, way: Way, plugins: &[&'static str]) -> Vec<String> {
         let (mut complaints, mut world, began, mut tried) = (Vec::new(), World::new(self.backend), Instant::now(), 0);
         for plugin in plugins {
@@ -210,7 +210,7 @@ impl Sweep {
             complaints.extend(whole.complaints);
             let is_meant = |hit: &Hit| call.is_none_or(|call| hit.call == call) && !hit.starting;
             let points: Vec<u64> = (1..).zip(&whole.all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
-            // All of them, but on a machine that is slow as many as it has time for.
+            // All of them; on a slow machine as many as there is time for.
             let count = points.len() as u64;
             let step = (count / rounds(count).max(1)).max(1) as usize;
             for at in points.into_iter().step_by(step) {
@@ -234,7 +234,7 @@ impl Sweep {
         complaints
     }
 
-    /// A trial whose failed assertions are complaints.
+    /// Runs a trial and returns its failed assertions as complaints.
     fn attempt(self, world: &World, victim: &Victim, at: u64, way: Way, again: bool) -> Trial {
         let trial = || self.trial(world, victim, at, way, again);
         catch_unwind(AssertUnwindSafe(trial)).unwrap_or_else(|panic| {
@@ -257,7 +257,7 @@ impl Sweep {
                 complaints.extend(chain.try_gc_all());
             } else {
                 complaints.extend(chain.try_gc_all());
-                // A sysctl of the container goes with its namespace.
+                // A sysctl of the container ends with its namespace.
                 complaints.extend(left_inside(&container).into_iter().filter(|left| !left.starts_with(SYSCTL)));
             }
             complaints.extend(world.left());
@@ -280,7 +280,7 @@ impl Sweep {
         Trial { hit: traced.hit, calls: traced.calls, all: traced.all, complaints }
     }
 
-    /// ADD up to the victim's plugin, and, if nothing came of it, to the end. A failed ADD leaves
+    /// Calls ADD up to the victim's plugin and, if that succeeded, of all others. A failed ADD has
     /// no result.
     fn adding(
         self,
@@ -319,8 +319,8 @@ impl Sweep {
         (traced, links.pop(), complaints)
     }
 
-    /// ADD of all, DEL up to the victim's plugin. The runtime keeps the result until all have
-    /// succeeded.
+    /// Calls ADD of all, then DEL up to the victim's plugin. The runtime keeps the result until all
+    /// DELs have succeeded.
     fn deleting(
         self,
         world: &World,
@@ -331,7 +331,7 @@ impl Sweep {
         way: Way,
     ) -> (Traced, Option<Value>, Vec<String>) {
         let mut links = Links::new();
-        // What tuning finds, and has to bring back.
+        // The value before tuning, which DEL must restore.
         let mut untuned = None;
         for plugin in PLUGINS {
             if plugin == "tuning" && victim.plugin == "tuning" {
@@ -353,7 +353,7 @@ impl Sweep {
     }
 }
 
-/// The next ADD works, beside the neighbour, and goes again; what of it did not.
+/// Returns the failures of the next attachment's ADD and DEL, beside the neighbour.
 fn lives(world: &World, chain: &Chain<'_>) -> Vec<String> {
     let links = chain.add_all();
     chain.check_all(&links);
@@ -362,7 +362,7 @@ fn lives(world: &World, chain: &Chain<'_>) -> Vec<String> {
     world.left()
 }
 
-/// Fails the test if there is anything to complain of.
+/// Panics if there are complaints.
 #[track_caller]
 pub(crate) fn none(complaints: &[String]) {
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));

@@ -1,5 +1,5 @@
-//! A veth between its creation and its alias, while the container's namespace lives: GC removes it
-//! if its ADD was killed, and keeps it if its ADD goes on.
+//! A veth between its creation and its alias, with an existing container namespace: GC removes it
+//! if its ADD was killed, and keeps it if its ADD continues.
 
 use std::sync::mpsc::channel;
 use std::thread;
@@ -19,8 +19,8 @@ fn gc_removes_what_a_killed_add_left_in_a_living_container() {
     require!(Backend::Nftables.probe());
     let act = Act::Signal(Signal::SIGKILL);
     let sweep = Sweep { backend: Backend::Nftables, verb: Verb::Add, act, share: 0, floor: 27 };
-    // What is between two requests to the kernel makes no difference there; a soak run tries it all
-    // the same.
+    // A kill between two kernel requests has the same effect as one at the next request, so only
+    // soak runs try every call.
     let call = if soak().is_some() { None } else { Some("sendto") };
     sweep::none(&sweep.at_each(call, Way::GcAlive, &["bridge", "bandwidth"]));
 }
@@ -40,7 +40,7 @@ fn gc_beside_an_add_takes_nothing_from_it() {
         let mut seen = 0;
         thread::scope(|scope| {
             let mut collector = None;
-            // Before this request GC begins; ADD goes on when GC waits for its second look, or has
+            // GC begins before this request. ADD continues when GC waits for its second look or has
             // ended.
             let add = chain.call("bridge", "ADD", None).watched(&plan("bridge"), |hit| {
                 seen += u64::from(hit.call == "sendto");
@@ -49,7 +49,7 @@ fn gc_beside_an_add_takes_nothing_from_it() {
                 }
                 let ((tell, waits), gc, plan) = (channel(), chain.call("bridge", "GC", None), plan("bridge"));
                 collector = Some(scope.spawn(move || {
-                    // It waits for its second look between the list of links and the start of IPAM.
+                    // GC waits for its second look between listing the links and starting IPAM.
                     let (mut listed, mut delegates) = (false, false);
                     let gc = gc.watched(&plan, |hit| {
                         listed |= hit.call == "sendto";
@@ -73,7 +73,7 @@ fn gc_beside_an_add_takes_nothing_from_it() {
         world.live.lock().unwrap().remove(&container.id);
         assert_eq!(world.left(), Vec::<String>::new());
     }
-    // Kernels before 6.2 do not answer with the link they made: ADD asks for it before it sets the
+    // Kernels before 6.2 do not return the link they created: ADD looks it up before it sets the
     // alias.
     assert!(requests > 10 && [1, 2].contains(&waited), "{requests} requests, GC waited {waited} times");
     world.close();

@@ -1,4 +1,4 @@
-//! A node with a neighbour on it that must not notice anything, and what there is on that node.
+//! A node with a neighbour that must not be affected, and the state of that node.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::chain::{Chain, Links};
 
-/// How rules are kept.
+/// The backend of the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backend {
     Nftables,
@@ -25,7 +25,7 @@ impl Backend {
         if self == Backend::Nftables { "nftables" } else { "iptables" }
     }
 
-    /// The file that is the programs of this iptables.
+    /// The executable behind the programs of this iptables.
     pub(crate) fn program(self) -> Option<&'static str> {
         match self {
             Backend::Nftables => None,
@@ -45,7 +45,7 @@ impl Backend {
         }
     }
 
-    /// A node whose owner has chosen this variant of iptables.
+    /// A node with this variant of iptables as the default.
     fn node(self) -> Node {
         let node = Node::new();
         let variant = if self == Backend::IptablesLegacy { "legacy" } else { "nft" };
@@ -69,7 +69,7 @@ impl World {
         let node = backend.node();
         let before = State::default();
         let mut world = World { node, backend, neighbour: None, live: Mutex::default(), before };
-        // One that comes and goes, so that what all share is there.
+        // A container that is added and deleted, so that the shared resources exist.
         let passer = world.node.container();
         let chain = Chain::new(&world, &passer);
         let links = chain.add_all();
@@ -82,7 +82,7 @@ impl World {
         world
     }
 
-    /// The true list of attachments, for GC.
+    /// Returns the list of valid attachments, for GC.
     pub(crate) fn valid(&self) -> Value {
         let (neighbour, _) = self.neighbour.as_ref().expect("there is a neighbour");
         let live = self.live.lock().unwrap();
@@ -90,7 +90,7 @@ impl World {
         ids.map(|id| json!({"containerID": id, "ifname": "eth0"})).collect()
     }
 
-    /// Whether the containers' MACs are watched: with one of the backends.
+    /// Whether the spoof check is on: with one of the backends.
     pub(crate) fn checks_spoofing(&self) -> bool {
         self.backend == Backend::Nftables && probe::nft_bridge().is_ok()
     }
@@ -103,7 +103,7 @@ impl World {
         self.node.dir().join("tuning")
     }
 
-    /// The lock files that there are, as paths on the node.
+    /// Returns the existing lock files, as paths on the node.
     pub(crate) fn lock_files(&self) -> Vec<PathBuf> {
         let store = self.data_dir().join("net1");
         let folders = [store.as_path(), Path::new("/run/cni"), Path::new("/run")];
@@ -113,18 +113,18 @@ impl World {
         })
     }
 
-    /// What is on the node now.
+    /// Returns the current state of the node.
     pub(crate) fn state(&self) -> State {
         State::of(self)
     }
 
-    /// What is different from the beginning; empty if nothing is. Waits a little: namespaces end in
-    /// their own time.
+    /// Returns the differences from the initial state. Waits a little, because the kernel removes
+    /// namespaces asynchronously.
     pub(crate) fn left(&self) -> Vec<String> {
         self.left_after(&self.before)
     }
 
-    /// The same, from `before` on.
+    /// Returns the differences from `before`.
     pub(crate) fn left_after(&self, before: &State) -> Vec<String> {
         let deadline = Instant::now() + patience(Duration::from_secs(10)).min(Duration::from_secs(60));
         loop {
@@ -136,19 +136,19 @@ impl World {
         }
     }
 
-    /// What is different from the beginning at this moment. Nothing in a DEL's wake is late but the
-    /// end of a namespace.
+    /// Returns the current differences from the initial state, without waiting. After a DEL only
+    /// the end of a namespace is asynchronous.
     pub(crate) fn left_now(&self) -> Vec<String> {
         self.state().differs_from(&self.before)
     }
 
-    /// The neighbour still reaches its gateway.
+    /// Asserts that the neighbour still reaches its gateway.
     pub(crate) fn neighbour_lives(&self) {
         let (neighbour, _) = self.neighbour.as_ref().expect("there is a neighbour");
         neighbour.ping("10.1.0.1");
     }
 
-    /// The neighbour leaves; the node's own drop looks at what is there then.
+    /// Deletes the neighbour; dropping the node checks the rest.
     pub(crate) fn close(mut self) {
         if let Some((neighbour, links)) = self.neighbour.take() {
             let chain = Chain::new(&self, &neighbour);
@@ -158,7 +158,7 @@ impl World {
     }
 }
 
-/// What can be left of an attachment, as lines that can be compared.
+/// The resources that an attachment can leave, as lines that can be compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct State {
     links: BTreeSet<String>,
@@ -188,7 +188,7 @@ impl State {
         State { links, rules: rules(world), files, locks, qdiscs: qdiscs(world) }
     }
 
-    /// One line for each difference.
+    /// Returns one line for each difference.
     pub(crate) fn differs_from(&self, before: &State) -> Vec<String> {
         let mut lines = Vec::new();
         for (kind, now, then) in [
@@ -250,15 +250,14 @@ fn held(folders: &[&Path]) -> BTreeSet<String> {
     held
 }
 
-/// What limits a link, as `tbf` and its device, without what else there is.
+/// Returns all qdiscs but noqueue, with their devices.
 fn qdiscs(world: &World) -> BTreeSet<String> {
     let all = world.node.json(&["tc", "-j", "qdisc", "show"]);
     let limits = all.as_array().into_iter().flatten().filter(|qdisc| qdisc["kind"] != "noqueue");
     limits.map(|qdisc| format!("{} of {}", qdisc["kind"], qdisc["dev"])).collect()
 }
 
-/// All rules and chains, each with the table and the chain that it is in, without what packets
-/// change.
+/// Returns all rules and chains, each with its table and chain, without counters.
 fn rules(world: &World) -> Vec<String> {
     let mut text = world.node.ruleset();
     if world.backend == Backend::IptablesLegacy {

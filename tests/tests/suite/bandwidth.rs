@@ -1,5 +1,5 @@
-//! `bandwidth`: what a container receives and sends is limited, in the Go plugin's numbers; and
-//! nothing stays.
+//! `bandwidth`: limits what a container receives and sends, with the Go plugin's numbers, and
+//! leaves nothing.
 
 mod swaps;
 mod world;
@@ -194,14 +194,14 @@ fn numbers_that_the_kernel_refuses_are_refused_before_it() {
         [(7, 8, "ingressRate"), (8_000_000, 7, "ingressBurst"), (80_000_000_000_u64, 8, "ingressBurst")]
     {
         let keys = json!({"ingressRate": rate, "ingressBurst": burst, "egressRate": 8000, "egressBurst": 8000});
-        // Nothing is opened: the namespace does not exist.
+        // The namespace does not exist, so opening it would fail.
         let attachment = Attachment::new(&node, &container, config(keys)).netns("/nonexistent");
         attachment.add_after(&prev).fails_naming(7, &[key]);
     }
     unplug(&node, "host0");
 }
 
-/// What containerd and CRI-O ask for where a pod is annotated with a rate alone.
+/// containerd and CRI-O send this burst for a pod with only a rate as annotation.
 #[test]
 fn a_burst_too_large_for_the_kernel_becomes_the_largest() {
     let node = Node::new();
@@ -309,15 +309,15 @@ fn del_needs_nothing_and_leaves_what_is_not_its_own() {
     let attachment = Attachment::new(&node, &container, config(both()));
     let result = attachment.add_after(&prev).success();
     let ifb = result["interfaces"][3]["name"].as_str().unwrap();
-    // A configuration that no ADD accepts.
+    // No ADD accepts this configuration.
     let bad = attachment.clone().config(config(json!({"ingressRate": 8}))).netns("");
     bad.del().success();
     assert_eq!(ifbs(&node), [""; 0]);
-    // Another attachment's, of the same name.
+    // The link of another attachment, with the same name.
     node.ip(&[&format!("link add {ifb} type ifb"), &format!("link set {ifb} alias cni:net1/{}/eth1", container.id)]);
     attachment.del().success();
     assert_eq!(ifbs(&node), [ifb]);
-    // Go's, of an attachment that had none.
+    // A link without a mark, as Go creates it; this attachment's result has none.
     node.ip(&[&format!("link set {ifb} alias \"\"")]);
     attachment.del_with(&prev).success();
     assert_eq!(ifbs(&node), [ifb]);
@@ -423,8 +423,8 @@ fn an_add_that_fails_at_any_call_leaves_nothing() {
     unplug(&node, "host0");
 }
 
-/// Measures what passes each filter in three seconds beyond the burst, as a share of its rate:
-/// whole packets, as the filter counts them.
+/// Measures the bytes that pass each filter in three seconds beyond the burst, relative to its
+/// rate, as the filter counts them.
 #[test]
 #[ignore = "measures: rates of a loaded machine prove nothing"]
 fn rates_asked_and_measured() {

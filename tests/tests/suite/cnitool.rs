@@ -1,6 +1,6 @@
-//! cnitool: a network by hand, as Go's cnitool does it, with what an operator needs besides.
+//! cnitool: adds and deletes attachments like Go's cnitool, and what operators need in addition.
 //!
-//! Networks here are chains of spies: small scripts that write down how they were called.
+//! Networks here are chains of spies: small scripts that record their calls.
 
 use std::fs;
 use std::path::PathBuf;
@@ -44,7 +44,7 @@ impl Operator {
         self.node.file(&format!("net.d/{file}"), config.to_string());
     }
 
-    /// A list `net1` of three spies, with these keys more.
+    /// A list `net1` of three spies, with these additional keys.
     fn chain(&self, more: Value) {
         let plugins =
             json!([{"type": "spy1"}, {"type": "spy2", "capabilities": {"mac": true, "ips": false}}, {"type": "spy3"}]);
@@ -92,7 +92,7 @@ impl Operator {
         format!("cnitool-{}", &sum[..20])
     }
 
-    /// The names in the cache of results.
+    /// Returns the file names in the result cache.
     fn cached(&self) -> Vec<String> {
         let listing = self.node.run(&["ls", "/var/lib/cni/results"]);
         listing.stdout.lines().map(str::to_owned).collect()
@@ -220,7 +220,7 @@ fn a_del_that_fails_stops_and_can_be_repeated() {
 #[test]
 fn ctrl_c_and_a_hang_up_end_an_add_and_leave_nothing() {
     require!(probe::plugin("cnitool"));
-    // Hangs in ADD, and says so.
+    // Hangs in ADD, after it has written a file.
     let script = "#!/bin/sh\n[ $CNI_COMMAND = ADD ] || { touch \"${0%/*}/deleted\"; exit 0; }\necho $$ > \"${0%/*}/pid\"\nexec sleep 60\n";
     for signal in [Signal::SIGINT, Signal::SIGHUP] {
         let operator = Operator::new();

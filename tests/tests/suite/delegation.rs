@@ -1,5 +1,5 @@
 //! Delegates that misbehave, as real executables. Each must give an error that names the file, and
-//! DEL must still clean what is bridge's own.
+//! DEL must still remove bridge's own resources.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -36,15 +36,15 @@ fn call<'n>(node: &'n Node, folder: &Path, verb: &str, extra: Value) -> Invocati
     node.plugin("bridge").command(verb).cni_path(folder).config(&config(node, extra)).timeout(Duration::from_secs(20))
 }
 
-/// A script that sleeps is waited for in vain, for long enough to do what it does before; any other
-/// for as long as it takes.
+/// Returns a short `delegateTimeout` for a script that sleeps, enough for its work before, and the
+/// default for any other.
 fn timeout_of(script: &str) -> Value {
     let seconds = cni_testkit::patience(Duration::from_secs(1)).as_secs().min(10);
     if script.contains("sleep") { json!({"delegateTimeout": seconds}) } else { json!({}) }
 }
 
-/// With this delegate ADD fails and leaves nothing, and a DEL with it fails but cleans bridge's own
-/// part.
+/// Asserts that ADD with this delegate fails and leaves nothing, and that DEL fails but removes
+/// bridge's own part.
 #[track_caller]
 fn misbehaves(script: &str, mode: u32, words: &[&str]) {
     let node = Node::new();
@@ -170,7 +170,7 @@ fn a_delegate_gets_the_environment_of_its_parent() {
     assert_eq!(fs::read_to_string(seen).unwrap().lines().collect::<Vec<_>>(), expected);
 }
 
-/// What a delegate is asked for whose ADD ends with `end`.
+/// Returns the calls of a delegate with an ADD that ends with `end`.
 #[track_caller]
 fn asked_for(end: &str) -> String {
     let node = Node::new();
@@ -203,7 +203,7 @@ fn a_second_add_that_ipam_refuses_leaves_the_first_its_address() {
     let node = Node::new();
     let config = bridge(&node, &["10.1.0.0/24"]);
     let (_living, attachment, result) = attach(&node, &config, 1).remove(0);
-    // In another namespace, so that nothing but IPAM stands in the way.
+    // In another namespace, so that only IPAM can refuse.
     let (other, before) = (node.container(), node.reservations("net1"));
     attachment.clone().netns(other.netns()).add().fails_naming(102, &["10.1.0.2", "duplicate"]);
     assert_eq!(node.reservations("net1"), before);

@@ -1,5 +1,5 @@
-//! dhcp: leases of a real server, dnsmasq, through a daemon; its end and its start again; Go's
-//! plugin and daemon as peers.
+//! dhcp: leases of a real server, dnsmasq, through a daemon; restarts of the daemon; Go's plugin
+//! and daemon as peers.
 
 mod adoption;
 mod daemon;

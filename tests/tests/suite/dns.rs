@@ -1,12 +1,12 @@
-//! Which name servers the result of an interface plugin has: the runtime's, else the
-//! configuration's, else those of IPAM.
+//! The name servers in the result of an interface plugin: those of the runtime, else of the
+//! configuration, else of IPAM.
 
 use cni_testkit::probe::{self, Probed};
 use cni_testkit::{Attachment, Node, require};
 use conformance::{VERSION, ipam, patched, uplink};
 use serde_json::{Value, json};
 
-/// What `plugin` needs besides `ipam`, and whether the kernel has it.
+/// Returns the keys that `plugin` needs besides `ipam`, and whether the kernel supports it.
 fn keys(plugin: &str) -> (Value, Probed) {
     match plugin {
         "bridge" => (json!({"bridge": "br0"}), Ok(())),

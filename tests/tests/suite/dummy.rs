@@ -1,4 +1,4 @@
-//! `dummy`: an interface with addresses that leads nowhere.
+//! `dummy`: an interface with addresses that drops all packets.
 
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
 use conformance::{VERSION, attach, ipam, patched};
@@ -86,7 +86,7 @@ fn a_foreign_interface_stays() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// Before specification 0.4.0 a DEL has no result, and what Go makes has no mark.
+/// Before specification 0.4.0 a DEL has no result, and Go's interfaces have no mark.
 #[test]
 fn what_go_added_is_deleted_without_a_result() {
     require!(probe::dummy());

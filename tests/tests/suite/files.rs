@@ -1,6 +1,6 @@
-//! Files that a configuration names: `resolvConf` and `dataDir` are paths on purpose, and followed
-//! as Go follows them. Whatever they are, no call blocks, and only reservations are written, in the
-//! configured folder.
+//! Files that a configuration names: `resolvConf` and `dataDir` are paths by design, and symlinks
+//! in them are followed as in Go. Whatever they are, no call blocks, and only reservations are
+//! written, in the configured folder.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -71,7 +71,7 @@ fn a_resolv_conf_that_is_a_pipe_is_not_waited_for() {
     call(&node, "DEL", &container, &config).run().success();
 }
 
-/// A folder is meant, however it is written, and beside it and above it nothing changes.
+/// Every spelling of a folder leads to it, and nothing changes beside and above it.
 #[test]
 fn a_data_dir_is_found_behind_links_and_dots() {
     let node = Node::new();
@@ -87,7 +87,7 @@ fn a_data_dir_is_found_behind_links_and_dots() {
         let (container, attachment, result) = attach(&node, &config, 1).remove(0);
         let reserved = fs::read_to_string(real.join("net1").join(conformance::address(&result))).unwrap();
         assert_eq!(reserved, format!("{}\r\neth0", container.id), "{written}");
-        // Each way leads to the same reservations.
+        // Each spelling leads to the same reservations.
         let plain = patched(config, json!({"ipam": {"dataDir": real}}));
         Attachment::new(&node, &container, plain).check(&result).success();
         attachment.del().success();
@@ -102,8 +102,8 @@ fn a_data_dir_is_found_behind_links_and_dots() {
     assert!(after.iter().filter(outside).eq(before.iter().filter(outside)), "{before:?}\n{after:?}");
 }
 
-/// A node that is switched finds its reservations where Go has put them: the kernel would go up
-/// from behind the link.
+/// A node switched from Go finds its reservations in Go's folder: the kernel would apply `..` to
+/// the link's target.
 #[test]
 fn a_data_dir_with_dot_dot_is_resolved_lexically() {
     let node = Node::new();
@@ -118,8 +118,8 @@ fn a_data_dir_with_dot_dot_is_resolved_lexically() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// A link where a network's folder should be is the administrator's, and followed; nothing comes to
-/// lie in the folder that the link is in.
+/// A symlink in place of a network's folder is the administrator's choice and followed; nothing is
+/// written to the folder that contains the link.
 #[test]
 fn the_folder_of_a_network_may_be_a_link() {
     let node = Node::new();
@@ -133,8 +133,7 @@ fn the_folder_of_a_network_may_be_a_link() {
     assert!(!node.dir().join("elsewhere/10.1.0.2").exists());
 }
 
-/// What is remembered of an attachment is replaced, never written through a link that lies in its
-/// place.
+/// A cached result is replaced, never written through a symlink in its place.
 #[test]
 fn cnitool_follows_no_symlink_in_its_result_cache() {
     require!(probe::plugin("cnitool"));
@@ -149,7 +148,7 @@ fn cnitool_follows_no_symlink_in_its_result_cache() {
             call.env("NETCONFPATH", node.dir().join("net.d")).arg(verb).arg("net1").arg(container.netns())
         };
         let results = Path::new("/var/lib/cni/results");
-        // What it will be called.
+        // The file name that the result will have.
         assert_eq!(tool("add").run().status, Some(0));
         let name = node.enter(|| {
             let entries = fs::read_dir(results).unwrap().map(|entry| entry.unwrap().file_name());
@@ -172,7 +171,7 @@ fn cnitool_follows_no_symlink_in_its_result_cache() {
     }
 }
 
-/// Nor is a name of a network, which a file's name would be.
+/// A network name that would be a path is refused too.
 #[test]
 fn cnitool_takes_no_name_that_leads_out_of_its_folder() {
     require!(probe::plugin("cnitool"));

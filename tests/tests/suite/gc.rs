@@ -1,5 +1,5 @@
-//! GC: what no valid attachment owns goes; what cannot be attributed stays; without a list nothing
-//! happens.
+//! GC removes resources without a valid attachment, keeps those with an unknown owner, and does
+//! nothing without a list.
 
 use cni_testkit::{Attachment, Container, Node, probe, require};
 use conformance::{attach, bridge, host_end, host_local, loopback, patched};
@@ -9,7 +9,7 @@ fn newest(config: Value) -> Value {
     patched(config, json!({"cniVersion": "1.1.0"}))
 }
 
-/// GC with the key's value as given, or without the key.
+/// Calls GC with this value of the key, or without the key.
 #[track_caller]
 fn gc_with(node: &Node, config: &Value, valid: Option<Value>) -> cni_testkit::Outcome {
     let mut config = config.clone();

@@ -1,4 +1,4 @@
-//! cni-install: the folder of plugins is changed under the hands of a runtime that never stops.
+//! cni-install changes the folder of plugins while a runtime keeps using it.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use cni_testkit::{Attachment, Node, bin_dir, go_bin_dir, probe, program, require};
 use conformance::{PLUGINS, bridge};
 
-/// Installs or rolls back; the program must say that it did.
+/// Installs or rolls back; the program must report success.
 #[track_caller]
 fn cni_install(args: &[&str], dest: &Path) {
     let ran = Command::new(bin_dir().join("cni-install")).args(args).arg("--dest").arg(dest).output().unwrap();
@@ -53,7 +53,7 @@ fn pods_come_and_go_while_a_folder_is_switched_and_restored() {
                 lives.fetch_add(1, Ordering::Relaxed);
             }
         });
-        // As kubelet and the runtimes look: is the program there, and does it answer?
+        // As kubelet and the runtimes check: does the program exist, and does it answer?
         scope.spawn(|| {
             let _end = End(&over);
             while !over.load(Ordering::Relaxed) {
@@ -67,7 +67,7 @@ fn pods_come_and_go_while_a_folder_is_switched_and_restored() {
             }
         });
         let _end = End(&over);
-        // At least so many switches, and until the others have seen some of it.
+        // At least this many switches, and until the other threads have made some calls.
         let mut switches = 0;
         while !over.load(Ordering::Relaxed)
             && (switches < 10 || lives.load(Ordering::Relaxed) < 10 || looks.load(Ordering::Relaxed) < 10)
@@ -90,7 +90,7 @@ fn pods_come_and_go_while_a_folder_is_switched_and_restored() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// Says that it is over when dropped, panic or not.
+/// Sets the flag when it is dropped, also after a panic.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {

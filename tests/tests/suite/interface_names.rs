@@ -1,5 +1,5 @@
-//! Tests names that mean another interface than the one that is made: templates (`eth%d`), folders
-//! of sysctls (`all`).
+//! Tests names that would stand for another interface than the created one: templates (`eth%d`),
+//! and folders of sysctls (`all`).
 
 use cni_testkit::{Attachment, Node, probe, require};
 use conformance::{PLUGINS, bridge, host_local, layer2, loopback, patched};
@@ -56,8 +56,8 @@ fn a_bridge_name_that_means_another_is_refused() {
     assert!(!node.data_dir().exists(), "nothing is reserved");
 }
 
-/// A release that passed the template to the kernel made an interface with another name, and a mark
-/// with the template.
+/// A release that passed the template to the kernel created an interface with another name, and a
+/// mark with the template.
 #[test]
 fn del_removes_what_an_add_made_of_a_template() {
     let cases = [("DEL", "eth%d"), ("GC", "eth%d"), ("DEL", "all"), ("DEL", "default")];

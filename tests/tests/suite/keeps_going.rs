@@ -15,15 +15,15 @@ use crate::bridge::chained::made_before;
 use crate::portmap::world::{Backend, World, ask_udp, at, map, udp_client};
 use crate::tuning::{self, data_dir, pod, prev, tuned};
 
-/// So many complaints say it all.
+/// The number of complaints after which a test stops.
 const ENOUGH: usize = 20;
 
-/// Lives once for each call of those names that a DEL makes, and has that call fail. `live` adds,
-/// hands its DEL over, and says what it finds wrong after it.
+/// Runs `live` once for each call of those names that a DEL makes, and lets that call fail. `live`
+/// adds, runs DEL with the plan, and returns what is wrong afterwards.
 #[track_caller]
 fn with_each_failing(victim: &str, names: &[&str], live: impl Fn(&Plan) -> (Traced, Vec<String>)) {
     let never = Plan { victim: victim.to_owned(), at: u64::MAX, act: Act::Fail(Errno::ENOBUFS) };
-    // The first life finds less on the node than all later ones.
+    // The first round finds fewer resources on the node than all later ones.
     live(&never);
     let (honest, mut complaints) = live(&never);
     honest.outcome.success();
@@ -42,13 +42,13 @@ fn with_each_failing(victim: &str, names: &[&str], live: impl Fn(&Plan) -> (Trac
     assert!(complaints.is_empty(), "{} complaints\n{}", complaints.len(), complaints.join("\n"));
 }
 
-/// Whatever a DEL says that went well, nothing may be left.
+/// After a DEL that reported success nothing may be left.
 fn unless_told(traced: &Traced, left: &[String]) -> Option<String> {
     (traced.outcome.status == Some(0) && !left.is_empty()).then(|| format!("not a word of {left:?}"))
 }
 
-/// What stays with the earlier plugin is the interface, so an address in the container answers as
-/// long as the port is there.
+/// The interface belongs to the earlier plugin and stays, so an address in the container answers as
+/// long as the port exists.
 #[test]
 fn bridge_del_removes_port_or_address_and_the_next_the_other() {
     require!(trace::supported());
@@ -162,8 +162,8 @@ fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
     });
 }
 
-/// Without `runtimeConfig` and `prevResult` the rules alone say which connections were mapped, so
-/// they go together.
+/// Without `runtimeConfig` and `prevResult` only the rules show which connections were mapped, so
+/// both are removed together.
 #[test]
 fn portmap_forgets_the_connections_of_the_rules_it_has_removed() {
     require!(trace::supported());

@@ -1,4 +1,4 @@
-//! loopback: `lo` goes up, and says so in the right shape.
+//! loopback: sets `lo` up and returns a result in the right form.
 
 use cni_testkit::{Attachment, Container, Node};
 use conformance::{loopback, patched};

@@ -1,8 +1,8 @@
-//! The conformance suite: what a runtime, an administrator and a node may rely on, asked of real
-//! executables.
+//! The conformance suite: tests real executables for what runtimes, administrators and nodes rely
+//! on.
 //!
-//! One file per subject. `CNI_BIN_DIR` names the plugins under test. A skip says so on standard
-//! error.
+//! One file per subject. `CNI_BIN_DIR` names the plugins under test. A skipped test prints the
+//! reason to stderr.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 

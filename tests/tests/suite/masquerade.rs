@@ -10,7 +10,7 @@ use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, requi
 use conformance::{HOST, OUTSIDE, addresses, attach, bridge, choose_iptables, patched, uplink, without_iptables};
 use serde_json::{Value, json};
 
-/// How rules are kept.
+/// The backend of the rules.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keeper {
     Nftables,
@@ -27,7 +27,7 @@ impl Keeper {
         if self == Nftables { "nftables" } else { "iptables" }
     }
 
-    /// A node whose owner has chosen this variant of iptables.
+    /// A node with this variant of iptables as the default.
     fn node(self) -> Node {
         let node = Node::new();
         let variant = if self == IptablesLegacy { "legacy" } else { "nft" };
@@ -66,7 +66,7 @@ fn listen(at: &Container, address: &str) -> UdpSocket {
     socket
 }
 
-/// Whom the listener takes for the sender of a datagram that `from` sends to `to`.
+/// Returns the sender's address that the listener sees of a datagram that `from` sends to `to`.
 #[track_caller]
 fn seen(listener: &UdpSocket, from: &Container, to: &str) -> String {
     let to = SocketAddr::new(to.parse().unwrap(), 7777);
@@ -77,7 +77,7 @@ fn seen(listener: &UdpSocket, from: &Container, to: &str) -> String {
     sender(listener)
 }
 
-/// Who has sent the next datagram.
+/// Returns the sender of the next datagram.
 #[track_caller]
 fn sender(listener: &UdpSocket) -> String {
     loop {
@@ -89,7 +89,7 @@ fn sender(listener: &UdpSocket) -> String {
     }
 }
 
-/// What the server takes for the sender's address, in both families.
+/// Returns the sender's addresses that the server sees, in both families.
 #[track_caller]
 fn seen_outside(server: &Container, from: &Container) -> [String; 2] {
     OUTSIDE.map(|address| seen(&listen(server, address), from, address))
@@ -99,7 +99,7 @@ fn own(result: &Value) -> Vec<String> {
     addresses(result).iter().map(|address| address.split('/').next().unwrap().to_owned()).collect()
 }
 
-/// All rules of all backends, by their own tools.
+/// Returns all rules of all backends, printed by their own tools.
 fn rules(node: &Node) -> String {
     let legacy = |family: &str, save: &str| {
         format!("if grep -q nat /proc/net/{family}_tables_names 2>/dev/null; then {save} -t nat; fi;")
@@ -141,7 +141,7 @@ fn what_goes_outside_has_the_host_s_address() {
         let server = server(node);
         let (container, attachment, result) = attach(node, &keeper.config(node), 1).remove(0);
         assert_eq!(seen_outside(&server, &container), HOST, "{keeper:?}\n{}", rules(node));
-        // And the way back.
+        // And in the other direction.
         for address in OUTSIDE {
             assert!(container.run(&["ping", "-c1", "-w10", address]).ok, "{keeper:?}: no answer from {address}");
         }
@@ -160,7 +160,7 @@ fn what_stays_in_the_network_keeps_its_own() {
         for (address, to) in own(&result).iter().zip(own(&other_result)) {
             assert_eq!(&seen(&listen(&neighbour, &to), &container, &to), address);
         }
-        // An address of the network that lies behind the host: routed, and still not translated.
+        // An address of the network beyond the host: routed, and still not translated.
         for (distant, host, network) in
             [("10.1.0.200", HOST[0], "10.1.0.0/24"), ("fd00:1::200", HOST[1], "fd00:1::/64")]
         {
@@ -185,8 +185,8 @@ fn multicast_keeps_its_source() {
         let server = server(node);
         let (_container, attachment, result) = attach(node, &keeper.config(node), 1).remove(0);
         let (own, index) = (own(&result), node.link("out0").unwrap()["ifindex"].as_u64().unwrap());
-        // Forwarding multicast takes a routing daemon. The rules look at addresses alone: so the
-        // host itself sends.
+        // Forwarding multicast takes a routing daemon. The rules match addresses only, so the host
+        // itself sends.
         node.exec(&["ip", "addr", "add", &format!("{}/32", own[0]), "dev", "out0"]);
         node.exec(&["ip", "addr", "add", &format!("{}/128", own[1]), "dev", "out0", "nodad"]);
         server.exec(&["ip", "route", "add", "10.1.0.0/24", "via", HOST[0]]);
@@ -238,7 +238,7 @@ fn del_needs_no_result_no_namespace_and_no_old_configuration() {
             attachment.config(patched(config.clone(), changed)).netns("").del().success();
             assert!(!rules(node).contains(&container.id), "{keeper:?}\n{}", rules(node));
         }
-        // Twice, and what was never there.
+        // A second time, and an attachment that never existed.
         let container = node.container();
         let attachment = Attachment::new(node, &container, config);
         attachment.del().success();
@@ -253,7 +253,7 @@ fn two_interfaces_on_one_network_are_taken_one_after_the_other() {
     require_both!();
     each(|keeper, node| {
         let server = server(node);
-        // One default route is enough for both: the server does not look at the way.
+        // One default route is enough for both, whichever interface the packets take.
         let config = keeper.config(node);
         let second = patched(config.clone(), json!({"isDefaultGateway": false}));
         for eth0_first in [true, false] {
@@ -281,7 +281,7 @@ fn check_is_green_after_add_and_red_when_a_rule_is_missing() {
         let config = keeper.config(node);
         let (_container, attachment, result) = attach(node, &config, 1).remove(0);
         attachment.check(&result).success();
-        // The backend of the configuration is that of the next ADD, not of this one.
+        // The configuration's backend applies to the next ADD, not to this attachment.
         let other = Keeper::ALL.into_iter().find(|other| other.backend() != keeper.backend()).unwrap();
         attachment.clone().config(patched(config, json!({"ipMasqBackend": other.backend()}))).check(&result).success();
         let flush = match keeper {

@@ -1,5 +1,5 @@
-//! A node is switched from the Go plugins to these, or back, with pods running: each must
-//! understand what the other has made, and leave nothing of it.
+//! A node is switched from the Go plugins to these, or back, with running pods: each must
+//! understand the resources of the other and remove them completely.
 
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
 use conformance::{address, bridge, host_local, layer2, loopback, patched};
@@ -177,7 +177,7 @@ fn our_round_goes_on_where_go_s_stopped() {
 fn a_change_that_go_makes_behind_our_back_is_seen_at_once() {
     require!(probe::go_plugins());
     let node = Node::new();
-    // Three addresses: every mistake about what is free shows.
+    // With three addresses, every wrongly free or used address is noticed.
     let config = host_local(&node, &["10.1.0.0/29"]);
     let container = node.container();
     let ours = Attachment::new(&node, &container, config.clone());

@@ -1,5 +1,5 @@
-//! What the plugins make on disk is root's alone to write, also where the runtime that starts them
-//! has no umask.
+//! Only root can write the files that the plugins create, also if the runtime that starts them has
+//! no umask.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -9,12 +9,12 @@ use cni_testkit::{Invocation, Node, bin_dir, probe, require};
 use conformance::{bridge, patched};
 use serde_json::json;
 
-/// The program, to be run without a umask.
+/// Returns a call of the program without a umask.
 fn without_umask<'n>(node: &'n Node, program: &str) -> Invocation<'n> {
     Invocation::new(node, "/bin/sh").arg("-c").arg("umask 0; exec \"$0\" \"$@\"").arg(bin_dir().join(program))
 }
 
-/// Everything in the folder, itself included, with its mode.
+/// Returns everything in the folder, including itself, with its mode.
 fn modes(folder: &Path) -> Vec<(PathBuf, u32)> {
     let mode = |path: &Path| fs::symlink_metadata(path).map(|metadata| metadata.permissions().mode() & 0o7777);
     let mut found = vec![(folder.to_owned(), mode(folder).unwrap_or_else(|_| panic!("{} is there", folder.display())))];
@@ -39,8 +39,8 @@ fn are_root_s_to_write(node: &Node, folders: &[&Path]) {
     assert!(open.is_empty() && all.len() > folders.len(), "{open:#?}");
 }
 
-/// tuning comes before what else needs /run/cni: the lock of iptables trusts no folder that others
-/// can write.
+/// tuning runs before other users of /run/cni: the lock of iptables does not trust a folder that
+/// others can write.
 #[test]
 fn what_a_list_makes_is_root_s_alone_to_write_without_a_umask() {
     require!(probe::iptables());

@@ -15,7 +15,7 @@ use conformance::{PLUGINS, bridge, host_local, ipam, patched};
 use nix::sys::stat::Mode;
 use serde_json::{Value, json};
 
-/// Every name below a folder with its mode, and what the file says or the link points to.
+/// Returns every name below a folder with its mode, and the file's content or the link's target.
 fn tree(folder: &Path) -> BTreeMap<String, (u32, Vec<u8>)> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -41,15 +41,15 @@ fn config(node: &Node, plugin: &str) -> Value {
     patched(json!({"cniVersion": "1.0.0", "name": "net1", "ipam": ipam(node, &["10.1.0.0/24"])}), tuned)
 }
 
-/// All that a plugin could write by a path: the node's folder, and the folders of plugins on the
-/// node.
+/// Returns everything that a plugin could write by a path: the node's folder, and the plugins'
+/// folders on the node.
 pub(crate) fn files(node: &Node) -> BTreeMap<String, (u32, Vec<u8>)> {
     let mut found = tree(node.dir());
     found.extend(node.enter(|| [tree(Path::new("/run")), tree(Path::new("/var/lib"))].into_iter().flatten()));
     found
 }
 
-/// Runs the call and holds it to having changed no file.
+/// Runs the call and asserts that it changed no file.
 #[track_caller]
 pub(crate) fn harmless(node: &Node, call: Invocation<'_>) -> Outcome {
     let before = files(node);
@@ -60,8 +60,7 @@ pub(crate) fn harmless(node: &Node, call: Invocation<'_>) -> Outcome {
     outcome
 }
 
-/// Runs the call and holds it to having failed, for a reason of its own, and having touched
-/// nothing.
+/// Runs the call and asserts that it refused the name and changed nothing.
 #[track_caller]
 fn refused(node: &Node, call: Invocation<'_>) -> Outcome {
     let outcome = harmless(node, call);
@@ -69,7 +68,7 @@ fn refused(node: &Node, call: Invocation<'_>) -> Outcome {
     outcome
 }
 
-/// Names that want to be other files than those of an attachment.
+/// Names that would lead to files outside the attachment's.
 const IDS: [&str; 9] = ["..", ".", "../victim", "/victim", "a/../../net1", "a\nb", "a b", "", "\u{2024}."];
 const IFNAMES: [&str; 8] = ["..", ".", "../../x", "/x", "a/b", "a\nb", "sixteen-bytes-xx", ""];
 const NETWORKS: [&str; 10] =
@@ -83,7 +82,7 @@ fn no_container_interface_or_network_is_a_path() {
         node.file("victim/10.1.0.2", "victim\r\neth0");
         node.file("tuning/victim_eth0.json", "{}");
         let config = config(&node, plugin);
-        // Of CHECK, which goes through the same door, a few are enough.
+        // CHECK uses the same validation, so a few are enough.
         for (verb, some) in [("ADD", usize::MAX), ("DEL", usize::MAX), ("CHECK", 3)] {
             let call = || node.plugin(plugin).command(verb).container(&container);
             for id in IDS.into_iter().take(some) {
@@ -99,8 +98,8 @@ fn no_container_interface_or_network_is_a_path() {
     }
 }
 
-/// STATUS has no attachment, and GC has many: each is only compared with what is there, and none is
-/// a file's name.
+/// STATUS has no attachment, and GC has many: each is only compared with existing names, and none
+/// is used as a file name.
 #[test]
 fn status_and_gc_use_no_network_or_attachment_as_a_path() {
     for plugin in PLUGINS {
@@ -177,7 +176,7 @@ fn a_very_long_container_id_is_never_used_as_a_file_name() {
     node.plugin("tuning").command("DEL").container(&container).id(&id).config(&tuned).run().success();
 }
 
-/// What is never to run; it says so if it does.
+/// A program that must never run, and records if it does.
 pub(crate) fn decoy(node: &Node, path: &str, mode: u32) {
     let script = format!("#!/bin/sh\necho {path} >> {}\n", node.dir().join("ran").display());
     fs::set_permissions(node.script(path, &script), fs::Permissions::from_mode(mode)).unwrap();
@@ -213,7 +212,7 @@ fn nothing_runs_but_a_plain_name_on_the_path() {
         let outcome = refused(&node, call);
         assert!(!node.dir().join("ran").exists(), "{kind:?}\n{}", outcome.report());
     }
-    // The decoys can run: what is meant is found. Go has left an interface in the other container.
+    // The decoys can run if they are named. Go has left an interface in the other container.
     let container = node.container();
     let config = patched(bridge(&node, &[]), json!({"ipam": {"type": "good", "ranges": null, "dataDir": null}}));
     node.plugin("bridge").command("ADD").container(&container).cni_path(&path).bad_config(&config).run().failure();

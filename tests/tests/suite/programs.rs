@@ -1,6 +1,6 @@
 //! The only programs that run: delegates by a plain name on CNI_PATH, and those of iptables and nft
-//! from the absolute folders of PATH and then the system's. Decoys lie where everything else would
-//! lead; each says so if it runs.
+//! from the absolute folders of PATH and then the system's. Decoys are where every other
+//! search would lead; each records if it runs.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -53,7 +53,7 @@ fn no_verb_runs_a_type_that_is_not_a_plain_name() {
         }
     }
     attachment.check(&result).success();
-    // DEL does its own part, and says that what IPAM holds is not released.
+    // DEL does its own part, and reports that IPAM's reservations are not released.
     for kind in &types {
         let outcome = call("DEL", kind);
         assert!(matches!(outcome.failure().code, Some(4 | 7)), "{kind:?}\n{}", outcome.report());
@@ -69,8 +69,8 @@ fn no_verb_runs_a_type_that_is_not_a_plain_name() {
     attachment.del_with(&result).success();
 }
 
-/// In Go's way of joining paths an empty folder is the current one: the plugin's is whatever the
-/// runtime's happens to be.
+/// When Go joins paths, an empty folder is the current one, which a plugin inherits from the
+/// runtime.
 #[test]
 fn an_empty_folder_of_the_path_is_none() {
     let node = Node::new();
@@ -90,14 +90,15 @@ fn an_empty_folder_of_the_path_is_none() {
     assert!(container.link("eth0").is_none());
 }
 
-/// A program whose current folder is this one.
+/// Returns a call of a program with this current folder.
 fn run_in<'n>(node: &'n Node, folder: &Path, program: &Path) -> Invocation<'n> {
     Invocation::new(node, "/bin/sh").arg("-c").arg("cd \"$0\" && exec \"$1\"").arg(folder).arg(program)
 }
 
 const PROGRAMS: [&str; 4] = ["iptables", "ip6tables", "nft", "xtables"];
 
-/// Decoys of every program that is ever run, in `here` and in `here/bin`; the latter is returned.
+/// Creates decoys of every program that plugins run, in `here` and in `here/bin`; returns the
+/// latter.
 fn decoys(node: &Node) -> std::path::PathBuf {
     for base in PROGRAMS {
         for variant in ["", "-nft", "-legacy"] {
@@ -111,8 +112,8 @@ fn decoys(node: &Node) -> std::path::PathBuf {
     node.dir().join("here/bin")
 }
 
-/// The plugins behind each program: what masquerades, what forwards ports by either backend, the
-/// latter with a condition that nft alone understands.
+/// The plugins that run programs: masquerading, and port mapping by either backend, the latter with
+/// a condition that only nft understands.
 fn users(node: &Node, prev: &Value) -> [Value; 3] {
     let forwarding = |keys: Value| {
         let base = json!({"cniVersion": "1.0.0", "name": "net1", "type": "portmap", "prevResult": prev,
@@ -142,7 +143,7 @@ fn no_relative_folder_of_path_has_programs() {
     symlink("here/bin", node.dir().join("sideways")).unwrap();
     let (_living, first, prev) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     for config in users(&node, &prev) {
-        // For each user another container, since one that masquerades makes an interface.
+        // Each plugin gets another container, because masquerading creates an interface.
         let container = node.container();
         let run = |verb: &str, path: &str| {
             let plugin = bin_dir().join(config["type"].as_str().unwrap());
@@ -156,7 +157,7 @@ fn no_relative_folder_of_path_has_programs() {
                 nothing_ran(&node, &outcome);
             }
         }
-        // An absolute one is whom the runtime trusts: the decoys can run.
+        // The runtime trusts an absolute folder: the decoys can run.
         run("ADD", absolute.to_str().unwrap());
         assert!(fs::remove_file(node.dir().join("ran")).is_ok(), "{config:#}");
         run("DEL", "/usr/sbin:/usr/bin").success();

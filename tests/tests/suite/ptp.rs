@@ -1,5 +1,5 @@
-//! `ptp`: a container reaches its gateway, the host and, through them, everything else; and nothing
-//! stays.
+//! `ptp`: a container reaches its gateway, the host and, through them, everything else. DEL leaves
+//! nothing.
 
 use std::fs;
 use std::path::Path;
@@ -162,7 +162,7 @@ fn an_add_that_fails_leaves_nothing_and_the_next_works() {
     attachment.del_with(&result).success();
 }
 
-/// The host's end of an earlier pair with the address is still there, and its container is not.
+/// The host end of an earlier pair with the address still exists, but its container does not.
 #[test]
 fn a_stale_route_to_the_address_does_not_keep_it_from_working() {
     let node = Node::new();
@@ -249,7 +249,7 @@ fn what_one_side_added_the_other_checks_and_deletes() {
     }
 }
 
-/// Before specification 0.4.0 a DEL has no result, and what Go makes has no mark.
+/// Before specification 0.4.0 a DEL has no result, and Go's interfaces have no mark.
 #[test]
 fn what_go_added_is_deleted_without_a_result() {
     require!(probe::go_plugins());
@@ -263,7 +263,7 @@ fn what_go_added_is_deleted_without_a_result() {
     assert_eq!((host_ends(&node), node.reservations("net1")), (vec![], vec![]));
 }
 
-/// The namespace of a DEL may be the host's by mistake, or by CNI_NETNS_OVERRIDE.
+/// A DEL may get the host's namespace by mistake, or with CNI_NETNS_OVERRIDE.
 #[test]
 fn an_unmarked_interface_of_the_host_stays() {
     let node = Node::new();

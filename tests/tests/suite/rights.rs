@@ -1,4 +1,4 @@
-//! Rights that are missing: a clear error with a code, and nothing half done.
+//! Missing capabilities give a clear error with a code and leave nothing.
 
 use cni_testkit::{Container, Invocation, Node, Outcome, probe, require};
 use conformance::{bridge, patched};
@@ -13,7 +13,7 @@ fn call(node: &Node, verb: &str, container: &Container, config: &Value, without:
     call.command(verb).cni_path(cni_testkit::bin_dir()).container(container).config(config).run()
 }
 
-/// Links, rules, sysctls and reservations: all that a plugin could leave half done.
+/// Returns links, rules, sysctls and reservations: everything that a plugin could leave.
 pub(crate) fn state(node: &Node, container: &Container) -> String {
     let links = |json: Value| {
         let mut names: Vec<String> =
@@ -27,7 +27,7 @@ pub(crate) fn state(node: &Node, container: &Container) -> String {
     format!("{host}\n{inside}\n{somaxconn}\n{:?}\n{rules}", node.reservations("net1"))
 }
 
-/// What the plugin of this configuration has made and not taken away.
+/// Returns what the plugin of this configuration has created and not removed.
 fn left(node: &Node, container: &Container, config: &Value) -> Vec<&'static str> {
     let rules = node.ruleset();
     let left: &[(&str, bool)] = match config["type"].as_str().unwrap() {
@@ -77,7 +77,7 @@ fn without_a_capability_add_leaves_nothing_after_a_later_del() {
             chained("portmap", ports),
             chained("tuning", json!({"sysctl": {"net.core.somaxconn": "77"}, "mtu": 1400})),
         );
-        // portmap never enters the container: only what it does to the host's rules can be refused.
+        // portmap never enters the container: only its changes of the host's rules can fail.
         for config in [&ports, &sysctls] {
             if config["type"] == "portmap" && without == "-sys_admin" {
                 continue;
@@ -88,8 +88,8 @@ fn without_a_capability_add_leaves_nothing_after_a_later_del() {
         call(&node, "ADD", &container, &ports, "").success();
         call(&node, "ADD", &container, &sysctls, "").success();
         assert_eq!((left(&node, &container, &ports).len(), left(&node, &container, &sysctls).len()), (1, 2));
-        // A DEL may fail for want of rights, but says so; with them it finds everything. One that
-        // succeeds has cleaned, for the runtime forgets the container then.
+        // A DEL without capabilities may fail with an error; with them it finds everything. A DEL
+        // that succeeds must have removed everything, because the runtime calls no other.
         for config in [&sysctls, &ports, &network] {
             let outcome = call(&node, "DEL", &container, config, without);
             let what = format!("{} {without}: {}", config["type"], outcome.report());

@@ -1,8 +1,7 @@
-//! System calls that are forbidden for good, as a seccomp profile does it: where one call that
-//! fails is tried again or done another way, here the other way may be shut, too. A clear error,
-//! nothing half done, and a DEL without the profile cleans.
+//! A seccomp profile forbids system calls permanently, so retries and fallbacks may fail too. ADD
+//! gives a clear error and leaves nothing, and a DEL without the profile removes everything.
 //!
-//! A small program sets the filter and becomes the plugin; what the plugin runs inherits it.
+//! A small program sets the filter and executes the plugin; the plugin's children inherit it.
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir, probe, require};
 use conformance::{attach, bridge, patched};
@@ -11,8 +10,8 @@ use serde_json::{Value, json};
 
 use crate::rights::state;
 
-/// Arguments: the calls by number, `NUMBER:FIRST-ARGUMENT` if they are forbidden with that one
-/// alone, then the program.
+/// Arguments: the calls by number, `NUMBER:FIRST-ARGUMENT` if they are forbidden only with that
+/// argument, then the program.
 const LAUNCHER: &str = r#"
 import ctypes, os, struct, sys
 calls, program = sys.argv[1].split(","), sys.argv[2]
@@ -40,7 +39,7 @@ if prctl(38, long(1), long(0), long(0), long(0)) or prctl(22, long(2), ctypes.by
 os.execv(program, [program])
 "#;
 
-/// What a profile forbids.
+/// The calls that a profile forbids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Forbidden {
     /// Entering another namespace.
@@ -49,7 +48,7 @@ enum Forbidden {
     Netlink,
     /// Starting programs and threads.
     Start,
-    /// What no plugin has a use for.
+    /// Calls that no plugin needs.
     Rest,
 }
 
@@ -85,7 +84,7 @@ fn call(node: &Node, verb: &str, container: &Container, config: &Value, forbidde
     call.command(verb).cni_path(bin_dir()).container(container).config(config).run()
 }
 
-/// Whether a filter can be set here, and forbids.
+/// Whether a filter can be set here and has an effect.
 fn filters() -> Result<(), String> {
     if !std::path::Path::new(PYTHON).exists() {
         return Err(format!("no {PYTHON}"));
@@ -100,7 +99,7 @@ fn filters() -> Result<(), String> {
     }
 }
 
-/// A plugin of the list, and what it cannot do its work without.
+/// A plugin of the list, and the calls that it needs.
 struct Link {
     config: Value,
     needs: &'static [Forbidden],
@@ -110,7 +109,7 @@ fn chained(kind: &str, prev: &Value, keys: Value) -> Value {
     patched(json!({"cniVersion": "1.0.0", "name": "net1", "type": kind, "prevResult": prev}), keys)
 }
 
-/// What is to be seen of the node, the containers' links with their flags.
+/// Returns the visible state of the node, with the containers' links and their flags.
 fn all(node: &Node, container: &Container) -> String {
     let lo = container.link("lo").map(|lo| lo["flags"].to_string());
     format!("{}\n{lo:?}", state(node, container))
@@ -126,7 +125,7 @@ fn add_under_a_seccomp_profile_leaves_nothing_after_a_del() {
     }
     let node = Node::new();
     let network = patched(bridge(&node, &["10.1.0.0/24"]), json!({"ipMasq": true, "ipMasqBackend": "nftables"}));
-    // A neighbour, which has made what is everybody's, and must not notice anything.
+    // A neighbour, which has created the shared resources and must not be affected.
     let (living, neighbour, neighbours) = attach(&node, &network, 1).remove(0);
     let container = node.container();
     let first = Link { config: network.clone(), needs: &[Setns, Netlink, Start] };
@@ -163,11 +162,11 @@ fn add_under_a_seccomp_profile_leaves_nothing_after_a_del() {
     neighbour.del_with(&neighbours).success();
 }
 
-/// ADD says what was refused and has undone everything, or did not need it, and then DEL takes it
-/// back.
+/// ADD reports the refused call and has undone everything, or did not need the call, and then DEL
+/// removes everything.
 #[track_caller]
 fn refused_whole(node: &Node, container: &Container, link: &Link) {
-    // The first of all makes what all share, and that stays.
+    // The first attachment creates the shared resources, which stay.
     call(node, "ADD", container, &link.config, None).success();
     call(node, "DEL", container, &link.config, None).success();
     let before = all(node, container);
@@ -183,7 +182,7 @@ fn refused_whole(node: &Node, container: &Container, link: &Link) {
     }
 }
 
-/// DEL may fail, says so then, and without the profile finds everything.
+/// DEL may fail with an error, and without the profile finds everything.
 #[track_caller]
 fn cleaned_in_the_end(node: &Node, container: &Container, link: &Link) {
     for forbidden in link.needs {

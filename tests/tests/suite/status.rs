@@ -90,8 +90,8 @@ fn leftovers_of_a_full_range_go_by_the_gc_after_status() {
     staying.del_with(&kept).success();
 }
 
-/// As a Go plugin leaves them that was killed between making a file and writing it, or a crash that
-/// lost what was written.
+/// Empty files are left by a Go plugin that was killed between creating and writing a file, and by
+/// a crash that lost the content.
 #[test]
 fn blank_files_are_free_addresses() {
     let node = Node::new();
@@ -101,7 +101,7 @@ fn blank_files_are_free_addresses() {
     for host in 2..=5 {
         std::fs::write(folder.join(format!("10.1.0.{host}")), format!("c{host}\r\neth0")).unwrap();
     }
-    // Without an index, and then with one that the killed plugin has made untrue.
+    // Without an index, and then with one that the killed plugin has made wrong.
     for blank in ["", "\0\0\0\0\r\n"] {
         let file = folder.join("10.1.0.6");
         std::fs::write(&file, blank).unwrap();
@@ -163,7 +163,7 @@ fn a_full_disk_is_reported_and_is_code_50_on_demand() {
     }
 }
 
-/// tuning asks the file system by making a file without a name.
+/// tuning tests the file system by creating a file without a name.
 #[test]
 fn a_full_disk_makes_no_node_unready_by_tuning() {
     let node = Node::new();

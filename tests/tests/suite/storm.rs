@@ -1,4 +1,4 @@
-//! A node that comes back with all its pods at once.
+//! A rebooted node starts all its pods at once.
 
 use std::collections::BTreeSet;
 
@@ -6,8 +6,8 @@ use cni_testkit::{Container, Node, Started, probe, require};
 use conformance::{addresses, bridge, patched};
 use serde_json::{Value, json};
 
-/// Runs `verb` for all at one barrier: every process is started and waits for its configuration to
-/// end.
+/// Runs `verb` for all at the same time: every process is started and waits for the end of its
+/// configuration.
 pub(crate) fn all_at_once(
     node: &Node,
     verb: &str,
@@ -53,9 +53,8 @@ fn two_hundred_adds_and_two_hundred_dels_leave_nothing() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// A bridge's first ADDs, all at once: each finds no bridge, one makes it, and what the others find
-/// is still in the making. Many small crowds instead of a large one, since a race has one chance
-/// per bridge.
+/// Concurrent first ADDs of a bridge: all find no bridge, one creates it, and the others find it
+/// incomplete. Many small groups instead of a large one, because there is one race per bridge.
 #[test]
 fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
     for round in 0..8 {

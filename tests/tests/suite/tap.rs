@@ -15,14 +15,14 @@ fn layer2() -> Value {
     json!({"cniVersion": VERSION, "name": "net1", "type": "tap"})
 }
 
-/// What `ip -d` shows of eth0's kind.
+/// Returns eth0's link kind data as `ip -d` shows it.
 fn info(container: &Container) -> Value {
     let info = container.link("eth0").unwrap()["linkinfo"].clone();
     assert_eq!((&info["info_kind"], &info["info_data"]["type"]), (&json!("tun"), &json!("tap")));
     info["info_data"].clone()
 }
 
-/// The names of the container's links, `lo` aside.
+/// Returns the names of the container's links without `lo`.
 fn links(container: &Container) -> Vec<String> {
     let links = container.json(&["ip", "-j", "link", "show"]);
     let names = links.as_array().unwrap().iter().map(|link| link["ifname"].as_str().unwrap().to_owned());
@@ -156,7 +156,7 @@ fn an_existing_interface_of_that_name_stays_untouched() {
     let attachment = Attachment::new(&node, &container, network(&node));
     attachment.add().fails_naming(102, &["eth0"]);
     assert_eq!(container.link("eth0"), before);
-    // Without a result a tap without a mark would be taken for one that Go made.
+    // Without a result a tap without a mark would be taken for one of Go's.
     let interface = json!({"name": "eth0", "mac": "02:00:00:00:00:77", "sandbox": container.netns()});
     attachment.del_with(&json!({"cniVersion": conformance::VERSION, "interfaces": [interface]})).success();
     assert_eq!(container.link("eth0"), before);
@@ -214,7 +214,7 @@ fn check_compares_with_the_result() {
 fn del_needs_neither_a_result_nor_a_namespace() {
     let node = Node::new();
     let all = attach(&node, &network(&node), 3);
-    // What breaks an ADD does not keep a DEL from cleaning.
+    // The cause of a failed ADD does not keep DEL from removing everything.
     all[0].1.clone().args("FOO=1").del().success();
     assert_eq!(links(&all[0].0), [""; 0]);
     all[0].1.del().success();

@@ -34,7 +34,7 @@ fn table(pod: &Container, vrf: &str) -> Option<u64> {
     link["linkinfo"]["info_data"]["table"].as_u64()
 }
 
-/// Links with their masters, addresses, and routes but those of the table `local`.
+/// Returns links with their masters, addresses, and routes except those of the table `local`.
 fn state(pod: &Container) -> Vec<String> {
     let mut all = crate::sbr::state(pod);
     let links = pod.json(&["ip", "-j", "link"]);
@@ -184,7 +184,7 @@ fn a_vrf_goes_with_its_last_interface() {
     let (net1, eth0) = (attached(&node, &pod, json!({})), attached(&node, &pod, json!({})).ifname("eth0"));
     net1.add_after(&prev).success();
     eth0.add_after(&prev).success();
-    // Another VRF than the one it is in.
+    // Not the VRF that the interface is in.
     let blue = attached(&node, &pod, json!({"vrfname": "blue"}));
     blue.del().success();
     pod.ip(&["link add blue type vrf table 99"]);
@@ -358,7 +358,7 @@ fn packets_stay_in_their_vrf() {
             assert!(other.recv(&mut buffer).is_err(), "{vrf} was heard in the other network, {to}");
             other.set_nonblocking(false).unwrap();
         }
-        // Outside the VRFs nothing leads there.
+        // Outside the VRFs there is no route to it.
         let stray = pod.enter(|| UdpSocket::bind(any).unwrap());
         assert!(stray.send_to(b"stray", to).is_err(), "{to}");
     }

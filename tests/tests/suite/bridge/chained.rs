@@ -1,11 +1,11 @@
-//! bridge behind another plugin: it makes that plugin's host end a port, and owns nothing else of
-//! it.
+//! bridge after another plugin: attaches that plugin's host end to the bridge and owns nothing else
+//! of it.
 
 use cni_testkit::{Attachment, Container, Node, Outcome, probe, require};
 use conformance::{bridge, layer2, patched};
 use serde_json::{Value, json};
 
-/// What a plugin before bridge would have made: a pair, and a result that names both ends.
+/// Creates what a plugin before bridge creates: a veth pair, and a result that names both ends.
 pub(crate) fn made_before(node: &Node, container: &Container) -> Value {
     let netns = container.netns().to_str().unwrap();
     node.exec(&["ip", "link", "add", "host0", "type", "veth", "peer", "name", "temp0"]);
@@ -109,8 +109,8 @@ fn ipam_is_asked_only_if_it_is_named() {
     node.exec(&["ip", "link", "del", "host0"]);
 }
 
-/// The earlier plugin gave the interface an address: that one's gateway and masquerading are not
-/// bridge's.
+/// The earlier plugin gave the interface an address: its gateway and masquerading are not bridge's
+/// task.
 #[track_caller]
 fn judged_by_its_own_addresses(keys: Value, broken: &[&str]) {
     let node = Node::new();
@@ -193,7 +193,7 @@ fn a_previous_result_with_only_lo_does_not_change_the_add() {
     assert!(container.link("eth0").is_none());
 }
 
-/// ADD behind a result that need not follow any schema.
+/// Calls ADD with a previous result that need not follow any schema.
 #[track_caller]
 fn add_behind(attachment: &Attachment<'_>, prev: Value) -> Outcome {
     let config = patched(attachment.config.clone(), json!({ "prevResult": prev }));
@@ -234,7 +234,7 @@ fn the_interface_is_found_in_results_of_other_versions() {
     assert_eq!(conformance::addresses(&result), ["10.50.0.5/24"]);
     attachment.check(&result).success();
     attachment.del_with(&result).success();
-    // Whether this interface is the one to work on depends on what cannot be read.
+    // The unreadable part decides whether this interface is the one to attach.
     prev["ips"][0]["address"] = json!("nonsense");
     add_behind(&attachment, prev).fails_with(6, "could not parse prevResult");
     assert_eq!(node.ports("br0"), Vec::<String>::new());

@@ -13,8 +13,8 @@ fn network(node: &Node) -> Value {
     )
 }
 
-/// CHECK is green before and red after `sabotage(node, container, host end)`, with a message of
-/// substance.
+/// Asserts that CHECK succeeds before and fails after `sabotage(node, container, host end)`, with a
+/// meaningful message.
 #[track_caller]
 fn red_after(sabotage: impl FnOnce(&Node, &Container, &str)) {
     let node = Node::new();
@@ -26,7 +26,7 @@ fn red_after(sabotage: impl FnOnce(&Node, &Container, &str)) {
     attachment.del_with(&result).success();
 }
 
-/// CHECK stays green.
+/// Asserts that CHECK still succeeds.
 #[track_caller]
 fn green_after(change: impl FnOnce(&Node, &Container, &str)) {
     let node = Node::new();

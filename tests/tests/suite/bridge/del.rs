@@ -1,4 +1,4 @@
-//! DEL: twice, without a namespace, half done. It always cleans and always succeeds.
+//! DEL: repeated, without a namespace, after a partial one. It always cleans up and succeeds.
 
 use cni_testkit::{Attachment, Container, Node, Outcome};
 use conformance::{attach, bridge, host_end, layer2, patched};

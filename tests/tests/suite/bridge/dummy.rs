@@ -37,8 +37,8 @@ fn a_gateway_keeps_the_address_of_its_uplink() {
     require!(probe::dummy());
     let node = with_uplink();
     let all = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 2);
-    // With a lower address than its own a port would give the bridge another one, and cut off who
-    // knows the gateway.
+    // A port with a lower MAC would change the bridge's MAC, and peers with the old one in their
+    // neighbour cache would lose the gateway.
     assert_eq!(node.link("br0").unwrap()["address"], UPLINK_MAC);
     all[0].0.ping("10.1.0.1");
     for (_, attachment, result) in all {
@@ -58,7 +58,7 @@ fn filtering_is_not_switched_on_under_an_uplink() {
     let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": 100})));
     attachment.add().fails_naming(7, &["uplink"]);
     assert_eq!(node.link("br0").unwrap()["linkinfo"]["info_data"]["vlan_filtering"], 0);
-    // Its owner does what the message says.
+    // The administrator follows the message.
     node.exec(&["ip", "link", "set", "br0", "type", "bridge", "vlan_filtering", "1"]);
     let result = attachment.add().success();
     attachment.del_with(&result).success();

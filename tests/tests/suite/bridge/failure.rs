@@ -8,7 +8,7 @@ use conformance::{attach, bridge, layer2, patched};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-/// A failing ADD, after which nothing of it is there.
+/// Asserts that ADD fails and leaves nothing.
 #[track_caller]
 fn fails_and_leaves_nothing(config: impl FnOnce(&Node) -> Value, args: Option<&str>) -> Outcome {
     let node = Node::new();
@@ -79,7 +79,7 @@ fn a_failing_repeated_add_with_reuse_keeps_the_first_address() {
     let failing = patched(config, routes);
     attachment.clone().netns(other.netns()).config(failing.clone()).add().failure();
     assert_eq!(node.reservations("net1"), before);
-    // What was not there before is released as ever.
+    // What did not exist before is still released.
     attachment.clone().ifname("eth1").config(failing).add().failure();
     assert_eq!(node.reservations("net1"), before);
     attachment.del_with(&result).success();
@@ -129,7 +129,7 @@ fn when_a_signal_comes_while_the_configuration_has_no_end() {
     let attachment = Attachment::new(&node, &container, bridge(&node, &["10.1.0.0/24"]));
     for verb in ["ADD", "DEL"] {
         let started = attachment.invocation(verb, None).timeout(Duration::from_secs(20)).start();
-        // Before it has taken over its signals one would end it like any program.
+        // Before the plugin handles signals, a signal would end it like any program.
         let (status, taken) = (format!("/proc/{}/status", started.pid()), 1 << (Signal::SIGTERM as i32 - 1));
         let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
         loop {
@@ -207,7 +207,7 @@ fn an_existing_interface_stays_untouched() {
     container.exec(&["ip", "link", "del", "eth0"]);
 }
 
-/// A runtime follows a failed ADD with a DEL, and has no result to give it.
+/// After a failed ADD a runtime calls DEL, without a result.
 #[test]
 fn the_del_after_it_leaves_an_existing_interface_untouched_too() {
     let node = Node::new();

@@ -1,4 +1,4 @@
-//! The bridge as the gateway: its addresses, forwarding, its MAC.
+//! The bridge as the gateway: its addresses, forwarding and its MAC.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{attach, bridge, layer2, patched};
@@ -104,7 +104,7 @@ fn an_existing_bridge_is_used_as_it_is() {
     attachment.del_with(&result).success();
 }
 
-/// Its owner set none, so it may take that of its first port.
+/// The administrator set no MAC, so the bridge may take that of its first port.
 #[test]
 fn result_has_the_mac_an_existing_bridge_gets_from_its_port() {
     let node = Node::new();
@@ -301,7 +301,7 @@ fn the_bridge_ignores_router_advertisements() {
     attachment.del_with(&result).success();
 }
 
-/// Makes a bridge like a node's owner: its MAC follows its uplink.
+/// Creates a bridge as an administrator does: its MAC follows its uplink.
 fn with_uplink(node: &Node) {
     node.expect_left("up0");
     node.ip(&[
@@ -357,7 +357,7 @@ fn a_bridge_with_an_alias_keeps_both_alias_and_mac() {
     node.exec(&["ip", "link", "del", "up0"]);
 }
 
-/// To set a MAC, even the same one, makes the kernel drop all neighbour entries of the bridge.
+/// Setting a MAC, even the same one, makes the kernel drop all neighbour entries of the bridge.
 #[test]
 fn a_second_add_keeps_the_neighbours_of_a_bridge_with_an_alias() {
     let node = Node::new();
@@ -373,7 +373,7 @@ fn a_second_add_keeps_the_neighbours_of_a_bridge_with_an_alias() {
     node.exec(&["ip", "link", "del", "up0"]);
 }
 
-/// The owner may have put the gateway's address there already.
+/// The administrator may already have added the gateway's address.
 #[test]
 fn a_bridge_that_has_the_address_keeps_its_mac() {
     let node = Node::new();

@@ -1,4 +1,4 @@
-//! The link and its port: layer 2, hairpin, promiscuity, isolation, MTU, the interface without an
+//! The link and its port: layer 2, hairpin, promiscuity, isolation, MTU, interfaces without
 //! address.
 
 use cni_testkit::{Attachment, Node};
@@ -11,8 +11,8 @@ fn port_flag(node: &Node, result: &Value, flag: &str) -> Value {
     link["linkinfo"]["info_slave_data"][flag].clone()
 }
 
-/// A spanning tree holds a new port back for half a minute. That is the administrator's choice, and
-/// no failure.
+/// A spanning tree blocks a new port for half a minute. That is the administrator's choice, not a
+/// failure.
 #[test]
 fn a_bridge_that_runs_a_spanning_tree_works() {
     let node = Node::new();

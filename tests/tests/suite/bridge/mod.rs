@@ -1,5 +1,5 @@
-//! bridge: a container on a layer-2 or layer-3 network, asked of the kernel and not only of the
-//! result.
+//! bridge: a container on a layer-2 or layer-3 network. The tests check the kernel's state, not
+//! only the result.
 
 mod addressing;
 pub(crate) mod chained;

@@ -1,4 +1,4 @@
-//! Routes of IPAM, put where they belong.
+//! Routes of IPAM: their tables, metrics and gateways.
 
 use cni_testkit::{Attachment, Container, Node};
 use conformance::{VERSION, VERSIONS, attach, bridge, layer2, patched};
@@ -91,7 +91,7 @@ fn a_route_with_scope_link_needs_no_gateway() {
     attachment.del_with(&result).success();
 }
 
-/// The kernel knows no scope of IPv6 routes, so it says nothing about the gateway.
+/// IPv6 routes have no scope in the kernel, so the scope does not affect the gateway.
 #[test]
 fn an_ipv6_route_with_a_scope_goes_through_the_gateway() {
     let node = Node::new();
@@ -103,7 +103,7 @@ fn an_ipv6_route_with_a_scope_goes_through_the_gateway() {
     attachment.del_with(&result).success();
 }
 
-/// An on-link route as one writes it for releases that know no `scope`.
+/// An on-link route as written for releases without `scope`.
 #[test]
 fn a_gateway_of_zeros_is_none() {
     let node = Node::new();
@@ -117,7 +117,7 @@ fn a_gateway_of_zeros_is_none() {
     attachment.del_with(&result).success();
 }
 
-/// As `static` answers that knows no gateway. The kernel has made that route with the address.
+/// As `static` answers without a gateway. The kernel created that route with the address.
 #[test]
 fn a_route_to_the_containers_own_network_is_accepted() {
     let node = Node::new();

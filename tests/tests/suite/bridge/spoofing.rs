@@ -1,4 +1,4 @@
-//! `macspoofchk`: a container sends with its own MAC or not at all.
+//! `macspoofchk`: a container can only send with its own MAC.
 
 use cni_testkit::{Attachment, Container, Node, probe, require, unprovoked};
 use conformance::{VERSION, attach, bridge, host_end, patched};
@@ -138,7 +138,7 @@ fn check_is_red_when_a_rule_is_missing() {
     attachment.del_with(&result).success();
 }
 
-/// bridge pins the MAC that it has given the interface; tuning behind it sets another one.
+/// bridge allows only the MAC that it gave the interface; tuning after it sets another one.
 #[test]
 fn check_names_the_mac_that_the_rule_pins() {
     require!(probe::nft_bridge());

@@ -1,11 +1,10 @@
-//! Frames with tags: what a container on a trunk sends and hears, and what its MAC is held to
-//! there.
+//! Tagged frames: what a container on a trunk sends and receives, and the spoof check of its MAC.
 
 use cni_testkit::{Container, Node, probe, require};
 use conformance::{attach, layer2, patched};
 use serde_json::{Value, json};
 
-/// An interface of the container's own that tags.
+/// Creates an interface of the container that tags frames.
 fn tagging(container: &Container, id: u16, address: &str) {
     let (name, id) = (format!("eth0.{id}"), id.to_string());
     container.exec(&["ip", "link", "add", "link", "eth0", "name", &name, "type", "vlan", "id", &id]);
@@ -58,14 +57,13 @@ fn a_trunk_talks_in_each_of_its_vlans_and_in_no_other() {
         reaches(trunk, &format!("{net}.2"));
     }
     reaches(ten, "10.0.10.2");
-    // What has no tag belongs to VLAN 1, where those are that asked for nothing.
+    // Untagged frames belong to VLAN 1, like attachments without a VLAN.
     reaches(trunk, "10.0.1.3");
-    // No trunk of this list: what comes with that tag is dropped, and nothing of that VLAN comes
-    // out.
+    // A VLAN outside this trunk: its tagged frames are dropped, and none are sent to the container.
     is_cut_off_from(trunk, "10.0.30.3");
     is_cut_off_from(trunk, "10.0.30.2");
     is_cut_off_from(thirty, "10.0.30.1");
-    // One VLAN's address in another: ARP alone decides, and must not be heard there.
+    // An address of one VLAN on another: only ARP decides, and must not reach it.
     untagged(ten, "10.0.20.77/24");
     is_cut_off_from(ten, "10.0.20.3");
     is_cut_off_from(ten, "10.0.20.1");

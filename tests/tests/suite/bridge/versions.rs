@@ -1,4 +1,4 @@
-//! A whole life in each version of the specification, and the shape of its result.
+//! ADD, CHECK and DEL in each version of the specification, and the form of the result.
 
 use cni_testkit::Node;
 use conformance::{attach, bridge, host_end, patched};

@@ -1,4 +1,4 @@
-//! VLANs: what is refused everywhere, and what works where the kernel filters by VLAN.
+//! VLANs: refusals on every kernel, and traffic where the kernel filters by VLAN.
 
 use cni_testkit::{Attachment, Container, Invocation, Node, probe, require, unprovoked};
 use conformance::{attach, bridge, host_end, layer2, patched};
@@ -161,7 +161,7 @@ fn a_vlan_s_gateway_is_an_interface_of_its_own() {
     }
 }
 
-/// From here on the gateway of br0's VLAN 100 may be left, as the bridge is.
+/// Expects the gateway of br0's VLAN 100 to stay, like the bridge.
 fn expect_gateway(node: &Node) {
     node.ports("br0").iter().chain([&"br0.100".to_owned()]).for_each(|name| node.expect_left(name));
 }
@@ -223,12 +223,12 @@ fn a_port_that_its_add_has_not_marked_yet_is_not_foreign() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
-    // As it is between the two requests of an ADD.
+    // The state between the two requests of an ADD.
     node.exec(&["ip", "link", "add", "port", "type", "veth", "peer", "name", "far"]);
     node.exec(&["ip", "link", "set", "port", "master", "br0"]);
     let container = node.container();
     let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"vlan": 100})));
-    // The plugin waits a second for the mark: nothing but a start of `ip` stands between.
+    // The plugin waits a second for the mark; only a start of `ip` delays it.
     let marked =
         Invocation::new(&node, "/bin/sh").arg("-c").arg("read x; exec ip link set port alias cni:net2/other/eth0");
     let mut marked = marked.start();
@@ -290,8 +290,8 @@ fn a_gateway_serves_its_own_vlan_alone() {
     for (number, (container, ..)) in all.iter().enumerate() {
         assert!(reaches(container, &format!("10.{}.0.1", number + 1)), "gateway {number}");
     }
-    // Another VLAN's address on the red one's own interface: ARP alone decides, and must not be
-    // heard.
+    // An address of another VLAN on the red container's interface: only ARP decides, and must not
+    // reach it.
     all[0].0.exec(&["ip", "addr", "add", "10.2.0.77/24", "dev", "eth0"]);
     assert!(is_cut_off_from(&all[0].0, "10.2.0.2"), "blue's container");
     all[0].0.exec(&["ip", "addr", "add", "10.3.0.77/24", "dev", "eth0"]);
@@ -301,7 +301,7 @@ fn a_gateway_serves_its_own_vlan_alone() {
         attachment.check(&result).success();
         attachment.del_with(&result).success();
     }
-    // What is shared stays, as the bridge does: both ends of both gateways.
+    // Shared links stay, like the bridge: both ends of both gateways.
     let left = node.ports("br0");
     assert_eq!(left.len(), 2, "{left:?}");
     assert!(left.iter().all(|port| !members.contains(port)), "{left:?}");
