@@ -91,7 +91,7 @@ fn del_without_prev_result_and_gc_go_by_the_owner() {
         let prev = patched(pod.result.clone(), newest.clone());
         pod.invocation(&bin_dir(), "ADD", config, Some(&prev)).run().success();
     }
-    // Whatever the configuration says by then.
+    // Regardless of the configuration at that time.
     del_without_result(&pod, &json!({"cniVersion": "1.0.0", "name": "net1", "type": "firewall", "backend": 7}));
     assert_eq!(firewalld.sources("trusted"), of(&[&valid, &dead, &other]));
     let gc = |valid: Value| {
@@ -126,7 +126,7 @@ fn check_finds_that_a_reload_has_removed_the_source() {
     pod.add(&config).success();
     pod.check(&config).success();
     firewalld.cmd(&["--reload"]);
-    // The source is gone, and so is its record then.
+    // The source is gone, so its record is removed too.
     del_without_result(&pod, &config);
     assert_eq!(naming(&firewalld.world, &pod), 0, "{:#?}", rules(&firewalld.world));
     pod.leave();
@@ -148,11 +148,11 @@ fn an_error_of_firewalld_is_quoted_and_leaves_nothing() {
     assert_eq!(firewalld.sources("trusted"), of(&[]));
     assert_eq!(naming_in_records(&firewalld.world), 0, "{:#?}", rules(&firewalld.world));
     pod.leave();
-    // What the administrator has put into another zone stays there.
+    // A source that the administrator has added to another zone stays there.
     assert_eq!(firewalld.sources("public"), [v6]);
 }
 
-/// How many records of addresses there are.
+/// Returns the number of records of addresses.
 fn naming_in_records(world: &World) -> usize {
     rules(world).iter().filter(|rule| rule.contains("comment \"cni:")).count()
 }
@@ -172,7 +172,7 @@ fn an_add_with_unread_result_restores_the_sources() {
     pod.add(&config).success();
     unheard(&patched(pod.result.clone(), json!({"ips": [{"address": "10.1.0.77/24"}]})));
     assert_eq!((firewalld.sources("trusted"), naming_in_records(&firewalld.world)), (of(&[&pod]), 2));
-    // With other addresses the former ones go.
+    // An ADD with other addresses removes the former ones.
     let moved = patched(pod.result.clone(), json!({"ips": [{"address": "10.1.0.77/24"}]}));
     pod.invocation(&bin_dir(), "ADD", &config, Some(&moved)).run().success();
     assert_eq!(
@@ -237,7 +237,7 @@ fn del_of_a_go_container_keeps_the_isolation_of_another_one() {
     let firewalld = Firewalld::new();
     let config = firewalld.config(json!({"ingressPolicy": "isolated"}));
     let (one, two) = (firewalld.world.dual(), firewalld.world.dual());
-    // Whose chains stay.
+    // Go's isolation chains stay after this DEL.
     let iptables = firewalld.config(json!({"backend": "iptables"}));
     one.call_by(&go(), "ADD", &iptables, Some(&one.result)).success();
     one.call_by(&go(), "DEL", &iptables, Some(&one.result)).success();
@@ -393,13 +393,13 @@ fn the_sources_of_a_stopped_firewalld_are_gone_and_del_succeeds() {
     pod.check(&config).fails_naming(101, &[&address]);
     del_without_result(&pod, &config);
     assert_eq!(naming_in_records(&firewalld.world), 0, "{:#?}", rules(&firewalld.world));
-    // Without a wish it is iptables now, as with Go.
+    // Without a configured backend it is iptables now, as in Go.
     let unasked = patched(config.clone(), json!({"backend": null}));
     pod.add(&unasked).success();
     pod.check(&unasked).success();
     assert!(firewalld.world.node.exec(&["iptables-save", "-t", "filter"]).contains(&address));
     pod.leave();
-    // What a former release of a rule left goes too.
+    // Leftovers of an earlier form of a rule are removed too.
     assert!(!firewalld.world.node.exec(&["iptables-save", "-t", "filter"]).contains(&address));
 }
 

@@ -12,7 +12,8 @@ use super::world::{Backend, World, config, each, naming, rules};
 
 const SWEPT: [Backend; 2] = [Backend::Nftables, Backend::IptablesNft];
 
-/// Does `verb` once for each of a share of its calls, which `act` hits; `DEL` then leaves nothing.
+/// Runs `verb` once for each of a share of its calls, with `act` at that call, and asserts that the
+/// next DEL leaves nothing.
 #[track_caller]
 fn swept(world: &World, verb: &str, act: Act) {
     let config = config(world, json!({"ingressPolicy": "same-bridge"}));
@@ -27,7 +28,7 @@ fn swept(world: &World, verb: &str, act: Act) {
         let traced = pod.invocation(&bin_dir(), verb, &config, Some(&pod.result)).traced(&plan);
         let (left, failed) = (naming(world, &pod), traced.outcome.status != Some(0));
         let told = || format!("call {at}, {:?}, {:?}\n{}", traced.hit, world.backend, traced.outcome.report());
-        // An ADD that fails and lives has undone it all.
+        // An ADD that failed without being killed has undone everything.
         let must_be_clean = if verb == "ADD" { failed && matches!(act, Act::Fail(_)) } else { !failed };
         assert!(!must_be_clean || left == 0, "{} {:#?}", told(), rules(world));
         pod.invocation(&bin_dir(), "DEL", &config, None).run().success();

@@ -1,5 +1,4 @@
-//! The life of a container's rules in each backend: sabotaged, undone, without `prevResult`,
-//! collected, isolated.
+//! A container's rules in each backend: damage, undo, DEL without `prevResult`, GC, isolation.
 
 use cni_testkit::{Attachment, bin_dir};
 use conformance::patched;
@@ -199,7 +198,7 @@ fn isolation_precedes_forwarding_in_every_order_of_adds() {
         pod.add(&isolated).success();
         let stage = "-j CNI-ISOLATION-STAGE-1";
         let comment = r#"-m comment --comment "CNI firewall plugin rules""#;
-        // As the Go plugin does where the way to CNI-FORWARD has gone.
+        // As the Go plugin does if the jump to CNI-FORWARD is missing.
         shell(world, &format!("iptables -w -D FORWARD 2; iptables -w -I FORWARD {comment} -j CNI-FORWARD"));
         assert!(chain(world, "FORWARD")[1].ends_with(stage), "{:?}", chain(world, "FORWARD"));
         pod.check(&isolated).fails_naming(101, &["CNI-ISOLATION-STAGE-1", "before"]);
@@ -318,7 +317,7 @@ fn a_chain_of_the_administrators_gets_the_way_to_the_rules() {
     });
 }
 
-/// What a runtime does with a list, as Podman ships it.
+/// Runs a list as a runtime does, with the list that Podman ships.
 fn podman(world: &World) -> Vec<Value> {
     let base = |kind: &str| json!({"cniVersion": "0.4.0", "name": "podman", "type": kind});
     vec![

@@ -1,5 +1,5 @@
-//! `firewall`: packets of containers pass the node's filter, bridges are isolated, and nothing of a
-//! container stays.
+//! `firewall`: packets of containers pass the node's filter, bridges are isolated, and DEL leaves
+//! nothing.
 
 mod firewalld;
 mod killed;

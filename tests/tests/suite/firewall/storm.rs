@@ -1,4 +1,4 @@
-//! Many at once, and many rules of others'.
+//! Many concurrent calls, and many foreign rules.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::world::{BACKENDS, Backend, World, chain, config, each, rules, shell};
 
-/// Attachments with results made by hand: it is about firewall's rules, not about bridge.
+/// Attachments with handwritten results, because the tests are about firewall's rules only.
 fn crowd(world: &World, count: usize) -> Vec<(Attachment<'_>, Value)> {
     let container = world.node.container();
     let config = config(world, json!({}));
@@ -25,8 +25,8 @@ fn call<'n>((attachment, prev): &(Attachment<'n>, Value), verb: &str, path: &str
     attachment.invocation(verb, Some(prev)).env("PATH", path)
 }
 
-/// All at once. One that has waited for the lock of iptables too long says so (11), and is tried
-/// again, as runtimes do.
+/// Runs all at the same time. A call that waited too long for the lock of iptables returns 11 and
+/// is repeated, as runtimes do.
 fn all(world: &World, crowd: &[(Attachment<'_>, Value)], verb: &str) {
     let path = world.backend.path(&world.node);
     let mut started: Vec<_> = crowd.iter().map(|one| call(one, verb, &path).start()).collect();
@@ -40,7 +40,7 @@ fn all(world: &World, crowd: &[(Attachment<'_>, Value)], verb: &str) {
     }
 }
 
-/// Every address has what it should have, once.
+/// Asserts that every address has its rules, once.
 #[track_caller]
 fn complete(world: &World, count: usize) {
     let rules = rules(world);
@@ -66,7 +66,7 @@ fn fifty_adds_beside_a_foreign_writer_are_all_there() {
         let count = cni_testkit::crowd(50);
         let crowd = crowd(world, count);
         let done = AtomicBool::new(false);
-        // Makes the programs, before two threads do.
+        // Creates the programs before two threads would.
         world.backend.path(&world.node);
         thread::scope(|scope| {
             if world.backend != Backend::Nftables {

@@ -46,7 +46,7 @@ fn what_was_added_here_is_checked_and_removed_by_go() {
             pod.call_by(&go(), "DEL", &config, Some(&pod.result)).success();
             let left = chain(world, "CNI-FORWARD");
             assert!(!left.iter().any(|rule| rule.ends_with("ACCEPT")), "{left:?}");
-            // What only this plugin knows goes with its own DEL or GC.
+            // Rules that only this plugin knows are removed by its own DEL or GC.
             pod.leave();
             assert_eq!(naming(world, &pod), 0, "{policy} {:?}", world.backend);
         }

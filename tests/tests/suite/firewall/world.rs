@@ -1,5 +1,4 @@
-//! What is the same for all: configurations of firewall behind a bridge, and the rules in table
-//! filter.
+//! Shared helpers: configurations of firewall after bridge, and the rules in table filter.
 
 pub(crate) use crate::portmap::world::{BACKENDS, Backend, IPTABLES, Pod, World, each, go};
 use conformance::{VERSION, patched};
@@ -24,7 +23,7 @@ pub(crate) fn rules(world: &World) -> Vec<String> {
             let multi = format!("/usr/sbin/{}", backend.multi());
             let save = |family: &str| {
                 let names = if family == "iptables" { "ip_tables_names" } else { "ip6_tables_names" };
-                // The save program of the older iptables makes the table it looks for.
+                // The save program of iptables-legacy creates the table that it looks for.
                 let is_absent = backend == Backend::IptablesLegacy && !world.node.proc_net(names).contains("filter");
                 if is_absent {
                     return String::new();
@@ -38,13 +37,13 @@ pub(crate) fn rules(world: &World) -> Vec<String> {
     lines.map(|line| line.trim().split(" [").next().unwrap_or_default().to_owned()).collect()
 }
 
-/// Those rules of iptables that are in this chain.
+/// Returns the rules of iptables in this chain.
 pub(crate) fn chain(world: &World, name: &str) -> Vec<String> {
     let prefix = format!("-A {name} ");
     rules(world).into_iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()
 }
 
-/// How many rules, or elements, name one of these addresses.
+/// Returns the number of rules, or set elements, that contain one of these addresses.
 pub(crate) fn naming(world: &World, pod: &Pod<'_>) -> usize {
     let addresses = [0, 1].map(|family| pod.address(family).to_string());
     let names = |line: &String| line.split([' ', ',', '/']).any(|word| addresses.iter().any(|address| address == word));

@@ -1,4 +1,4 @@
-//! Which address the next container gets.
+//! The choice of the next container's address.
 
 use cni_testkit::{Attachment, Container, Node};
 use conformance::{address, addresses, attach, host_local, ipam, patched};

@@ -15,7 +15,7 @@ pub(super) fn config(node: &Node) -> Value {
     patched(host_local(node, &["10.1.0.0/24", "fd00:1::/64"]), json!({"cniVersion": "1.1.0"}))
 }
 
-/// A verb of host-local that must not take long, with these capabilities taken away
+/// Runs a verb of host-local with a short timeout and without these capabilities
 /// (`-dac_override,...`).
 pub(super) fn run(node: &Node, verb: &str, container: &Container, config: &Value, without: &str) -> Outcome {
     let plugin = cni_testkit::bin_dir().join("host-local");
@@ -70,7 +70,7 @@ fn a_limit_on_the_size_of_files_is_an_error_and_keeps_no_del() {
         let call = call.arg(cni_testkit::bin_dir().join("host-local")).command(verb).container(container);
         call.cni_path(cni_testkit::bin_dir()).config(&config(&node)).run()
     };
-    // Other reservations make the index larger than what may be written.
+    // Other reservations make the index larger than the limit.
     let mut all = attach(&node, &config(&node), 40);
     let before = node.reservations("net1");
     let late = node.container();
@@ -84,7 +84,8 @@ fn a_limit_on_the_size_of_files_is_an_error_and_keeps_no_del() {
     assert_eq!(node.reservations("net1"), []);
 }
 
-/// What stands where the lock should: without it nothing is done, and that is said.
+/// The lock's path is something else: no call changes anything without the lock, and the error says
+/// so.
 #[test]
 fn no_lock_where_one_should_be() {
     type Prepare = fn(&Path);
@@ -135,7 +136,7 @@ fn garbage_beside_the_reservations() {
     run(&node, "DEL", &container, &attachment.config, "").success();
 }
 
-/// Another container comes and goes while this one stays.
+/// Adds and deletes another container while this one stays.
 #[track_caller]
 fn other_life(node: &Node, staying: &Attachment<'_>) {
     let before = node.reservations("net1");
@@ -181,7 +182,7 @@ fn what_cannot_be_removed_is_named_and_the_rest_goes() {
         cni_testkit::skip!("no immutable files in {}", node.dir().display());
     }
     let outcome = run(&node, "DEL", &container, &attachment.config, "");
-    // Before anything can fail: the node's folder could not be removed.
+    // Before anything can fail, because the node's folder could not be removed.
     node.exec(&["chattr", "-i", stubborn]);
     let failure = outcome.fails_naming(5, &["net1/10.1.0.2"]);
     assert!(!failure.msg.contains("fd00:1::2"), "{failure:?}");

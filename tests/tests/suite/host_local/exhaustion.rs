@@ -1,4 +1,4 @@
-//! No address left: what is said, and what it costs to be asked again and again.
+//! Exhausted ranges: the error, and the cost of repeated calls.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 fn the_error_says_how_full_who_and_what_to_do() {
     let node = Node::new();
     let mut all = attach(&node, &host_local(&node, &["10.1.0.0/29"]), 5);
-    // The youngest stands between the oldest, where the round robin goes on.
+    // The newest reservation is among the oldest, where the round robin continues.
     all.remove(1).1.del().success();
     all.extend(attach(&node, &all[0].1.config.clone(), 1));
     let late = node.container();

@@ -1,4 +1,4 @@
-//! Add, add twice, check, delete, delete twice; interfaces of one container.
+//! ADD, repeated ADD, CHECK, DEL and repeated DEL; several interfaces of one container.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{VERSIONS, addresses, attach, bridge, host_local, patched};
@@ -131,7 +131,7 @@ fn check_is_red_for_another_interface() {
     attachment.del().success();
 }
 
-/// ADD, CHECK where the version has it, and DEL in one version.
+/// Runs ADD, CHECK where the version has it, and DEL in one version.
 #[track_caller]
 fn life_in(version: &str) -> Value {
     let node = Node::new();

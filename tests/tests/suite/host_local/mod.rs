@@ -1,4 +1,4 @@
-//! host-local called directly: which address, what is on disk, what comes back.
+//! host-local called directly: the chosen address, the files on disk and the result.
 
 mod allocation;
 mod bad_disks;

@@ -1,10 +1,11 @@
-//! Configurations that make no sense, and what is said about them. DEL cleans whatever they say.
+//! Invalid configurations and their errors. DEL releases with any configuration.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{host_local, patched};
 use serde_json::{Value, json};
 
-/// ADD with these ranges fails with this text, and DEL of an existing reservation still works.
+/// Asserts that ADD with these ranges fails with this text, and that DEL of an existing reservation
+/// still works.
 #[track_caller]
 fn refused(ranges: Value, text: &str) {
     refused_config(json!({"ipam": {"ranges": ranges}}), text);

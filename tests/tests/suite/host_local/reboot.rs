@@ -1,8 +1,8 @@
-//! After a reboot: what we reserved before is free again, and nothing else is.
+//! After a reboot the earlier reservations of host-local are free again, and no others.
 //!
-//! A reboot is another boot ID and another uptime: files of the test, mounted over the kernel's in
-//! the node's own mount namespace. A namespace of times would not do, for it does not change the
-//! times of files.
+//! Here a reboot is another boot ID and another uptime: files of the test, mounted over the
+//! kernel's in the node's own mount namespace. A time namespace would not do, because it does not
+//! change the times of files.
 
 use std::cell::Cell;
 use std::fs;
@@ -20,14 +20,14 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const UPTIME: &str = "/proc/uptime";
 const MACHINE_ID: &str = "/etc/machine-id";
 
-/// A node whose identity is the test's to choose.
+/// A node with a machine ID and boot ID that the test chooses.
 struct Machine {
     node: Node,
     boots: Cell<u32>,
 }
 
 impl Machine {
-    /// The first boot of a machine with an ID.
+    /// Returns a machine with an ID in its first boot.
     fn new() -> Machine {
         let node = Node::new();
         for (name, path) in [("boot_id", BOOT_ID), ("uptime", UPTIME), ("machine-id", MACHINE_ID)] {
@@ -40,7 +40,7 @@ impl Machine {
         machine
     }
 
-    /// A boot that begins now.
+    /// Starts a new boot now.
     fn reboot(&self) {
         self.boots.set(self.boots.get() + 1);
         self.node.file("boot_id", format!("00000000-0000-4000-8000-{:012}\n", self.boots.get()));
@@ -62,7 +62,7 @@ impl Machine {
         dir.to_str().unwrap().to_owned()
     }
 
-    /// A folder on an overlay, and the one of the disk below it that has what is written there.
+    /// A folder on an overlay, and the folder below it that stores its files.
     fn overlay(&self) -> (String, String) {
         let (overlay, upper) = (self.dir("overlay"), self.dir("upper"));
         let layers = format!("lowerdir={},upperdir={upper},workdir={}", self.dir("lower"), self.dir("work"));
@@ -119,7 +119,8 @@ fn ten_reboots_of_a_full_node_leak_nothing() {
         attachment.status().success();
         assert_eq!(machine.held().len(), 13, "STATUS changes nothing");
         if boot % 2 == 0 {
-            // Even what the runtime still calls valid: no container survives a reboot.
+            // Even attachments that the runtime still lists as valid: no container survives a
+            // reboot.
             attachment.gc(&[(&attachment.id, "eth0")]).success();
             assert_eq!(machine.held(), [], "after boot {boot} and GC");
         }
@@ -143,7 +144,7 @@ fn what_a_killed_add_has_reserved_is_reclaimed_too() {
         let plan = Plan { victim: "host-local".into(), at, act: Act::Signal(Signal::SIGKILL) };
         Attachment::new(&machine.node, container, config.clone()).invocation("ADD", None).traced(&plan)
     };
-    // So that the index is there, and what the killed ones do is an ordinary ADD.
+    // Creates the index, so that the killed calls are ordinary ADDs.
     another(&machine.node, &config);
     let (mut reserved, mut at) = (0, 1);
     loop {
@@ -270,7 +271,7 @@ fn a_late_chained_del_leaves_the_rules_of_the_new_holder() {
     }
 }
 
-/// What must be kept after a reboot, and what is done to make it so between the two boots.
+/// Asserts that every reservation is kept after a reboot if `change` runs before the next ADD.
 #[track_caller]
 fn kept(change: impl FnOnce(&Machine, &Path)) {
     let machine = Machine::new();
@@ -420,7 +421,7 @@ fn a_network_may_say_that_nothing_is_reclaimed() {
     let ids: Vec<(&str, &str)> = all.iter().map(|one| (one.1.id.as_str(), "eth0")).collect();
     all[0].1.clone().config(never).gc(&ids).success();
     assert_eq!(machine.held().len(), 5);
-    // Put off, not forgotten.
+    // Reclaimed later, not lost.
     let (container, _) = another(&machine.node, &config);
     assert_eq!(machine.held().len(), 1);
     Attachment::new(&machine.node, &container, config).del().success();
@@ -446,8 +447,8 @@ fn a_shared_or_passing_file_system_is_left_alone() {
 }
 
 /// Another machine, cloned with its ID, has its data on a disk of this one (here an overlay stands
-/// for NFS): what it reserves lives on when this one is booted, and inode and times are the same
-/// from both sides.
+/// for NFS). Its reservations stay valid when this one is booted, and inode and times are the same
+/// on both.
 #[test]
 fn what_a_machine_of_the_same_id_reserved_from_afar_is_kept() {
     require!(possible());
@@ -479,7 +480,7 @@ fn what_go_reserved_is_kept() {
     go(&by_go).add().success();
     let (_last, _, _) = attach(&machine.node, &config, 1).remove(0);
     machine.reboot();
-    // A node switched back to Go for a while: what Go has made of our files is Go's.
+    // A node switched back to Go for a while: files that Go has rewritten belong to Go.
     go(&before).del().success();
     let mut again = Vec::new();
     while machine.held().len() < 5 {

@@ -48,7 +48,7 @@ fn of_several_sources_for_one_set_the_highest_wins() {
     assert_eq!(given(conventions, Some("IP=10.1.0.9"))[0], "10.1.0.8/24");
 }
 
-/// ADD with these requests fails so, and nothing is reserved.
+/// Asserts that ADD with these requests fails with this error and reserves nothing.
 #[track_caller]
 fn refused(ips: Value, code: u64, text: &str) {
     let node = Node::new();

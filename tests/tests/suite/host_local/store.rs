@@ -1,5 +1,5 @@
-//! What is on disk: a node may be switched between the Go plugins and these at any time, with pods
-//! running.
+//! The files on disk: a node may be switched between the Go plugins and these at any time, with
+//! running pods.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! What host-local hands on besides addresses: DNS and routes.
+//! DNS and routes in the results of host-local.
 
 use cni_testkit::{Attachment, Node};
 use conformance::{attach, host_local, patched};
@@ -76,7 +76,7 @@ fn a_route_s_mtu_advmss_and_priority_of_0_are_absent() {
     let route = json!({"dst": "192.0.2.0/24", "mtu": 0, "advmss": 0, "priority": 0, "scope": 0});
     let config = patched(host_local(&node, &["10.1.0.0/24"]), json!({"ipam": {"routes": [route]}}));
     let container = node.container();
-    // The schema of configurations refuses what the plugins take.
+    // The schema of configurations refuses values that the plugins accept.
     let result = node.plugin("host-local").command("ADD").container(&container).bad_config(&config).run().success();
     assert_eq!(result["routes"], json!([{"dst": "192.0.2.0/24", "scope": 0}]));
     Attachment::new(&node, &container, host_local(&node, &["10.1.0.0/24"])).del().success();

@@ -1,5 +1,5 @@
-//! A reservation that cannot be read, for a moment or for good: it hides no address, and keeps no
-//! container from ending.
+//! A reservation that cannot be read, temporarily or permanently, hides no address and does not
+//! stop a container from ending.
 //!
 //! The index is removed first, so that the next call has to read the whole folder, which may fail.
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::bad_disks::{POWERLESS, config, run};
 
-/// Runs a verb whose `at`-th call fails, with no index to begin with.
+/// Runs a verb without an index and with a failure at its `at`-th call.
 fn failing(
     node: &Node,
     attachment: &Attachment<'_>,
@@ -49,7 +49,7 @@ fn a_del_that_fails_to_read_says_so_or_has_left_nothing() {
         let looked = hit.is_some_and(|hit| hit.call.contains("stat"));
         looks += u32::from(looked && outcome.status == Some(0));
     }
-    // Where an inode that cannot be looked at ended the reading of the folder, four fewer.
+    // Four fewer if a failed stat ended the reading of the folder.
     assert!(looks >= 20, "only {looks} failing looks at a file were got over");
     assert!(succeeded > 10, "only {succeeded} failures were got over");
     staying.del().success();

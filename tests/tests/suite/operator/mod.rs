@@ -15,14 +15,13 @@ use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
 use conformance::bridge;
 use serde_json::{Value, json};
 
-/// A node with a configured network `net1`: a bridge with host-local, and whatever else a test puts
-/// there.
+/// A node with a configured network `net1`: bridge with host-local, and what a test adds.
 pub(crate) struct Operator {
     pub(crate) node: Node,
 }
 
 impl Operator {
-    /// With a network `net1` on 10.1.0.0/24.
+    /// Creates the node with network `net1` on 10.1.0.0/24.
     pub(crate) fn new() -> Operator {
         let operator = Operator { node: Node::new() };
         operator.configure(json!({}), &[]);
@@ -44,7 +43,7 @@ impl Operator {
         args.iter().fold(call, |call, arg| call.arg(arg))
     }
 
-    /// What it prints, having succeeded.
+    /// Asserts success and returns the output.
     #[track_caller]
     pub(crate) fn done(&self, args: &[&str]) -> String {
         let outcome = self.call(args).run();
@@ -52,14 +51,14 @@ impl Operator {
         outcome.stdout
     }
 
-    /// The document that it prints, whatever its status.
+    /// Returns the printed document, regardless of the exit status.
     #[track_caller]
     pub(crate) fn json(&self, args: &[&str]) -> Value {
         let outcome = self.call(args).arg("--json").run();
         outcome.json.clone().unwrap_or_else(|| panic!("no JSON\n{}", outcome.report()))
     }
 
-    /// It fails with 1 and says these words.
+    /// Asserts that cnitool exits with 1 and prints these words.
     #[track_caller]
     pub(crate) fn failed(&self, args: &[&str], words: &[&str]) -> Outcome {
         let outcome = self.call(args).run();
@@ -86,7 +85,7 @@ impl Operator {
         self.node.exec(&argv)
     }
 
-    /// A container in the network.
+    /// Adds a container to the network.
     #[track_caller]
     pub(crate) fn attach(&self) -> Container {
         let container = self.node.container();

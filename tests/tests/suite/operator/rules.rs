@@ -1,5 +1,4 @@
-//! `rules restore`: rules that something else has removed are written again, and nothing else
-//! changes.
+//! `rules restore` writes rules again that another program has removed, and changes nothing else.
 
 use std::io::Write as _;
 use std::net::TcpListener;
@@ -12,7 +11,7 @@ use serde_json::{Value, json};
 use super::{Operator, path};
 use crate::portmap::world::{BACKENDS, Backend, ask_tcp, at};
 
-/// A node whose network `net1` has every plugin that keeps rules, in one backend.
+/// A node with a network `net1` of all plugins with rules, in one backend.
 struct Place {
     operator: Operator,
     backend: Backend,
@@ -55,7 +54,7 @@ impl Place {
         outcome.stdout + &outcome.stderr
     }
 
-    /// A container with this host port, if there is one.
+    /// Adds a container with this host port, if given.
     #[track_caller]
     fn attach(&self, network: &str, host_port: Option<u16>) -> Container {
         let container = self.operator.node.container();
@@ -82,12 +81,12 @@ impl Place {
         self.operator.node.exec(&["env", &path, "sh", "-ec", script]);
     }
 
-    /// Every rule and chain of both kinds, without counters, in no order.
+    /// Returns every rule and chain of nf_tables and iptables, sorted, without counters.
     fn rules(&self) -> Vec<String> {
         let node = &self.operator.node;
         let mut text = node.ruleset();
         if self.backend == Backend::IptablesLegacy {
-            // The save program makes the table that it looks for.
+            // The save program creates the table that it looks for.
             for table in node.proc_net("ip_tables_names").split_whitespace() {
                 text += &node.exec(&["xtables-legacy-multi", "iptables-save", "-t", table]);
             }
@@ -100,7 +99,7 @@ impl Place {
     }
 }
 
-/// The lines that are in one of two sorted lists more often than in the other.
+/// Returns the lines that are more often in one of two sorted lists than in the other.
 fn differences(before: &[String], after: &[String]) -> Vec<String> {
     let count = |all: &[String], line: &String| all.iter().filter(|other| *other == line).count();
     let mut lines = [before, after].concat();
@@ -113,7 +112,7 @@ fn differences(before: &[String], after: &[String]) -> Vec<String> {
     lines.iter().filter_map(shown).collect()
 }
 
-/// Goes on with each backend that can be had here, and says which cannot.
+/// Runs the test with each available backend, and prints the missing ones.
 fn each(test: impl Fn(&Place)) {
     for backend in BACKENDS {
         match backend.probe().and_then(|()| probe::nft()) {
@@ -134,7 +133,7 @@ fn serve(container: &Container, name: &'static str) {
     });
 }
 
-/// What removes all rules, and what removes some.
+/// Commands that remove all rules, and commands that remove some.
 fn losses(backend: Backend) -> &'static [(&'static str, &'static [&'static str])] {
     match backend {
         Backend::Nftables => &[
@@ -256,7 +255,7 @@ fn only_living_attachments_of_the_named_network_are_restored() {
         );
         let (alive, dead, elsewhere) =
             (place.attach("net1", Some(8080)), place.attach("net1", None), place.attach("net2", None));
-        // A container whose interface has gone, and one whose namespace has.
+        // A container without its interface, and one without its namespace.
         let bare = place.attach("net1", None);
         bare.exec(&["ip", "link", "delete", "eth0"]);
         dead.unmount();

@@ -1,4 +1,4 @@
-//! Everything that is wrong with a network, at once and in its place.
+//! `validate` reports all errors of a network at once, each with its position.
 
 use cni_testkit::{probe, require};
 use serde_json::json;
@@ -165,7 +165,7 @@ fn host_ports_mapped_by_two_networks_are_reported_for_both() {
     }
     other("8081", "");
     assert!(!operator.done(&["networks"]).contains("warning"));
-    // It is meant so.
+    // The file allows it explicitly.
     other("8080", ",\"portConflict\":\"ignore\"");
     assert!(!operator.done(&["networks"]).contains("warning"));
 }

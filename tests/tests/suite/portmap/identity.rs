@@ -1,4 +1,4 @@
-//! Whose is what: attachments of one container, networks, Go's and ours, GC.
+//! The owner of each rule: attachments of one container, networks, both implementations, GC.
 
 use cni_testkit::{Attachment, bin_dir, probe, require};
 use conformance::patched;
@@ -10,12 +10,12 @@ fn without_ports(config: &Value) -> Value {
     patched(config.clone(), json!({"runtimeConfig": null}))
 }
 
-/// How often the rules of this backend mention a port of a mapping.
+/// Returns how often the rules of this backend contain a port of a mapping.
 fn mentions(world: &World, port: u16) -> usize {
     world.rules().matches(&format!("dport {port} ")).count()
 }
 
-/// Two attachments of one container, 8080 and 8081 mapped by one each.
+/// Two attachments of one container, one with port 8080 and one with 8081.
 fn two<'w>(world: &'w World, networks: [&str; 2]) -> [(Pod<'w>, Value); 2] {
     let network = |name: &str| match name {
         "net1" => world.network("net1", &["10.1.0.0/24", "fd00:1::/64"]),
@@ -44,7 +44,7 @@ fn attachments_of_one_container_do_not_disturb_each_other() {
                     pod.check(config).success();
                 }
                 let (pod, config) = &both[gone];
-                // As poor a DEL as there is.
+                // A DEL with the least possible information.
                 pod.call_by(&bin_dir(), "DEL", &without_ports(config), None).success();
                 assert_eq!(
                     mentions(&world, [8080, 8081][gone]),
@@ -269,7 +269,7 @@ fn an_add_after_go_s_adds_nothing_twice() {
         pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
         pod.add(&config).success();
         pod.check(&config).success();
-        // One in each family; in nftables two for the packets of IPv4 to itself.
+        // One per family; nftables has two for IPv4 packets of the pod to itself.
         let targets: &[_] = match world.backend {
             Backend::Nftables => &[("dnat to", 2), (" masquerade ", 3), ("jump hostports_all", 4)],
             _ => &[("-j DNAT", 2), ("-j MASQUERADE", 2), ("-j MARK", 2)],

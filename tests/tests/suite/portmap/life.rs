@@ -1,5 +1,4 @@
-//! The life of a mapping: twice, sabotaged, half-done, racing, taken, in every version, and what it
-//! costs.
+//! Mappings: repeated, damaged, partial, concurrent and occupied, in every version, and their cost.
 
 use cni_testkit::{Attachment, bin_dir, probe, program, require};
 use conformance::{VERSIONS, patched};
@@ -157,7 +156,8 @@ fn a_foreign_jump_with_more_matches_is_not_the_shared_jump() {
     each(&IPTABLES, |world| {
         let first = world.mapped(one());
         first.serve_tcp(80, "first");
-        // What the plugins do not write is not read; apart from it, this rule is the shared one.
+        // The plugins do not decode matches that they never write; otherwise this rule equals the
+        // shared one.
         let shared = "-m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT";
         shell(world, &format!("iptables -w -t nat -I PREROUTING -m physdev --physdev-in nowhere {shared}"));
         let second = world.dual();
@@ -178,7 +178,7 @@ fn nftables_is_the_default_where_iptables_does_not_work() {
         let world = World::new(Backend::Nftables);
         let pod = world.dual();
         pod.serve_tcp(80, "pod");
-        // As the older iptables on a kernel without its tables.
+        // As iptables-legacy on a kernel without its tables.
         let bin = world.node.dir().join("broken");
         let script = "#!/bin/sh\ncase \"$*\" in *--version*) echo 'iptables v1.8.9 (legacy)'; exit;; esac\n\
                       cat >/dev/null\necho \"can't initialize iptables table\" >&2\nexit 3\n";
@@ -223,7 +223,7 @@ fn an_add_with_unread_result_leaves_nothing() {
 fn fifty_first_adds_at_once_are_all_there_and_nothing_is_double() {
     each(&BACKENDS, |world| {
         let count = u16::try_from(cni_testkit::crowd(50)).unwrap();
-        // Results made by hand: it is about portmap's rules, not about bridge.
+        // Handwritten results, because the test is about portmap's rules only.
         world.node.exec(&["ip", "link", "add", "br9", "type", "bridge"]);
         world.node.exec(&["ip", "address", "add", "10.9.0.1/16", "dev", "br9"]);
         world.node.exec(&["ip", "link", "set", "br9", "up"]);
@@ -360,8 +360,8 @@ fn conditions_beyond_the_subset_go_through_nft() {
 #[test]
 fn without_any_iptables_nf_tables_works_and_del_never_fails() {
     require!(Backend::Nftables.probe());
-    // A PATH of nothing does not hide the system's folders, so this is about what is held, not what
-    // is installed.
+    // An empty PATH does not hide the system's folders, so this is about existing rules, not about
+    // installed programs.
     let world = World::new(Backend::Nftables);
     let pod = world.mapped(one());
     let path = world.node.dir().join("empty");

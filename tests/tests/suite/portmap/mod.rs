@@ -1,4 +1,4 @@
-//! `portmap`: ports of the host lead to a container, with every backend, and leave nothing.
+//! `portmap`: maps ports of the host to a container, with every backend, and leaves nothing.
 //!
 //! A network of two plugins, called one after the other as a runtime does: `bridge`, then `portmap`
 //! with its result.

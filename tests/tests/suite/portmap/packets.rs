@@ -1,5 +1,4 @@
-//! Real packets: from outside, from the node, from other pods, from the pod itself, over both
-//! families.
+//! Real packets in both families: from outside, the node, other pods and the pod itself.
 
 use std::net::UdpSocket;
 use std::time::Duration;

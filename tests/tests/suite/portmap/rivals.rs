@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::world::{BACKENDS, Backend, Pod, World, ask_tcp, at, each, map};
 
-/// A call of portmap with another backend than the world's.
+/// Returns a call of portmap with another backend than the world's.
 #[track_caller]
 fn by(backend: Backend, pod: &Pod<'_>, verb: &str, config: &Value) {
     let config = patched(config.clone(), json!({"backend": backend.key()}));
@@ -18,7 +18,7 @@ fn others(world: &World) -> impl Iterator<Item = Backend> {
     BACKENDS.into_iter().filter(|other| *other != world.backend && other.probe().is_ok())
 }
 
-/// Everything that nf_tables and, where there are such tables, the older iptables have.
+/// Returns all rules of nf_tables and, if its tables exist, of iptables-legacy.
 fn everything(world: &World) -> String {
     let legacy = "for f in ip ip6; do ! grep -qs nat /proc/net/${f}_tables_names || /usr/sbin/xtables-legacy-multi ${f}tables-save -t nat | grep ^-; done";
     world.node.ruleset() + &world.node.exec(&["sh", "-ec", legacy])

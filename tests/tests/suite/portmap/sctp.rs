@@ -22,15 +22,15 @@ fn sctp(family: AddressFamily) -> OwnedFd {
 
 /// Serves SCTP on this address of the pod and sends every client the name.
 ///
-/// Both sides use one address alone: those with several tell each other of them, and what is sent
-/// again goes by another one, past every translation.
+/// Both sides use a single address: peers with several exchange them, and retransmissions to
+/// another address would bypass the translation.
 fn serve(pod: &Pod<'_>, family: usize, port: u16, name: &'static str) {
     let address = SocketAddr::new(pod.address(family), port);
     let listener = pod.container.enter(|| {
         let socket = sctp(if family == 0 { AddressFamily::Inet } else { AddressFamily::Inet6 });
         bind(socket.as_raw_fd(), &SockaddrStorage::from(address)).unwrap();
         listen(&socket, Backlog::new(8).unwrap()).unwrap();
-        // Of what the standard library does with such a socket nothing is TCP's own.
+        // The standard library's calls on this socket are not specific to TCP.
         TcpListener::from(socket)
     });
     thread::spawn(move || {
@@ -77,7 +77,7 @@ fn an_sctp_mapping_works_from_everywhere_until_del() {
             assert_eq!(world.client.enter(|| ask(&to, long)), heard, "outside, {to} {}", rules());
             assert_eq!(world.node.enter(|| ask(&to, long)), heard, "the node, {to} {}", rules());
             assert_eq!(other.container.enter(|| ask(&to, long)), heard, "another pod, {to} {}", rules());
-            // The same number, another protocol: another mapping.
+            // The same port number with another protocol is another mapping.
             assert!(world.client.enter(|| ask_tcp(&to)).is_some_and(|answer| answer.starts_with("by TCP")));
         }
         assert_eq!(world.node.enter(|| ask("127.0.0.1:8080", long)), heard, "{}", rules());

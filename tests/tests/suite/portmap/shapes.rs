@@ -1,5 +1,5 @@
-//! What stands in the kernel: with iptables what Go leaves there in the same run, with nf_tables
-//! what the reference says.
+//! The rules in the kernel: with iptables those that Go leaves in the same run, with nf_tables
+//! those of the reference.
 
 use cni_testkit::{bin_dir, require};
 use conformance::patched;
@@ -21,14 +21,14 @@ fn eight() -> Value {
     ])
 }
 
-/// The rules, chain by chain, without the line that is ours alone.
+/// Returns the rules, chain by chain, without the rule that only these plugins write.
 fn comparable(world: &World) -> Vec<String> {
     let text = world.rules();
     let mut found = Vec::new();
     for (family, text) in text.split("\nv6\n").enumerate() {
         let mut lines: Vec<&str> = text.lines().filter(|line| line.starts_with(['-', ':'])).collect();
         lines.retain(|line| !line.contains("--comment \"cni:") && !line.contains("--comment cni:"));
-        // Within a chain the order counts; in which order chains stand does not.
+        // The order within a chain matters, the order of chains does not.
         lines.sort_by_key(|line| line.split(' ').take(if line.starts_with(':') { 1 } else { 2 }).collect::<Vec<_>>());
         found.extend(lines.into_iter().map(|line| format!("v{} {line}", if family == 0 { 4 } else { 6 })));
     }
@@ -68,7 +68,7 @@ fn same_as_go(world: &World, patch: &Value, mappings: Value, around: Option<[&st
     }
 }
 
-/// Each a test of its own: Go starts up to a hundred programs for one.
+/// One test per case, because Go starts up to a hundred programs for each.
 #[track_caller]
 fn each_as_go(patch: &Value, mappings: &Value, around: Option<[&str; 2]>) {
     require!(cni_testkit::probe::go_plugins());
@@ -189,7 +189,7 @@ fn with_nf_tables_the_rules_are_those_of_the_reference() {
         }
     }
     assert!(world.rules().contains("comment \"CNI portmap plugin\""));
-    // The listing is one that nft takes back.
+    // nft accepts its own listing.
     world.node.exec(&["sh", "-ec", "nft list ruleset > /run/rules; nft -c -f /run/rules"]);
     assert_eq!(world.ran(), Vec::<String>::new(), "no process");
     pod.leave();

@@ -1,5 +1,5 @@
-//! An ADD that fails leaves everything as it was: nothing after a first one, the earlier ADD's
-//! rules after a second.
+//! A failed ADD restores the former state: no rules after a first ADD, the earlier ADD's rules
+//! after a second.
 
 use cni_testkit::{bin_dir, require};
 use conformance::patched;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, each, map};
 
-/// The rules as a set of lines: what is put back stands at a chain's end.
+/// Returns the rules as a set of lines, because restored rules are at the end of a chain.
 pub(super) fn lines(world: &World) -> Vec<String> {
     let mut lines: Vec<String> = world.rules().lines().map(str::to_owned).collect();
     lines.sort();

@@ -13,7 +13,7 @@ pub(crate) use conformance::HOST;
 use conformance::{VERSION, bridge, patched, uplink};
 use serde_json::{Value, json};
 
-/// How rules are made.
+/// The backend of the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backend {
     Nftables,
@@ -29,7 +29,7 @@ impl Backend {
         if self == Backend::Nftables { "nftables" } else { "iptables" }
     }
 
-    /// The programs this backend needs, for the plugin or to be looked at with.
+    /// Probes for the programs that the plugin or the test needs for this backend.
     pub(crate) fn probe(self) -> Result<(), String> {
         match self {
             Backend::Nftables => probe::nft(),
@@ -42,8 +42,7 @@ impl Backend {
         if self == Backend::IptablesLegacy { "xtables-legacy-multi" } else { "xtables-nft-multi" }
     }
 
-    /// A PATH in which `iptables` is the one meant, and in which every program that is run leaves a
-    /// line.
+    /// Returns a PATH with this backend's `iptables`, in which every program logs its call.
     pub(crate) fn path(self, node: &Node) -> String {
         let folder = node.dir().join(format!("bin-{self:?}"));
         let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
@@ -81,7 +80,7 @@ impl Backend {
     }
 }
 
-/// The part of a test that is the same for all: a node, its uplink, a client.
+/// A node, its uplink and a client, which all tests use.
 pub(crate) struct World {
     pub(crate) node: Node,
     pub(crate) client: Container,
@@ -91,8 +90,8 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(backend: Backend) -> World {
         let node = Node::new();
-        // Looking for duplicates of a new bridge's address takes the kernel a second or two, and is
-        // none of portmap's.
+        // Duplicate detection for a new bridge's address takes a second or two and does not concern
+        // portmap.
         node.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
         let client = uplink(&node, "up0");
         World { node, client, backend }
@@ -117,7 +116,7 @@ impl World {
         self.pod(&self.network("net1", &["10.1.0.0/24", "fd00:1::/64"]))
     }
 
-    /// The same with these mappings in force.
+    /// The same with these mappings.
     #[track_caller]
     pub(crate) fn mapped(&self, mappings: Value) -> Pod<'_> {
         let pod = self.dual();
@@ -131,7 +130,7 @@ impl World {
                "capabilities": {"portMappings": true}, "runtimeConfig": {"portMappings": mappings}})
     }
 
-    /// The programs that have run since this was last asked.
+    /// Returns the programs that have run since the last call.
     pub(crate) fn ran(&self) -> Vec<String> {
         let log = self.node.dir().join("ran");
         let text = std::fs::read_to_string(&log).unwrap_or_default();
@@ -139,14 +138,14 @@ impl World {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// All rules and chains of the backend, comparable: for iptables what its save program says of
-    /// `nat`.
+    /// Returns all rules and chains of the backend in comparable form: for iptables the output of
+    /// its save program for `nat`.
     pub(crate) fn rules(&self) -> String {
         match self.backend {
             Backend::Nftables => self.node.ruleset(),
             backend => {
                 let multi = format!("/usr/sbin/{}", backend.multi());
-                // The save program of the older iptables makes the table it looks for.
+                // The save program of iptables-legacy creates the table that it looks for.
                 let save = |family: &str| {
                     let names = if family == "iptables" { "ip_tables_names" } else { "ip6_tables_names" };
                     let legacy = backend == Backend::IptablesLegacy;
@@ -264,7 +263,7 @@ impl<'w> Pod<'w> {
         });
     }
 
-    /// The same for UDP: each datagram is answered.
+    /// The same for UDP: answers each datagram.
     pub(crate) fn serve_udp(&self, port: u16, name: &'static str) {
         let socket = self.container.enter(|| UdpSocket::bind(("::", port)).unwrap());
         thread::spawn(move || {
@@ -285,7 +284,7 @@ pub(crate) fn ask_tcp(to: &str) -> Option<String> {
     ask_tcp_for(patience(Duration::from_secs(10)), to)
 }
 
-/// The same, waiting so long for each of connection and answer.
+/// Does the same, with this timeout for connection and answer.
 pub(crate) fn ask_tcp_for(time: Duration, to: &str) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
     let mut stream = TcpStream::connect_timeout(&to, time).ok()?;
@@ -295,7 +294,7 @@ pub(crate) fn ask_tcp_for(time: Duration, to: &str) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// A UDP socket that stays the same from question to question.
+/// Returns a UDP socket for several questions.
 pub(crate) fn udp_client() -> UdpSocket {
     UdpSocket::bind("0.0.0.0:0").unwrap()
 }
@@ -305,7 +304,7 @@ pub(crate) fn ask_udp(socket: &UdpSocket, to: &str) -> Option<String> {
     ask_udp_for(patience(Duration::from_secs(10)), socket, to)
 }
 
-/// The same, waiting so long for the answer.
+/// Does the same, with this timeout.
 pub(crate) fn ask_udp_for(time: Duration, socket: &UdpSocket, to: &str) -> Option<String> {
     socket.set_read_timeout(Some(time)).unwrap();
     socket.send_to(b"?", to).ok()?;
@@ -324,7 +323,7 @@ pub(crate) fn map(host_port: u16, container_port: u16, protocol: &str) -> Value 
     json!({"hostPort": host_port, "containerPort": container_port, "protocol": protocol})
 }
 
-/// Goes on with each backend that can be had here, and says which cannot.
+/// Runs the test with each available backend, and prints the missing ones.
 pub(crate) fn each(backends: &[Backend], test: impl Fn(&World)) {
     for backend in backends {
         match backend.probe() {

@@ -4,7 +4,7 @@ use cni_testkit::{Attachment, Node};
 use conformance::{addresses, host_local, layer2, patched, sandboxed};
 use serde_json::json;
 
-/// ADD and DEL of host-local with these arguments.
+/// Runs ADD and DEL of host-local with these arguments.
 #[track_caller]
 fn add_and_del(args: &str) -> Vec<String> {
     let node = Node::new();

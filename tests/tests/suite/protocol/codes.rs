@@ -1,4 +1,4 @@
-//! Every error code of the specification, provoked.
+//! Provokes every error code of the specification.
 //!
 //! Unlike in the other files, no deviation is excused. The tests of each subject assert the
 //! messages; these assert the codes, by which a runtime decides.

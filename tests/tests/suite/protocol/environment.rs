@@ -1,4 +1,4 @@
-//! The variables: which are required by which verb, and what they may hold.
+//! The variables that each verb requires, and their valid values.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -37,7 +37,7 @@ fn gc_and_status_require_the_path_alone() {
         for verb in ["GC", "STATUS"] {
             let call = node.plugin(plugin).command(verb).config(&config);
             call.clone().without("CNI_PATH").run().fails_with(4, "required env variables [CNI_PATH] missing");
-            // What is not required is not looked at.
+            // Variables that are not required are not validated.
             call.id("not/an id").ifname("far-too-long-for-an-interface").run().success();
         }
     }

@@ -11,7 +11,7 @@ fn host_local_with<'n>(node: &'n Node, container: &cni_testkit::Container, verb:
     node.plugin("host-local").command(verb).container(container).stdin(text)
 }
 
-/// ADD and DEL with a configuration written by hand; `DATADIR` stands for the node's folder.
+/// Runs ADD and DEL with a handwritten configuration; `DATADIR` stands for the node's folder.
 #[track_caller]
 fn add_and_del(text: &str) -> Value {
     let node = Node::new();

@@ -1,4 +1,4 @@
-//! The wire: environment, configuration, versions, errors. The same for every plugin.
+//! The protocol, the same for every plugin: environment, configuration, versions, errors.
 
 mod args;
 mod codes;

@@ -1,5 +1,4 @@
-//! What is refused, what a failed ADD takes back, CHECK, and DEL in whatever state the container
-//! is.
+//! Refusals, the undo of a failed ADD, CHECK, and DEL in every state of the container.
 
 use std::fs::File;
 
@@ -155,7 +154,7 @@ fn check_finds_what_is_missing() {
     attachment.check(&result).success();
     pod.ip(&["rule del from 10.2.0.2"]);
     attachment.check(&result).fails_naming(101, &["no rule", "10.2.0.2"]);
-    // A later plugin may have taken the address away.
+    // A later plugin may have removed the address.
     pod.ip(&["address del 10.2.0.2/24 dev net1"]);
     attachment.check(&result).success();
     pod.ip(&["link del net1"]);

@@ -1,7 +1,7 @@
 //! sbr: packets from an interface's addresses leave by that interface.
 //!
-//! The container has `eth0` with the default route, and `net1`, which the plugin is asked about. No
-//! interface makes an address of its own, so that the tables hold what the test has put there.
+//! The container has `eth0` with the default route, and `net1`, the plugin's interface. Interfaces
+//! get no automatic addresses, so that the tables contain only the test's routes.
 
 mod failure;
 mod mixed;
@@ -44,7 +44,7 @@ pub(crate) fn routed<'n>(node: &'n Node, pod: &Container, keys: Value) -> Attach
     Attachment::new(node, pod, sbr(keys)).ifname("net1")
 }
 
-/// What the plugin before has answered: these addresses of `net1`, with their gateways.
+/// Returns the previous plugin's result: these addresses of `net1`, with their gateways.
 pub(crate) fn prev(pod: &Container, ips: &[(&str, &str)]) -> Value {
     let ip = |(address, gateway): &(&str, &str)| match *gateway {
         "" => json!({"address": address, "interface": 1}),
@@ -82,7 +82,7 @@ pub(crate) fn empty(pod: &Container) {
     pod.run(&["ip", "-6", "route", "flush", "table", "101"]);
 }
 
-/// All rules, and all routes but those of the table `local`.
+/// Returns all rules, and all routes except those of the table `local`.
 pub(crate) fn state(pod: &Container) -> Vec<String> {
     let mut all = rules(pod);
     for family in ["-4", "-6"] {

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{V4, V6, empty, pod, prev, routed};
 
-/// How long to wait for what must not come.
+/// How long to wait for an answer that must not come.
 const IN_VAIN: Duration = Duration::from_millis(500);
 
 /// Connects `outside` to both networks.

@@ -1,4 +1,4 @@
-//! Which rules and routes an ADD makes, and what it leaves.
+//! The rules and routes that ADD creates, and those that it leaves alone.
 
 use cni_testkit::Node;
 use conformance::{VERSIONS, patched};

@@ -41,7 +41,7 @@ fn private_and_vepa_leave_others_to_the_outside() {
         let all = attach(&node, &config, 2);
         assert_eq!(mode(&all[0].0), name);
         ping(&all[0].0, "192.0.2.9");
-        // What is outside sends nothing back.
+        // The peer outside sends nothing back.
         let unreached = all[0].0.run(&["ping", "-c1", "-W1", &address(&all[1].2)]);
         assert!(!unreached.ok, "{name}: {unreached:?}");
         for (_, attachment, result) in &all {

@@ -1,5 +1,5 @@
-//! `macvlan`, `ipvlan` and `vlan`: an interface of a container on top of one of the host. Here what
-//! they have in common.
+//! `macvlan`, `ipvlan` and `vlan`: an interface of a container on top of one of the host. This
+//! module tests their common behaviour.
 //!
 //! The master is always called `eth0`, as the container's interface: some kernels look a new
 //! interface's name up in the host's namespace too.
@@ -14,7 +14,7 @@ use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, probe
 use conformance::{VERSION, VERSIONS, address, addresses, attach, ipam, patched, uplink};
 use serde_json::{Value, json};
 
-/// Expands to the tests of what is common, for each plugin.
+/// Expands to the common tests for each plugin.
 macro_rules! for_each_plugin {
     ($($test:ident)*) => {
         mod each {
@@ -49,7 +49,7 @@ for_each_plugin! {
     what_one_side_added_the_other_deletes
 }
 
-/// A node with a master `eth0`, and what is beyond it.
+/// A node with a master `eth0`, and the peer beyond it.
 fn node() -> (Node, Container) {
     let node = Node::new();
     let outside = uplink(&node, "eth0");
@@ -87,7 +87,7 @@ fn ping(from: &Container, to: &str) {
     from.ping(to);
 }
 
-/// What is outside still knows the hardware address that another container had with this address.
+/// The peer outside still has a neighbour entry with another container's MAC for this address.
 fn neighbours_are_corrected(plugin: &str) {
     require!(probed(plugin));
     let (node, outside) = node();
@@ -180,7 +180,7 @@ fn del_needs_neither_result_nor_namespace_nor_master(plugin: &str) {
     attachment.add().success();
     attachment.clone().netns("").del().success();
     assert_eq!(node.reservations("net1"), []);
-    // A master that is no longer named, and is not to be found.
+    // A master that the configuration does not name and that cannot be found.
     attachment.clone().config(patched(config.clone(), json!({"master": null}))).del().success();
     assert_eq!(links(&container), [""; 0]);
     let result = attachment.add().success();
@@ -194,7 +194,7 @@ fn del_removes_only_what_is_its_own(plugin: &str) {
     let (node, _outside) = node();
     let config = network(&node, plugin);
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
-    // Of another network, by its mark.
+    // An interface of another network, by its mark.
     attachment.clone().config(patched(config.clone(), json!({"name": "net2"}))).del().success();
     assert_eq!(kind(&container), plugin);
     // Without a mark, as Go makes it, by the result: and another interface has come since.
@@ -206,7 +206,7 @@ fn del_removes_only_what_is_its_own(plugin: &str) {
     container.exec(&["ip", "link", "set", "eth0", "alias", ""]);
     attachment.del_with(&other).success();
     assert_eq!(kind(&container), plugin);
-    // With neither, by its kind.
+    // Without mark and result, by its link type.
     attachment.del().success();
     assert_eq!(links(&container), [""; 0]);
     container.exec(&["ip", "link", "add", "eth0", "type", "bridge"]);
@@ -234,7 +234,7 @@ fn check_reports_what_differs(plugin: &str) {
     let (node, _outside) = node();
     let config = network(&node, plugin);
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
-    // The master need not be there any more by its name, nor its MTU allow what it allowed.
+    // CHECK requires neither the master's name nor an MTU that the master allows.
     attachment
         .clone()
         .config(patched(config.clone(), json!({"master": "gone0", "mtu": 9000})))
@@ -275,7 +275,7 @@ fn the_master_may_be_in_the_container(plugin: &str) {
     attachment.check(&result).success();
     attachment.del_with(&result).success();
     assert_eq!(links(&container), ["nic0"]);
-    // The master of that name on the host is not meant.
+    // Not the master with that name on the host.
     attachment.config(patched(network(&node, plugin), json!({"linkInContainer": true}))).add().failure();
     assert_eq!(links(&container), ["nic0"]);
 }

@@ -1,4 +1,4 @@
-//! The node's allow-list, judged before anything is changed.
+//! The node's allow-list, checked before any change.
 
 use std::fs;
 

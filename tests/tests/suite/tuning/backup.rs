@@ -1,5 +1,4 @@
-//! The backup file: originals survive whatever happens between ADD and DEL, and nothing survives
-//! DEL.
+//! The backup file keeps the originals until DEL, whatever happens between, and DEL removes it.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -91,7 +90,7 @@ fn a_second_add_does_not_take_the_tuned_for_the_original() {
     let first = attachment.add_after(&prev(&container)).success();
     assert_eq!(attachment.add_after(&prev(&container)).success(), first);
     attachment.check(&first).success();
-    // Another value, and one key more than the first time.
+    // Another value, and one more key than the first time.
     let more = tuned(&node, &container, json!({"mtu": 1300, "sysctl": {"net.ipv4.conf.IFNAME.arp_announce": "2"}}));
     more.add_after(&prev(&container)).success();
     attachment.del().success();
@@ -168,7 +167,7 @@ fn an_id_used_again_after_a_lost_del_gets_its_own_originals() {
     let lost = pod(&node);
     let first = tuned(&node, &lost, all());
     first.add_after(&prev(&lost)).success();
-    // The same ID in another namespace, whose originals are others.
+    // The same ID in another namespace, with other originals.
     let again = node.container();
     equip(&again);
     again.exec(&["ip", "link", "set", "eth0", "mtu", "1450"]);

@@ -1,4 +1,4 @@
-//! bridge, then tuning: what a runtime's list does with both.
+//! A list of bridge and tuning.
 
 use cni_testkit::{Attachment, Node, probe, require};
 use conformance::{layer2, patched, sandboxed};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{backups, tuned};
 
-/// ADD in order, CHECK, DEL in reverse with the last result, as runtimes do.
+/// Runs ADD in order, CHECK, and DEL in reverse with the last result, as runtimes do.
 #[track_caller]
 fn life(node: &Node) {
     let container = node.container();

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 
 use super::{ARP_FILTER, pod, prev, state, tuned};
 
-/// ADD, a sabotage by `ip link set eth0 …`, and CHECK says what was expected and what it found.
+/// Damages the interface by `ip link set eth0 …` after ADD and asserts that CHECK reports the
+/// expected and the actual value.
 #[track_caller]
 fn sees(keys: Value, sabotage: &[&str], words: &[&str]) {
     let node = Node::new();
@@ -118,7 +119,7 @@ fn two_entries_pass_check_and_the_first_del_restores_all() {
     assert_eq!(state(&container), ("02:00:00:00:00:aa".to_owned(), 1300, true, false, before.4));
     first.check(&result).success();
     second.check(&result).success();
-    // Only the last word of the list is as good as one's own.
+    // Only the last value that the list set is accepted like one's own.
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1200"]);
     first.check(&result).fails_naming(101, &["1400", "1200"]);
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);

@@ -88,7 +88,7 @@ fn the_node_s_own_namespace_is_never_tuned() {
     let own = tuned(&node, &container, json!({"sysctl": {"net.ipv4.conf.all.arp_filter": "1"}})).netns(node.netns());
     own.add_after(&prev(&container)).fails_with(8, "plugin's netns and netns from CNI_NETNS should not be the same");
     assert_eq!(node.sysctl("net/ipv4/conf/all/arp_filter"), "0");
-    // A DEL whose path leads to the node's namespace by now removes the file and touches nothing.
+    // A DEL with a path that now leads to the node's namespace removes only the file.
     let attachment = tuned(&node, &container, all());
     attachment.add_after(&prev(&container)).success();
     attachment.clone().netns(node.netns()).del().failure();

@@ -1,4 +1,4 @@
-//! Every setting of the interface, from every source, and which source wins.
+//! Every setting of the interface, from every source, and the order of sources.
 
 use cni_testkit::Node;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ const B: &str = "02:00:00:00:00:bb";
 const C: &str = "02:00:00:00:00:cc";
 const D: &str = "02:00:00:00:00:dd";
 
-/// ADD, a look, CHECK, DEL, and everything is as it was.
+/// Runs ADD, compares the state, runs CHECK and DEL, and asserts that the state is restored.
 #[track_caller]
 fn sets(keys: Value, args: Option<&str>, expected: (&str, u64, bool, bool, u64)) {
     let node = Node::new();

@@ -12,7 +12,7 @@ fn go_tuning() -> probe::Probed {
     if path.is_file() { Ok(()) } else { Err(format!("no Go plugin at {}; set CNI_GO_BIN_DIR", path.display())) }
 }
 
-/// What Debian's release knows, too.
+/// Settings that Debian's release supports too.
 fn link_keys() -> Value {
     json!({"mac": "02:00:00:00:00:aa", "mtu": 1400, "promisc": true, "allmulti": true})
 }
@@ -48,7 +48,7 @@ fn repeated_adds_of_both_implementations() {
     both_ways(|_, container, first, second, go_first| {
         first.add_after(&prev(container)).success();
         if !go_first {
-            // Go's second ADD overwrites the originals, so it is not asked for one.
+            // Go's second ADD overwrites the originals, so the test does not call it.
             second.del().success();
             return;
         }

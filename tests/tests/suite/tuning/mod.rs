@@ -1,7 +1,7 @@
 //! tuning: settings of an interface and of its namespace, set by ADD and put back by DEL.
 //!
 //! The interface is one end of a veth pair inside the container, so that no other plugin is needed;
-//! `prev` is what the plugin that made it would have said.
+//! `prev` is the result of the plugin that would have created it.
 
 mod allowlist;
 mod backup;
@@ -50,7 +50,7 @@ pub(crate) fn data_dir(node: &Node) -> PathBuf {
     node.dir().join("tuning")
 }
 
-/// Its attachment of this container.
+/// Returns its attachment of this container.
 pub(crate) fn tuned<'n>(node: &'n Node, container: &Container, keys: Value) -> Attachment<'n> {
     Attachment::new(node, container, tuning(node, keys))
 }
@@ -71,8 +71,8 @@ pub(crate) fn prev(container: &Container) -> Value {
     })
 }
 
-/// A call whose configuration is text, since JSON values neither keep the order of keys nor have
-/// them twice.
+/// Returns a call with a textual configuration, because JSON values neither keep the order of keys
+/// nor contain a key twice.
 fn call<'n>(node: &'n Node, container: &Container, verb: &str, keys: &str) -> Invocation<'n> {
     let (folder, prev) = (data_dir(node), prev(container));
     let folder = folder.to_str().unwrap();
@@ -82,7 +82,7 @@ fn call<'n>(node: &'n Node, container: &Container, verb: &str, keys: &str) -> In
     node.plugin("tuning").command(verb).container(container).stdin(config)
 }
 
-/// MAC, MTU, promiscuous, all-multicast, transmit queue of `eth0`.
+/// Returns MAC, MTU, promiscuous and all-multicast flags, and transmit queue length of `eth0`.
 #[track_caller]
 pub(crate) fn state(container: &Container) -> (String, u64, bool, bool, u64) {
     let link = container.link("eth0").expect("eth0 is there");
@@ -91,7 +91,7 @@ pub(crate) fn state(container: &Container) -> (String, u64, bool, bool, u64) {
     (link["address"].as_str().unwrap().to_owned(), number("mtu"), flag("PROMISC"), flag("ALLMULTI"), number("txqlen"))
 }
 
-/// The names of the files in the backups' folder.
+/// Returns the names of the files in the backups' folder.
 fn backups(node: &Node) -> Vec<String> {
     let files = fs::read_dir(data_dir(node)).into_iter().flatten().flatten();
     let mut names: Vec<String> = files.map(|file| file.file_name().into_string().unwrap()).collect();

@@ -50,8 +50,8 @@ fn gc_removes_the_temporary_file_of_a_killed_add() {
     attachment.del().success();
 }
 
-/// Where the file system has no files without a name. The second half of the name is the network's,
-/// and all that says whose it is.
+/// For file systems without O_TMPFILE. Only the second half of the temporary name shows the network
+/// that the file belongs to.
 #[test]
 fn gc_removes_the_partial_file_of_a_killed_add() {
     let node = Node::new();

@@ -1,5 +1,5 @@
-//! The result: what came before, in its version's shape, with what was changed in this interface's
-//! entry.
+//! The result: the previous result in the form of its version, with the changed values in this
+//! interface's entry.
 
 use cni_testkit::Node;
 use conformance::patched;
@@ -13,7 +13,7 @@ fn keys(version: &str) -> Value {
     json!({"cniVersion": version, "mac": TUNED, "mtu": 1400})
 }
 
-/// ADD, CHECK where the version has it, DEL.
+/// Runs ADD, CHECK where the version has it, and DEL.
 #[track_caller]
 fn life(version: &str, prev: impl FnOnce(&str) -> Value, expected: impl FnOnce(&mut Value)) {
     let node = Node::new();

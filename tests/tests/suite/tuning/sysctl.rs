@@ -1,5 +1,4 @@
-//! Sysctls: which file a key means, in which order they are written, what is refused before
-//! anything is.
+//! Sysctls: the file of a key, the order of writes, and refusals before any write.
 
 use cni_testkit::{Container, Node, skip};
 use serde_json::{Map, Value, json};
@@ -58,8 +57,8 @@ fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
     let own_first = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
     let node = Node::new();
     let container = pod(&node);
-    // "all" reaches every interface, so the last word is heard. An order by chance does not come
-    // right every time.
+    // "all" changes every interface, so the last write wins. A random order would be wrong at
+    // times.
     for _ in 0..6 {
         for (keys, expected) in [(all_first, "0"), (own_first, "1")] {
             container.set_sysctl(all, "0");
@@ -77,7 +76,7 @@ fn del_and_a_failed_add_put_them_back_in_reverse() {
     let keys = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
     let node = Node::new();
     let container = pod(&node);
-    // "all" put back last would take the interface's own value away.
+    // Restoring "all" last would overwrite the interface's own value.
     container.set_sysctl(all, "0");
     container.set_sysctl(own, "1");
     call(&node, &container, "ADD", keys).run().success();
@@ -125,7 +124,7 @@ fn is_refused_as_a_duplicate(container: &Container, node: &Node, keys: &str) {
     outcome.fails_with(7, "duplicated sysctl keys are not allowed");
     call(node, container, "CHECK", keys).run().fails_with(7, "duplicated sysctl keys are not allowed");
     assert_eq!(container.sysctl(ARP_FILTER), "0");
-    // What a configuration says today keeps no DEL from cleaning.
+    // An invalid configuration must not keep DEL from restoring.
     call(node, container, "DEL", keys).run().success();
 }
 

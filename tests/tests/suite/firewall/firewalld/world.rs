@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::super::world::{Backend, Pod, World, config};
 
-/// Where D-Bus has the system bus.
+/// The socket of the system bus.
 pub(super) const SOCKET: &str = "/run/dbus/system_bus_socket";
 
 pub(super) struct Process(Child);
@@ -82,7 +82,7 @@ impl Firewalld {
         firewalld
     }
 
-    /// The command line of one of firewalld's programs.
+    /// Returns the command line of one of firewalld's programs.
     pub(super) fn argv(&self, program: &str) -> Vec<String> {
         let root = self.root.display();
         let multiarch = format!("{root}/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
@@ -116,7 +116,7 @@ impl Firewalld {
         }
     }
 
-    /// Ends it as its service does: it takes its rules away.
+    /// Stops firewalld as its service does, so that it removes its rules.
     pub(super) fn stop(&self) {
         let Some(mut daemon) = self.daemon.take() else { return };
         let pid = nix::unistd::Pid::from_raw(i32::try_from(daemon.0.id()).unwrap());
@@ -136,7 +136,7 @@ impl Firewalld {
         self.run(arguments).success()
     }
 
-    /// The sources of a zone, sorted.
+    /// Returns the sources of a zone, sorted.
     #[track_caller]
     pub(super) fn sources(&self, zone: &str) -> Vec<String> {
         let mut all: Vec<String> =
@@ -156,7 +156,7 @@ impl Drop for Firewalld {
     }
 }
 
-/// A container's addresses as a zone has them.
+/// Returns the addresses of containers in the form of a zone's sources.
 pub(super) fn of(pods: &[&Pod<'_>]) -> Vec<String> {
     let hosts = |pod: &&Pod<'_>| [format!("{}/32", pod.address(0)), format!("{}/128", pod.address(1))];
     let mut all: Vec<String> = pods.iter().flat_map(hosts).collect();
