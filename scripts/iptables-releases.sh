@@ -2,9 +2,9 @@
 # Releases of iptables other than this machine's: tests have them read what the plugins write.
 # Sourced by scripts/test, after scripts/lib.sh.
 
-# release, folder on a mirror, package, SHA256: iptables with the libraries that it brings. To move a pin when
-# the mirrors have a newer package: https://packages.debian.org/iptables lists the releases, and
-# their indexes paths and checksums.
+# release, folder on a mirror, package, SHA256: iptables with the libraries that it brings. To move
+# a pin when the mirrors have a newer package: https://packages.debian.org/iptables lists the
+# releases, and their indexes paths and checksums.
 iptables_packages='
 1.8.7 pool/main/i/iptables iptables_1.8.7-1_amd64.deb d3d90ea8ba3b371d02cc9483aa3e33851c4923854b786df60befc4ec67e5392d
 1.8.7 pool/main/i/iptables libxtables12_1.8.7-1_amd64.deb 9702a4be6f267b58c8fc1cfa0747bbefccb8b9a9af2a3547535533fbf2a7c14d

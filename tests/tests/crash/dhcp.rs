@@ -73,8 +73,8 @@ fn leases_survive_a_daemon_that_is_killed_again_and_again() {
             });
         }
         let mut dice = Dice::new(seed);
-        // Not after the last ADD: then nothing paces the kills, and on a busy machine no DEL ever ends
-        // between two of them.
+        // Not after the last ADD: then nothing paces the kills, and on a busy machine no DEL ever
+        // ends between two of them.
         while left.load(Ordering::Relaxed) > 0 {
             // At some moment during some ADD. A kill fails all calls that run, and most of them
             // should succeed.

@@ -264,15 +264,14 @@ impl<'m> Masquerade<'m> {
     /// Why not.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let (mut installed, mut possible) = (false, false);
+        let mut installed = false;
         for family in FAMILIES {
             installed |= iptables.chosen(family)?.is_some();
-            possible |= iptables.for_new_rules(family)?.is_some();
         }
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
-            Some(Backend::Iptables) if possible => Ok(()),
-            None if installed => Ok(()),
+            _ if installed => Ok(()),
+            Some(Backend::Iptables) if iptables.for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),

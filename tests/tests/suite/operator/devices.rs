@@ -63,7 +63,7 @@ fn an_ifb_without_a_mark_is_left_over_unless_a_result_names_it() {
 }
 
 #[test]
-fn a_device_is_shown_by_its_host_name_and_found_after_a_fall_back() {
+fn a_device_is_shown_by_its_host_name_and_after_a_fall_back() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
     operator.node.ip(&["link add dev0 type veth peer name peer0", "link set dev0 up"]);

@@ -72,7 +72,10 @@ fn conditions_in_iptables_words_need_its_programs() {
         patched(config, json!({"conditionsV4": ["-m", "statistic", "--mode", "random", "--probability", "0.5"]}));
     // As bridge says it: the specification's code for a key that this host cannot serve.
     let add = pod.invocation(&cni_testkit::bin_dir(), "ADD", &config, Some(&pod.result)).env("PATH", "/usr/sbin").run();
-    add.fails_with(2, "\"backend\": \"iptables\" cannot be had on this host: failed to find the programs of iptables-nft");
+    add.fails_with(
+        2,
+        "\"backend\": \"iptables\" cannot be had on this host: failed to find the programs of iptables-nft",
+    );
     pod.leave();
 }
 
