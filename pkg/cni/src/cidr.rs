@@ -16,7 +16,7 @@ use serde::ser::{Serialize, Serializer};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Cidr(IpNetwork);
 
-/// The text was no CIDR. Displays Go's text.
+/// The text is not a CIDR. Displays Go's text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid CIDR address: {0}")]
 pub struct ParseCidrError(String);

@@ -207,8 +207,8 @@ impl ValidAttachments {
     /// Go's libcni sends it.
     ///
     /// # Errors
-    /// Code 7 without the key, if it is no list, or if one element lacks its ID or name: then
-    /// nothing may be removed.
+    /// Code 7 if the key is missing or not a list, or if an element lacks its ID or name: nothing
+    /// is removed then.
     pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
         const KEY: &str = "cni.dev/valid-attachments";
         let list = json.get_or_null(KEY).or_else(|| json.get_or_null("cni.dev/attachments"));
@@ -216,7 +216,7 @@ impl ValidAttachments {
             None => return Err(Error::config(format!("GC needs the key {KEY}: without it nothing is removed"))),
             Some(Json::Null) => return Ok(ValidAttachments::default()),
             Some(Json::Array(items)) => items,
-            Some(_) => return Err(Error::config(format!("{KEY} is no list: nothing is removed"))),
+            Some(_) => return Err(Error::config(format!("{KEY} is not a list: nothing is removed"))),
         };
         let attachment = |(index, item): (usize, &Json)| match item.decode::<Attachment>() {
             Ok(Attachment { container_id, ifname }) if !container_id.is_empty() && !ifname.is_empty() => {

@@ -1,13 +1,13 @@
 //! Running another plugin: IPAM for the main plugins.
 //!
 //! The delegate gets our environment and the very bytes of our stdin, and only CNI_COMMAND differs.
-//! Its stderr is passed on, its errors keep their code. What it does when it misbehaves (is not
-//! there, dies, hangs, prints something else) is an error that names the file.
+//! Its stderr is passed on, its errors keep their code. If it is missing, dies, hangs or prints
+//! something else than JSON, the error names the file.
 //!
-//! Easy to get wrong: a delegate whose ADD was cut short may have done half of it, so DEL is run on
-//! it, here and not by the callers. One that answered with an error has undone its own, and must
-//! get no DEL: what it refused may have been the second ADD of a container that lives, whose
-//! address a DEL would free.
+//! An ADD that was cut short may have done half of its work, so this module, not the caller, runs
+//! DEL on the delegate then. A delegate that answered with an error has undone its work and gets no
+//! DEL: the refused call may have been the second ADD of a live container, whose address a DEL
+//! would release.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -64,7 +64,7 @@ impl<'a> Delegate<'a> {
     /// Finds the plugin `kind` for this call.
     ///
     /// # Errors
-    /// Code 4 with Go's text if it is not on CNI_PATH, 7 if `kind` is no file name or
+    /// Code 4 with Go's text if it is not on CNI_PATH, 7 if `kind` is not a file name or
     /// `delegateTimeout` is bad.
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
@@ -182,7 +182,7 @@ impl<'a> Delegate<'a> {
         let json = Json::parse(stdout)
             .map_err(|error| self.garbled(format_args!("failed to unmarshal raw result: {error}"), stdout))?;
         if !matches!(json, Json::Object(_) | Json::Null) {
-            return Err(self.garbled("the result is no JSON object", stdout));
+            return Err(self.garbled("the result is not a JSON object", stdout));
         }
         AddResult::decode(&json, self.conf.version()).map_err(|error| self.garbled(error, stdout))
     }

@@ -42,8 +42,8 @@ impl Code {
     pub const KERNEL: Code = Code(100);
     /// Ours, from CHECK: something of the attachment is not as it should be.
     pub const CHECK_FAILED: Code = Code(101);
-    /// Ours: what was asked for (an interface name, an address) is already held by somebody, who is
-    /// named.
+    /// A code of this project: what was requested (an interface name, an address) is already in
+    /// use; the message names the holder.
     pub const CONFLICT: Code = Code(102);
     /// A fault of the program itself.
     pub const INTERNAL: Code = Code(999);

@@ -25,9 +25,9 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A path without `.`, `..` and superfluous slashes, by its letters alone: as Go's
-/// `filepath.Clean`, and so all of Go's plugins, understand it. The kernel would follow a link
-/// before it goes up from there.
+/// A path without `.`, `..` and superfluous slashes, simplified lexically as by Go's
+/// `filepath.Clean`, which Go's plugins use. The kernel would follow a link before it goes up from
+/// there.
 pub fn clean(path: &str) -> PathBuf {
     let mut clean = PathBuf::new();
     for component in Path::new(path).components() {

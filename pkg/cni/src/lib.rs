@@ -1,18 +1,18 @@
 //! The CNI protocol, without the kernel.
 //!
-//! Rooms, from the wire inwards:
+//! Modules, from the wire inwards:
 //!
 //! - [`json`]: one JSON document as Go's decoder reads it (keys of structures match
 //!   case-insensitively, `null` is the default, the last duplicate wins).
 //! - [`attachment`]: which attachment, and the names and aliases of its links.
 //! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
 //! - [`config`]: the network configuration every plugin receives; [`result`]: the result every
-//!   plugin returns, one type in the newest shape, converted at the door.
+//!   plugin returns, one type in the newest shape, converted where it is read and written.
 //! - [`error`]: an error with its CNI code; [`mod@file`]: files that a person has put there;
 //!   [`hash`]: the hash in names.
 //! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
 //!   [`delegate`]: running another plugin (IPAM).
-//! - [`steps`]: what a call tells the log of itself.
+//! - [`steps`]: the log lines of a call.
 //! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in
 //!   by `main`.
 //! - [`release`]: which release of this project a program is; [`time`]: times formatted for people.

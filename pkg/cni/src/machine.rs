@@ -50,7 +50,7 @@ pub struct Child<'a> {
 pub enum OnSigterm {
     /// It is not started, or killed: what it does is not wanted any more.
     Kill,
-    /// It runs to its end, and is started all the same: it takes back what an interrupted call did.
+    /// It runs to its end, and is started even after a signal: it undoes an interrupted call.
     Finish,
 }
 

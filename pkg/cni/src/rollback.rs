@@ -24,7 +24,7 @@ pub struct Rollback<'a> {
 }
 
 impl<'a> Rollback<'a> {
-    /// An empty stack. Undos that fail are told to `notes`.
+    /// An empty stack. Failed undos are reported to `notes`.
     pub fn new(notes: Notes) -> Rollback<'a> {
         Rollback { undos: Vec::new(), notes }
     }

@@ -1,9 +1,7 @@
-//! What a call tells the log of itself: one line per call at `info`, one per step, with its
-//! duration, at `debug`.
+//! The log lines of a call: one per call at `info`, one per step, with its duration, at `debug`.
 //!
-//! The facade of the crate `log` carries it; where it goes is decided by whoever installs a logger
-//! (`cni-linux` does, if CNI_LOG asks for one). Without one a step costs a comparison: no clock is
-//! read and no text made.
+//! They go to the logger of the crate `log`, which `cni-linux` installs if CNI_LOG is set. Without
+//! a logger a step costs a comparison: no clock is read and no text made.
 
 use std::fmt;
 use std::time::Instant;
@@ -12,7 +10,7 @@ use crate::Result;
 use crate::machine::{Exit, Output};
 use crate::skel::Environment;
 
-/// A step that has begun; `None` inside where nobody listens.
+/// A step that has begun; `None` inside if nothing is logged.
 #[derive(Debug)]
 pub struct Step(Option<Instant>);
 
@@ -23,13 +21,13 @@ impl Step {
         Step(log::log_enabled!(log::Level::Debug).then(Instant::now))
     }
 
-    /// Whether somebody listens: whether it is worth to gather what [`end`](Step::end) will say.
+    /// Whether the step is logged, so that it is worth preparing what [`end`](Step::end) reports.
     #[inline]
     pub fn is_heard(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Tells the step and its outcome, if somebody listens.
+    /// Logs the step and its outcome.
     pub fn end<T, E: fmt::Display>(self, what: impl fmt::Display, outcome: &Result<T, E>) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -57,8 +55,8 @@ impl Step {
         }
     }
 
-    /// The same for a program that ran to its end, which is no error by itself; one that failed
-    /// with what it was given and what it said.
+    /// The same for a program that ran to its end, whatever its exit status; if it failed, with its
+    /// input and its output.
     pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -92,8 +90,7 @@ impl Called {
         Called(log::log_enabled!(log::Level::Info).then(Instant::now))
     }
 
-    /// Tells the call: which plugin was asked for what, for whom, how it ended, how long it took in
-    /// milliseconds.
+    /// Logs the call: plugin, verb, attachment, outcome, and its duration in milliseconds.
     pub(crate) fn end(self, plugin: &str, environment: &Environment, network: &str, outcome: &Result<()>) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;

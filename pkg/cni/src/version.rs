@@ -100,7 +100,7 @@ impl Shape {
 /// 0.1.0.
 ///
 /// # Errors
-/// Go's words for what is no version.
+/// Go's text for an invalid version.
 pub fn parse_triple(text: &str) -> Result<[u64; 3], String> {
     if text.is_empty() {
         return Ok([0, 1, 0]);

@@ -4,8 +4,8 @@
 //! without recursion. A list's further plugins may lie as `*.conf` in a folder named after the
 //! network.
 //!
-//! A file that cannot be read or makes no sense keeps nobody from using the others: it is told, and
-//! it is the error only where the network that was asked for is its own, or is nowhere.
+//! An unreadable or invalid file does not prevent the use of the others: it is reported as a note.
+//! It is an error only if it has the requested network, or if no file has it.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -50,8 +50,8 @@ impl ConfFolder {
         Ok(files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
     }
 
-    /// The network `name`: the first list of that name, else the first single configuration. Files
-    /// in the way that are wrong are told to `notes`.
+    /// The network `name`: the first list of that name, else the first single configuration.
+    /// Invalid files before it are reported to `notes`.
     ///
     /// # Errors
     /// What is wrong with the network's own file; Go's texts if there is no such network, with the
@@ -131,7 +131,7 @@ fn files(folder: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
         let path = entry.map_err(failed)?.path();
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
         let wanted = endings.iter().any(|ending| name.ends_with(ending.as_bytes()));
-        // What cannot be looked at (a dangling link) stays in, and is told when it is read.
+        // A file without metadata (a dangling link) stays in, and is reported when it is read.
         if wanted && fs::metadata(&path).map_or(true, |metadata| metadata.is_file()) {
             paths.push(path);
         }

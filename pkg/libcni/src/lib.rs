@@ -39,7 +39,7 @@ pub use list::{NetworkList, PluginConf};
 pub use members::Members;
 pub use verbs::OnError;
 
-/// How long a plugin may take unless told otherwise. Longer than the longest `delegateTimeout`,
+/// How long a plugin may take by default. Longer than the longest `delegateTimeout`,
 /// because deadlines nest.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(310);
 

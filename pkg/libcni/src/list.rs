@@ -3,8 +3,8 @@
 //! Parsed once. The plugins' own objects stay verbatim; only what the runtime itself acts on is
 //! decoded.
 //!
-//! Easy to get wrong: a version nobody knows is no error here. It is one when a verb is called, so
-//! that a folder with one such file still shows all its networks.
+//! An unknown version is not an error here but when a verb is called, so that a folder with one
+//! such file still shows all its networks.
 
 use std::collections::BTreeMap;
 
@@ -100,7 +100,7 @@ impl NetworkList {
         &self.name
     }
 
-    /// The version of every request, as text; perhaps one that nobody speaks, perhaps empty.
+    /// The version of every request, as text; perhaps unknown, perhaps empty.
     pub fn cni_version(&self) -> &str {
         &self.cni_version
     }
@@ -214,7 +214,7 @@ impl PluginConf {
 }
 
 fn inlined(array: &RawValue) -> Result<Vec<PluginConf>> {
-    let items = elements(array).map_err(|_| Error::config("'plugins' is no list"))?;
+    let items = elements(array).map_err(|_| Error::config("'plugins' is not a list"))?;
     if items.is_empty() {
         return Err(Error::config("no plugins in list"));
     }

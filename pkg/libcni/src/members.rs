@@ -3,8 +3,7 @@
 //! A runtime hands on configurations it does not understand: a number must not change its spelling,
 //! an unknown key must not get lost. [`Json`] is for reading, this is for passing on.
 //!
-//! Easy to get wrong: plugins match keys in any case, so a key that is injected must first be
-//! removed in every case.
+//! Plugins match keys in any case, so a key that is injected must first be removed in every case.
 
 use std::fmt;
 
@@ -24,7 +23,7 @@ impl Members {
     /// Reads an object.
     ///
     /// # Errors
-    /// Code 6 for what is no JSON object.
+    /// Code 6 if it is not a JSON object.
     pub fn parse(text: &str) -> Result<Members> {
         // Json knows the limits (depth, nothing behind the document) and says where it went wrong.
         match Json::parse(text.as_bytes()) {

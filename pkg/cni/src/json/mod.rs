@@ -6,8 +6,7 @@
 //! keeps order and duplicates, and structures are then decoded from the tree with plain
 //! `#[derive(Deserialize)]`.
 //!
-//! Easy to get wrong: keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`)
-//! never do.
+//! Keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -43,10 +42,10 @@ pub struct JsonError {
 }
 
 impl Json {
-    /// Reads one document. Bytes that are no UTF-8 become U+FFFD, as in Go.
+    /// Reads one document. Bytes that are not UTF-8 become U+FFFD, as in Go.
     ///
     /// # Errors
-    /// What is no JSON, what follows the document, and what nests deeper than [`MAX_DEPTH`].
+    /// Invalid JSON, text after the document, and nesting deeper than [`MAX_DEPTH`].
     pub fn parse(bytes: &[u8]) -> Result<Json, JsonError> {
         check_depth(bytes)?;
         let text = String::from_utf8_lossy(bytes);
@@ -63,7 +62,7 @@ impl Json {
         members.iter().rev().find(|(key, value)| key.eq_ignore_ascii_case(name) && *value != Json::Null).map(|m| &m.1)
     }
 
-    /// Like [`get`](Json::get), but tells `null` from absent.
+    /// Like [`get`](Json::get), but distinguishes `null` from absent.
     pub fn get_or_null(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         self.get(name).or_else(|| members.iter().rev().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|m| &m.1))

@@ -1,12 +1,11 @@
 //! The result of an ADD: one type, in the newest shape.
 //!
-//! Everything inside works on [`AddResult`]; the older shapes exist only in `wire`, at the door. A
-//! result read from a delegate or from `prevResult` is decoded by its own version; what we answer
-//! is encoded in the version of the configuration, and a version that cannot express it is an error
-//! while everything can still be rolled back.
+//! All code works on [`AddResult`]; the older shapes exist only in `wire`, which reads and writes
+//! them. A result of a delegate or in `prevResult` is decoded by its own version. The answer is
+//! encoded in the version of the configuration; if that cannot express it, the call fails while
+//! everything can still be rolled back.
 //!
-//! Easy to get wrong: 0 is a value. A route's table 0 or an IP's interface 0 is kept, an absent one
-//! stays absent.
+//! 0 is a value: a route's table 0 or an IP's interface 0 is kept, an absent one stays absent.
 
 use std::net::IpAddr;
 
@@ -72,8 +71,8 @@ pub struct IpConfig {
     pub gateway: Option<IpAddr>,
 }
 
-/// A route of a result. All keys stay in every version from 0.3.0 on: they are how an IPAM plugin
-/// tells its caller. A 0 stays in `table` and `scope` alone, as in Go.
+/// A route of a result. All keys stay in every version from 0.3.0 on: an IPAM plugin
+/// hands them to its caller. A 0 stays in `table` and `scope` alone, as in Go.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
     /// The destination; host bits as they were given.
@@ -148,7 +147,7 @@ pub enum ResultError {
         /// What the result says.
         found: String,
     },
-    /// The result names a version that nobody speaks.
+    /// The result names an unknown version.
     #[error("unsupported CNI result version \"{0}\"")]
     UnknownVersion(String),
     /// 0.1.0 and 0.2.0 cannot say anything without an address.

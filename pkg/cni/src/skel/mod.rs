@@ -5,8 +5,8 @@
 //! and only then committed. A plugin is a [`Plugin`]: five verbs that get a [`Call`] and know
 //! nothing of streams, variables or exit codes.
 //!
-//! Easy to get wrong: an [`Added`] that is not committed undoes itself when it is dropped. So
-//! nothing here may end the process while one is alive.
+//! An [`Added`] that is not committed undoes itself when it is dropped. So nothing here ends the
+//! process while one exists.
 
 use std::io::{IsTerminal, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -127,7 +127,7 @@ pub enum Role {
 /// A finished ADD: the result, and how to undo it.
 #[derive(Debug)]
 pub struct Added<'a> {
-    /// What the runtime is told.
+    /// The answer to the runtime.
     pub result: AddResult,
     /// Committed once the result has been written; dropped, and so run, if that fails.
     pub rollback: Rollback<'a>,
@@ -198,16 +198,17 @@ impl Call<'_> {
         &self.environment.netns
     }
 
-    /// A new stack of undos whose failures are told to this call's notes.
+    /// A new stack of undos, whose failures are reported to this call's notes.
     pub fn rollback<'a>(&self) -> Rollback<'a> {
         Rollback::new(self.notes.clone())
     }
 }
 
-/// The streams of a call, as values. `TimedOut` from them means that whoever called let us wait too
-/// long, or that a signal ended the wait (`Interrupted` would be tried again); it becomes code 11.
+/// The streams of a call, as values. `TimedOut` from them means that the caller exceeded the
+/// deadline, or that a signal ended the wait (`Interrupted` would be tried again); it becomes code
+/// 11.
 pub struct Streams<'a> {
-    /// Where the configuration comes from. `None` if that is a terminal, which nobody types into.
+    /// Where the configuration comes from. `None` if that is a terminal.
     pub stdin: Option<&'a mut dyn Read>,
     /// The wire.
     pub stdout: &'a mut dyn Write,
@@ -238,7 +239,7 @@ pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, std
     }
 }
 
-/// One line to stderr. A closed stderr is nobody's problem.
+/// Writes one line to stderr. A closed stderr is ignored.
 fn eprint(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
@@ -287,7 +288,7 @@ fn encode_error(error: &Error, version: Version) -> Vec<u8> {
     pretty(&WireError { cni_version: version.as_str(), code, msg, details })
 }
 
-/// What is learnt on the way and wanted also where the way ends early.
+/// Facts of the call that are needed even if it ends early.
 struct Known<'k> {
     /// What an error is to be written in.
     version: &'k mut Version,

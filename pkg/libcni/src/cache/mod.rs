@@ -1,11 +1,11 @@
-//! What a runtime remembers of each attachment: `<dir>/results/<network>-<containerID>-<ifname>`.
+//! The result cache: `<dir>/results/<network>-<containerID>-<ifname>`, one file per attachment.
 //!
 //! Byte for byte the layout of Go's libcni, so that either can take over from the other with
 //! containers running: one line of JSON, kind `cniCacheV1`; or, from before that, a bare result.
-//! What is ours alone lies in `results/.cni`, which Go's reader skips because it is a folder.
+//! Files of this crate alone are in `results/.cni`, which Go's reader skips because it is a folder.
 //!
-//! Easy to get wrong: `-` is legal in all three parts of the name, so two attachments may share a
-//! file name. Whose a file is, its content says.
+//! `-` is legal in all three parts of the name, so two attachments may share a file name. The
+//! content says whose file it is.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -161,12 +161,11 @@ impl Cache {
         }
     }
 
-    /// Makes sure that an ADD will find its place: the folder exists, and nobody's file stands
-    /// there.
+    /// Makes sure that an ADD can write its file: the folder exists, and the file does not.
     ///
     /// # Errors
-    /// Code 5, and [`Code::CONFLICT`] naming who is there: this attachment itself, which needs a
-    /// DEL first, or another one.
+    /// Code 5, and [`Code::CONFLICT`] naming the owner of an existing file: this attachment, which
+    /// needs a DEL first, or another one.
     pub(super) fn reserve(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
         make_folder(&self.folder)?;
@@ -215,11 +214,11 @@ impl Cache {
         }
     }
 
-    /// Every remembered attachment of a network.
+    /// Every cached attachment of a network.
     ///
     /// # Errors
-    /// Code 5 if the folder or one of the network's files cannot be read: then nobody knows what is
-    /// attached.
+    /// Code 5 if the folder or one of the network's files cannot be read: then the attachments are
+    /// not known.
     pub fn list(&self, network: &str) -> Result<Listing> {
         let mut listing = self.list_files(&format!("{network}-"))?;
         listing.entries.retain(|entry| entry.network == network);
@@ -316,8 +315,8 @@ fn make_folder(folder: &Path) -> Result<()> {
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", folder.display()), error))
 }
 
-/// A temporary file nobody else writes to. The names are few and fixed, so what a crash leaves is
-/// used again.
+/// A temporary file that no other process writes to. The names are few and fixed, so that leftovers
+/// of a crash are used again.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
@@ -330,11 +329,11 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} others are writing at this moment")))
 }
 
-/// Opens and locks a file; `None` if somebody else holds it, or has just renamed it into its place,
-/// or it is none.
+/// Opens and locks a file; `None` if another process holds it or has just renamed it into its
+/// place, or if it is not a regular file.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // Asked first, since opening a FIFO waits for its other end. Nobody swaps them: the folder is
-    // root's alone.
+    // Asked first, since opening a FIFO waits for its other end. The file is not replaced in
+    // between: only root can write to the folder.
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Ok(None);
     }
@@ -356,8 +355,8 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
 
 /// A file's content, or why it cannot be understood; `None` if there is no file.
 fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
-    // Asked first, as `lock` does; a link is none of ours. A folder is an error, since no entry can
-    // be written there.
+    // Asked first, as in `lock`; a link was not created here. A folder is an error, since no entry
+    // can be written there.
     let file = fs::symlink_metadata(path).and_then(|metadata| {
         let openable = metadata.is_file() || metadata.is_dir();
         if openable { File::open(path).map(Some) } else { Ok(None) }

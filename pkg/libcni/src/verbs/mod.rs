@@ -1,7 +1,8 @@
-//! The verbs of a whole network: its plugins in order, or in reverse, and the memory of it.
+//! The verbs of a whole network: its plugins in order, or in reverse, and the result cache.
 //!
-//! DEL stops at the first error and keeps the memory, so that it can be repeated (specification);
-//! [`OnError::GoOn`] is for clean-ups that nobody will repeat: after a failed ADD, and in GC.
+//! DEL stops at the first error and keeps the cached result, so that it can be repeated
+//! (specification); [`OnError::GoOn`] is for clean-ups that are not repeated: after a failed ADD,
+//! and in GC.
 
 use serde_json::value::RawValue;
 
@@ -57,8 +58,7 @@ impl Runtime<'_> {
         let Err(first) = outcome else {
             return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
-        // A runtime tells its caller of the failure once and forgets: nobody would come back to
-        // clean up.
+        // A runtime reports the failure once and forgets the attachment: no later call cleans up.
         let prev_result = result.as_deref().filter(|_| version >= Version::V0_4_0);
         Err(also_uncleaned(first, self.failing_dels(list, attachment, prev_result, OnError::GoOn)))
     }
@@ -155,11 +155,11 @@ impl Runtime<'_> {
         failed
     }
 
-    /// Which remembered attachments of a network are not in `valid`, and the files that cannot be
-    /// understood: whose they are, and so whether those are in `valid`, nobody knows.
+    /// The cached attachments of a network that are not in `valid`, and the files that cannot be
+    /// understood: it is not known whose they are, and so whether these are in `valid`.
     ///
     /// # Errors
-    /// Code 5 if the memory cannot be read.
+    /// Code 5 if the cache cannot be read.
     pub fn stale(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<Listing> {
         ident::check_network_name(list.name())?;
         let mut listing = self.cache.list(list.name())?;
@@ -206,8 +206,8 @@ impl Runtime<'_> {
         Error::join(errors)
     }
 
-    /// STATUS: whether the network could serve an ADD. Below 1.1.0 nobody can be asked, which is a
-    /// yes.
+    /// STATUS: whether the network can handle an ADD. Below 1.1.0 plugins do not have the verb, and
+    /// the answer is yes.
     ///
     /// # Errors
     /// The first plugin's, with its code.
@@ -237,8 +237,8 @@ impl Runtime<'_> {
     }
 }
 
-/// The error of an ADD, with what its clean-up met behind it, a line for each plugin. What kept a
-/// plugin from its ADD often keeps it from its DEL, and the others too: it is told once.
+/// The error of an ADD with those of its clean-up, a line for each plugin. An error that the ADD
+/// and the DELs have in common is reported once.
 fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed {
