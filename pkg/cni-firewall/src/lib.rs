@@ -1,15 +1,13 @@
-//! The node's packet filter: what plugins put there, how they find it again, how it goes.
+//! The node's packet filter: the rules of plugins, how they are found again and removed.
 //!
-//! [`nft`] is the common ground of everything that speaks nf_tables, [`spoof`] the first feature on
-//! it; they run without a process and without `nft` on the host. [`iptables`] is the common ground
-//! of what speaks to the older tool. All of it acts in the network namespace of the thread that
-//! opens it.
+//! [`nft`] speaks to nf_tables, [`iptables`] to tables of iptables; the features stand on these
+//! two. No program `nft` or `iptables` has to be installed. All of it acts in the network namespace
+//! of the thread that opens it.
 //!
 //! Names, comments and matches are those of the Go plugins, byte for byte, so that either side can
-//! take away what the other made. What their keys lack stands in tags beside the comments
-//! ([`nft::userdata`]), where they do not look. A newcomer's mistake: tidying a shared table or
-//! chain away with the last rule in it. They stay, as with Go: another plugin may be about to fill
-//! them.
+//! remove the rules of the other. Facts that Go's keys lack are in tags beside the comments
+//! ([`nft::userdata`]), which Go does not read. A shared table or chain stays when its last rule is
+//! removed, as with Go: another plugin may be about to fill it.
 
 pub mod forward;
 #[cfg(feature = "fuzzing")]
@@ -61,20 +59,20 @@ impl fmt::Display for Backend {
     }
 }
 
-/// How often a change whose ground has moved is worked out anew. Only operations on the same
-/// attachment disturb each other, so this is never reached but by a fault.
+/// How often a change is planned again because the rules it is based on have changed. Only
+/// operations on the same attachment disturb each other, so only a defect reaches the bound.
 const ATTEMPTS: usize = 32;
 /// How often one that holds only for the ruleset it has read ([`Batch::only_at`]) is. Of n changes
 /// that race each loses at most n - 1 times, at once and for free.
 const OVERTAKEN: usize = 1024;
 
-/// Whether masquerading and port mappings can be had from nf_tables: it is there, it may be
-/// changed, it has NAT.
+/// Whether masquerading and port mappings are possible with nf_tables: it exists, can be
+/// changed, and has NAT.
 ///
-/// Asks the kernel to check a table with a NAT chain and to forget it: nothing is left, nobody is
-/// notified, no process runs. Some 10 ms: the kernel waits for an RCU grace period before it
-/// forgets. `Ok(false)` means that this kernel cannot; any other obstacle, a missing privilege
-/// above all, is an error.
+/// Asks the kernel to check a table with a NAT chain and to forget it: nothing changes, no
+/// notification is sent, no process runs. Some 10 ms: the kernel waits for an RCU grace period
+/// before it forgets. `Ok(false)` means that this kernel cannot; any other obstacle, a missing
+/// privilege above all, is an error.
 pub fn nft_usable() -> Result<bool> {
     let table = Table { family: Family::Inet, name: "cni_probe" };
     let mut batch = Batch::new();
@@ -88,7 +86,7 @@ pub fn nft_usable() -> Result<bool> {
     }
 }
 
-/// Repeats `once` while it fails because somebody else changed what it had read; the last error
+/// Repeats `once` while it fails because another process changed what it had read; the last error
 /// after that.
 fn retry<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
     let (mut attempt, mut overtaken) = (1, 1);

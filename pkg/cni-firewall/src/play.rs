@@ -29,7 +29,7 @@ pub(crate) fn ruleset() -> String {
     shell("nft --stateless list ruleset")
 }
 
-/// What `nft` is told is done.
+/// Runs commands of `nft`.
 #[track_caller]
 pub(crate) fn nft(commands: &str) {
     shell(&format!("nft -f - <<'EOF'\n{commands}\nEOF"));

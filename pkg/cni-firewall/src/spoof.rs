@@ -11,20 +11,19 @@
 //!     ether saddr <container MAC> return comment "macspoofchk-ID"
 //!     drop comment "macspoofchk-ID"                                              }
 //! ```
-//! Go finds the first rule by its comment and the chains by their names; so do we, also rules that
-//! Go doubled or left. The network, which is not in the key, stands in a tag beside the first
-//! comment. Two attachments can have one key (the same ID and interface in another network, or ID
-//! `a` with interface `eth0-x` and ID `a-eth0` with interface `x`): the tag names the owner of the
-//! rules, and an attachment that is not named there neither replaces nor removes them while their
-//! interface exists. Nor is the namespace in the key: an ADD into another one does not replace the
-//! rules of an interface that exists.
+//! Go finds the first rule by its comment and the chains by their names; so does this module, also
+//! rules that Go doubled or left. The network, which is not in the key, is in a tag beside the
+//! first comment. Two attachments can have one key (the same ID and interface in another network,
+//! or ID `a` with interface `eth0-x` and ID `a-eth0` with interface `x`): the tag names the owner
+//! of the rules, and an attachment that is not named there neither replaces nor removes them while
+//! their interface exists. Nor is the namespace in the key: an ADD into another one does not
+//! replace the rules of an interface that exists.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags
 //! together; `nft` itself takes comments of up to 128 bytes, so IDs over 116 bytes are beyond Go's
-//! ADD. Up to 231 bytes ours have the plain form all the same (Go's DEL can remove them, `nft`
-//! lists them, but cannot load that list again). From there on the ID is cut to 83 bytes and ends
-//! in `-` and 128 bits of the whole ID's SHA-512 in hex: no Go plugin can have made such an
-//! attachment, and ours finds it again.
+//! ADD. Up to 231 bytes the rules still have the plain form (Go's DEL can remove them, `nft` lists
+//! them, but cannot load that list again). Longer IDs are cut to 83 bytes and end in `-` and 128
+//! bits of the whole ID's SHA-512 in hex: no Go plugin can have made such an attachment.
 
 use std::collections::BTreeMap;
 
@@ -182,10 +181,10 @@ impl SpoofCheck {
         self.nft.commit(batch)
     }
 
-    /// Removes whatever there is of the attachment, in one transaction, Go's too, however much is
-    /// left of it. Nothing there, or a kernel without nf_tables: that is fine. Table and PREROUTING
-    /// stay. Rules that another attachment made stay as they are, and it is returned: without them
-    /// its container could send as anybody.
+    /// Removes all rules of the attachment, in one transaction, Go's and incomplete ones too. No
+    /// rules, or a kernel without nf_tables, are not an error. Table and PREROUTING stay. Rules of
+    /// another attachment stay as they are, and it is returned: without them its container could
+    /// send with any MAC.
     ///
     /// The kernel frees the removed rules after an RCU grace period, for which the closing of the
     /// socket waits (6.18: 10 ms, one closing after the other). Purging before the link is deleted

@@ -1,9 +1,8 @@
-//! Every rule that CNI plugins keep for a container, of whatever network: for those who look at a
-//! node.
+//! Every rule that CNI plugins keep for a container, of any network: for `cnitool`.
 //!
-//! It only reads. No plugin uses it: theirs look for one attachment's rules and never read the
-//! rest. What a newcomer gets wrong: few rules name all of network, container and interface, so an
-//! owner is compared, not parsed; the names are for people.
+//! It only reads. No plugin uses it: plugins search for one attachment's rules and never read the
+//! rest. Few rules name all of network, container and interface, so an owner is compared, not
+//! parsed; the names are for people.
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
@@ -88,8 +87,7 @@ enum Sign {
 }
 
 impl Owner {
-    /// Whether it is this attachment, or cannot be told from it: some rules name the container
-    /// alone.
+    /// Whether it is this attachment, or may be: some rules name the container alone.
     pub fn is(&self, mark: &AttachmentId) -> bool {
         match &self.sign {
             Sign::MasqueradeNft(comment) => {
@@ -113,10 +111,10 @@ impl Owner {
 }
 
 /// Every rule that plugins keep for a container in the calling thread's network namespace. What
-/// cannot be read (a variant of iptables whose programs are not installed) is told to `notes`.
+/// cannot be read (a variant of iptables whose programs are not installed) is reported to `notes`.
 ///
 /// # Errors
-/// The kernel's; a kernel without nf_tables has no rules there, which is none.
+/// The kernel's; a kernel without nf_tables is not an error, as it has no rules there.
 pub fn survey(machine: &dyn Machine, notes: &Notes) -> Result<Vec<Held>> {
     let mut held = Vec::new();
     match Nft::open().and_then(|mut nft| in_nft(&mut nft, &mut held)) {

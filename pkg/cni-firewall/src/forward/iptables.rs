@@ -1,4 +1,4 @@
-//! Forwarding in iptables' table `filter`, as Go has it, and one chain of our own, the last. For
+//! Forwarding in iptables' table `filter`, as Go has it, and one chain more, the last. For
 //! each address A of an attachment, and for each isolated bridge B:
 //! ```text
 //! -A FORWARD --comment "CNI firewall plugin rules (ingressPolicy: same-bridge|isolated)" -j CNI-ISOLATION-STAGE-1
@@ -11,13 +11,13 @@
 //! -A CNI-ISOLATION-STAGE-2 -o B --comment "... (ingressPolicy: same-bridge|isolated)" -j DROP
 //! -A CNI-FW-OWNERS -s A [-i B [!] -o B] --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! Both stages end with a RETURN. Nothing leads to CNI-FW-OWNERS, whose rules have the bridge as
-//! the rules of the first stage have it. The Go plugin never looks at that chain.
+//! Both stages end with a RETURN. No rule leads to CNI-FW-OWNERS, whose rules name the bridge as
+//! those of the first stage do. The Go plugin never looks at that chain.
 //!
 //! CNI-FORWARD accepts what leaves a container, so the first stage must come before it. The Go
 //! plugin puts CNI-FORWARD before everything when it creates it, and never moves anything.
 //!
-//! Pure planning: what is here gets a [`Chains`] to read and returns an [`Edit`].
+//! Pure planning: these functions read a [`Chains`] and return an [`Edit`].
 
 use std::net::IpAddr;
 
@@ -279,8 +279,8 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Re
     Ok(edit)
 }
 
-/// Removes records; the rules for their addresses, and for the further `addresses`, that nobody
-/// else owns and that are not in `still`; and the isolation that nobody asks for any more.
+/// Removes records; the rules for their addresses, and for the further `addresses`, that have no
+/// other owner and are not in `still`; and the isolation that no attachment asks for any more.
 fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: &[Owned]) -> Result<Edit> {
     let mut edit = Edit::new();
     let records: Vec<Record> = gone.iter().filter_map(|rule| Record::read(rule)).collect();
@@ -323,7 +323,7 @@ fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: 
 }
 
 /// Removes the isolation of bridges for which none of the owners that are `left` asks. Addresses
-/// without an owner are those of containers that the Go plugin has attached: nobody knows what
+/// without an owner are those of containers that the Go plugin has attached: it is not known what
 /// these ask for, so all stays while there is one. `free` are the addresses whose rules are being
 /// removed.
 fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, left: &[Owned], free: &[IpAddr]) -> Result<()> {

@@ -174,8 +174,7 @@ impl<'m> Forward<'m> {
     /// are.
     ///
     /// # Errors
-    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but
-    /// are noted.
+    /// All that went wrong. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         let owner = owner::name(mark);
         Error::join(

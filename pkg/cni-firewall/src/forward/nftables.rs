@@ -16,11 +16,11 @@
 //!     chain forward { type filter hook forward priority filter; jump cni_forward }}
 //! ```
 //! A packet's cost does not grow with the number of containers: their addresses are elements of
-//! sets. Nothing leads to `cni_owners`.
+//! sets. No rule leads to `cni_owners`.
 //!
-//! An `accept` ends the base chain that it was reached from, and no other: where another table
-//! drops what it does not know, that table decides. So the configuration may name a chain, and all
-//! of this is in the table of that chain then.
+//! An `accept` ends the base chain that it was reached from, and no other: a table that drops
+//! unknown packets still drops them. So the configuration can name a chain, and all of this is in
+//! the table of that chain then.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -332,7 +332,7 @@ struct Leaving<'a> {
 }
 
 /// Removes the owners that are gone, addresses that have no owner then, and the isolation of
-/// bridges for which nobody asks.
+/// bridges that no attachment asks for.
 fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], leaving: &Leaving<'_>) -> Result<()> {
     let Leaving { is_gone, still } = leaving;
     let all: Vec<(u64, Owned)> = rules.iter().filter_map(|listed| Some((listed.handle, read(listed)?))).collect();

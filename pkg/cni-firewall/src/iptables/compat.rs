@@ -229,7 +229,8 @@ impl Words {
         self.jump(name);
         match name {
             "MASQUERADE" => {
-                // Plugins write no ports or flags. Without them only the count of ranges is not zero.
+                // Plugins write no ports or flags. Without them only the count of ranges is not
+                // zero.
                 let flags = if family == Family::V4 { offset_of!(NatV4, flags) } else { offset_of!(Range, flags) };
                 let flags = u32_at(info, flags);
                 self.whole &= flags.is_none_or(|flags| flags == 0);
@@ -332,7 +333,7 @@ fn cidr(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
             let ones = mask.iter().take_while(|byte| **byte == 0xff).count();
             let partial = mask.get(ones).map_or(0, |byte| byte.leading_ones() as usize);
             let prefix = ones * 8 + partial;
-            // A mask with holes is no prefix.
+            // A mask with holes is not a prefix.
             let set: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
             (mask.len() == data.len() && set as usize == prefix).then_some(prefix)?
         }

@@ -46,8 +46,8 @@ impl Edit {
         Edit::default()
     }
 
-    /// Makes a chain that was seen missing. If somebody has made it meanwhile, nothing of the edit
-    /// is done and it is planned anew. For chains that are shared.
+    /// Makes a chain that was seen missing. If another process has made it meanwhile, nothing of
+    /// the edit is done and it is planned again. For chains that are shared.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), New::Created));
     }
@@ -79,7 +79,7 @@ impl Edit {
         self.rules.push(Added { chain: chain.to_owned(), words, place });
     }
 
-    /// Removes a rule that was read. If it has gone meanwhile, all is planned anew.
+    /// Removes a rule that was read. If it has gone meanwhile, all is planned again.
     pub fn delete(&mut self, chain: &str, rule: &Rule) {
         self.deleted.push((chain.to_owned(), rule.clone()));
     }

@@ -1,24 +1,21 @@
 //! One writer of iptables per network namespace, among our processes.
 //!
-//! What is read and then written with iptables is not one transaction, so whoever does that holds
-//! this lock: an `flock` of a file that root alone can open, named after the namespace
+//! What is read and then written with iptables is not one transaction, so a process that does that
+//! holds this lock: an `flock` of a file that root alone can open, named after the namespace
 //! (`/run/cni/iptables-<device>-<inode>.lock`). The namespace itself (`/proc/thread-self/ns/net`)
-//! could be locked too, but every process in it can open that file, whoever it belongs to, and hold
-//! it for ever. It is the last resort where the file cannot be had, and [`NetnsLock::remark`] says
-//! so then.
+//! could be locked too, but every process in it, of any user, can open that file and hold it
+//! forever. It is the fallback if the file cannot be used; then [`NetnsLock::remark`] says so.
 //!
-//! The lock keeps out our own processes alone, and of those only the ones that see the same folder:
-//! Go's plugins know nothing of it, and iptables-legacy has a lock of its own for the length of one
-//! process.
+//! The lock excludes only processes of these plugins that see the same folder: Go's plugins do not
+//! take it, and iptables-legacy has a lock of its own for the length of one process.
 //!
 //! The empty file stays. There is one for each namespace in which iptables was ever changed, mostly
-//! one; /run forgets them at the next boot; and the kernel uses the numbers of dead namespaces
-//! again, with the file that is there. Removing it after use would make everyone in the queue come
-//! back and lose his turn.
+//! one; /run is empty after the next boot; and the kernel uses the numbers of dead namespaces
+//! again, with the existing file. Removing it after use would make all waiting processes start over
+//! and lose their place in the queue.
 //!
-//! A newcomer's mistakes: taking it twice in one thread (the second waits for the first), and
-//! taking a lock that was granted for the lock that counts: somebody may have removed the folder
-//! meanwhile, so the path is looked at again.
+//! A thread must not take it twice: the second call waits for the first. The folder may have been
+//! removed while a process waited, so the path is looked up again after the lock was granted.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -36,7 +33,7 @@ use cni_linux::flock::{self, Refused};
 
 /// The namespace of the calling thread, as a file.
 const NETNS: &str = "/proc/thread-self/ns/net";
-/// How often the folder is made anew because it was gone when the file was to be made.
+/// How often the folder is created again because it was gone when the file was to be created.
 const TRIES: usize = 8;
 
 /// The lock. Dropping it lets the next one in.
@@ -110,7 +107,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
         let flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(folder).and_then(|folder| {
             let private = OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            // In case that somebody has put a FIFO there.
+            // In case there is a FIFO.
             let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | private;
             trusted(&folder.metadata()?, "its folder", 0o022)?;
             Ok(File::from(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
@@ -122,7 +119,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
             Ok(file) => {
                 let metadata = file.metadata()?;
                 if !metadata.is_file() {
-                    return Err(Cause::text("it is no plain file"));
+                    return Err(Cause::text("it is not a regular file"));
                 }
                 trusted(&metadata, "it", 0o077)?;
                 return Ok(file);
@@ -225,18 +222,18 @@ mod tests {
         });
     }
 
-    /// No event tells that somebody has come to the kernel's queue.
+    /// No event reports that a process waits in the kernel's queue.
     #[track_caller]
     fn until_somebody_waits(folder: &Path) {
         let inode = format!(":{} ", path(folder).metadata().unwrap().ino());
         let deadline = Instant::now() + LONG;
         while !flock::all().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
-            assert!(Instant::now() < deadline, "nobody ever waited");
+            assert!(Instant::now() < deadline, "no process ever waited");
             thread::yield_now();
         }
     }
 
-    /// In this state of the folder the namespace itself is locked, and the reason told.
+    /// In this state of the folder the namespace itself is locked, and the reason given.
     #[track_caller]
     fn is_avoided(folder: &Path, why: &str) {
         let held = acquire(folder, LONG).unwrap();
@@ -262,7 +259,7 @@ mod tests {
             spoilt(&|| symlink(folder.join("nowhere"), &file).unwrap(), "os error 40");
             assert!(!folder.join("nowhere").exists());
             spoilt(&|| std::fs::create_dir(&file).unwrap(), "os error 21");
-            spoilt(&|| nix::unistd::mkfifo(&file, Mode::S_IRUSR).unwrap(), "it is no plain file");
+            spoilt(&|| nix::unistd::mkfifo(&file, Mode::S_IRUSR).unwrap(), "it is not a regular file");
             let set = |path: &Path, mode| {
                 std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
             };

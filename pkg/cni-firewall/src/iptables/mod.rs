@@ -1,11 +1,11 @@
 //! A table of iptables: reading and changing it, without a process where that is possible.
 //!
-//! There are two iptables. What **iptables-nft** makes are tables of nf_tables, `ip nat` and `ip6
-//! nat` for example: they are read and changed over netlink, in one transaction. Only rules in words
-//! that plugins do not write themselves go through `iptables-restore` (docs/decisions/rules.md).
-//! What **iptables-legacy** makes only its own programs can see; they run only where
-//! `/proc/net/ip{,6}_tables_names` names such a table, since looking would create one. A
-//! [`change`](Iptables::change) starts these programs, per family and attempt:
+//! There are two iptables. The tables of **iptables-nft** are tables of nf_tables, `ip nat` and
+//! `ip6 nat` for example: they are read and changed over netlink, in one transaction. Only rules in
+//! words that plugins do not write themselves go through `iptables-restore`
+//! (docs/decisions/rules.md). The tables of **iptables-legacy** are visible to its own programs
+//! alone; they run only where `/proc/net/ip{,6}_tables_names` names such a table, since looking
+//! would create one. A [`change`](Iptables::change) starts these programs, per family and attempt:
 //!
 //! | | iptables-nft | iptables-legacy |
 //! | --- | --- | --- |
@@ -14,11 +14,12 @@
 //! | rules added | none; 1 restore for foreign words | 1 restore, and 1 save if the table exists |
 //! | rules removed | none | 1 save, 1 restore |
 //!
-//! Reading and then writing is no transaction: [`Iptables::change`] holds the [`NetnsLock`]
-//! meanwhile, and plans anew when a program that does not know the lock came in between.
+//! Reading and then writing is not a transaction: [`Iptables::change`] holds the [`NetnsLock`]
+//! meanwhile, and plans again if a program that does not take the lock changed the table in
+//! between.
 //!
-//! Two mistakes to avoid: an edit based on anything but the [`Chains`] that the plan was given (a
-//! retry would repeat it blindly), and calling `change` within a plan (the lock is held).
+//! A plan must depend on nothing but the [`Chains`] that it is given, because it is repeated after
+//! a failure, and must not call `change`, because the lock is held.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -54,7 +55,7 @@ use tool::{Job, Runner, Tool};
 
 /// How long a change waits for others' changes in this namespace.
 pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
-/// How often a change is planned anew because its ground has moved.
+/// How often a change is planned because the rules it is based on have changed.
 const ATTEMPTS: usize = 8;
 /// Both families, in the order in which everything is done.
 pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
@@ -219,7 +220,7 @@ impl<'m> Iptables<'m> {
                 holders.push(Variant::Nft);
             }
         }
-        // Where that cannot be told its reading tells it, or why not.
+        // If this is not known, reading the table will show it, or why it cannot be read.
         if legacy_has(self.table, family).unwrap_or(true) {
             holders.push(Variant::Legacy);
         }
@@ -248,9 +249,9 @@ impl<'m> Iptables<'m> {
         Ok(Chains { table: self.table, family, nft, read })
     }
 
-    /// Makes the changes that `plan` finds necessary, under the namespace's lock. `plan` is asked
-    /// again when the table was changed under it by somebody who does not know the lock, so it must
-    /// be a function of what it is given; an empty edit ends it well.
+    /// Makes the changes that `plan` finds necessary, under the namespace's lock. `plan` is called
+    /// again if a program that does not take the lock changed the table meanwhile, so it must
+    /// depend on nothing but its argument; an empty edit ends the change with success.
     ///
     /// # Errors
     /// What `plan` failed with, the lock's, the program's with what it wrote to stderr. With
@@ -266,7 +267,7 @@ impl<'m> Iptables<'m> {
     }
 
     /// The same for several families under one lock: all are read and planned before any is
-    /// changed, and `plan` ends it all by `None`. When one has to be planned anew, so are those
+    /// changed, and `plan` ends it all by `None`. If one has to be planned again, so are those
     /// that are not done yet.
     ///
     /// Returns how many families, from the first, may have been changed, also on failure.
@@ -406,8 +407,7 @@ impl<'m> Iptables<'m> {
     }
 
     fn tool(&self, family: Family, variant: Variant, job: Job) -> Result<Tool> {
-        // The owner's choice where it is of this variant, so that a wrapper somebody has put there
-        // is not gone past.
+        // The owner's choice if it is of this variant, so that a wrapper in its place is used.
         if job == Job::Restore
             && let Some(tool) = tool::chosen(&self.folders, self.runner, family)?
             && tool.variant == variant
@@ -436,8 +436,8 @@ fn legacy_has(table: Table, family: Family) -> Result<bool> {
     };
     match std::fs::read_to_string(path) {
         Ok(names) => Ok(names.lines().any(|name| name == table.name())),
-        // Without legacy tables in the kernel there is no such file. And who may not read it may
-        // not change them either.
+        // Without legacy tables in the kernel there is no such file. And a process that cannot read
+        // it cannot change them either.
         Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
         Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),
     }

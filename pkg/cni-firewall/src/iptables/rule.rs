@@ -1,9 +1,9 @@
 //! A rule as the words that `iptables -S` prints after `-A CHAIN`, and how such words are quoted.
 //!
-//! Both ways of reading end here, so whoever looks for a rule need not know where it came from. Of
-//! a rule read over netlink only what plugins write is put into words; then [`Rule::is_whole`] is
-//! false, but target and comment are always there. A newcomer's mistake: taking `-s` for the source
-//! without looking for the `!` before it.
+//! Both ways of reading end here, so a search for a rule does not depend on them. Of a rule read
+//! over netlink only the parts that plugins write are put into words; if there are others,
+//! [`Rule::is_whole`] is false, but target and comment are always there. [`Rule::value`] minds a
+//! `!` before the option.
 
 use crate::nft::Raw;
 

@@ -270,7 +270,7 @@ fn a_chain_created_concurrently_is_seen_on_the_retry() {
                 edit.create_chain("CNI-SHARED");
                 edit.append("CNI-SHARED", ["-j", "RETURN"]);
             }
-            // Somebody who does not know the lock, between the look and the change.
+            // A program that does not take the lock, between reading and change.
             if looks == 1 {
                 restore(variant, family, ":CNI-SHARED - [0:0]\n-A CNI-SHARED -m comment --comment theirs -j RETURN");
             }
@@ -332,16 +332,16 @@ fn permanent_errors_quote_the_program_and_are_not_retried() {
 #[test]
 fn a_lock_every_user_can_hold_is_used_with_one_note() {
     in_new_netns(|| {
-        let (machine, told) = (machine(), std::rc::Rc::new(std::cell::RefCell::new(Vec::new())));
-        let sink = std::rc::Rc::clone(&told);
+        let (machine, noted) = (machine(), std::rc::Rc::new(std::cell::RefCell::new(Vec::new())));
+        let sink = std::rc::Rc::clone(&noted);
         let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
         let folders = Folders::only([]).with_locks("/proc/cni");
         let mut iptables = Iptables::open_with(Table::Nat, &machine, notes, OnSigterm::Kill, folders).unwrap();
         for family in FAMILIES {
             iptables.change(family, Variant::Nft, |_| Ok(Edit::new())).unwrap();
         }
-        assert_eq!(told.borrow().len(), 1, "{told:?}");
-        assert!(told.borrow()[0].contains("because /proc/cni/iptables-"), "{told:?}");
+        assert_eq!(noted.borrow().len(), 1, "{noted:?}");
+        assert!(noted.borrow()[0].contains("because /proc/cni/iptables-"), "{noted:?}");
     });
 }
 
@@ -377,7 +377,7 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                 });
             }
         });
-        assert_eq!(looks.into_inner(), crowd, "nobody came in between");
+        assert_eq!(looks.into_inner(), crowd, "no other writer came in between");
         let saved = saved(variant, family);
         assert_eq!(saved.iter().filter(|line| line.starts_with(":CNI")).count(), crowd + 1);
         assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), 1);

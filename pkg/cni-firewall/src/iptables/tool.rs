@@ -2,10 +2,10 @@
 //!
 //! Which variant a program belongs to is read off the file its name leads to, not asked of it: no
 //! process is spent on a question. Programs run through [`Machine::run`], without a shell, with a
-//! deadline; how one failed is told with its arguments, its status and what it wrote to stderr.
+//! deadline; an error has its arguments, its status and what it wrote to stderr.
 //!
-//! A newcomer's mistake: running a legacy program to look. The very look makes the kernel create
-//! the legacy table.
+//! A legacy program must not be run to look for rules: that makes the kernel create the legacy
+//! table.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -150,8 +150,7 @@ fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     Ok(if String::from_utf8_lossy(&said).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
 }
 
-/// Feeds `text` to a restore program, which makes all changes of it or, where it is told so by an
-/// error, none.
+/// Feeds `text` to a restore program, which makes all of its changes or, if it fails, none.
 pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()> {
     run(runner, &tool.program, &["--noflush", "-w", XTABLES_WAIT], text.as_bytes()).map(drop)
 }

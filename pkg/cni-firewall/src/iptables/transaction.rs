@@ -1,9 +1,9 @@
 //! What an [`Edit`] adds to a table of iptables-nft, as a transaction of nf_tables, without a
 //! program.
 //!
-//! `None` always means that `iptables-restore` has to do it: rules in words that are not
-//! [ours](super::encode), a table that somebody else has made with `nft`, a 32-bit program, whose
-//! structures may have another size than the kernel's.
+//! `None` always means that `iptables-restore` has to do it: for rules in words that
+//! [`encode`](super::encode) does not know, for a table that was made with `nft`, and in a 32-bit
+//! program, whose structures may have another size than the kernel's.
 
 use super::edit::{Edit, New};
 use super::{Table, encode, xt};
@@ -50,7 +50,7 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
     let in_nft = table.of(family);
     let mut chains = None;
     for (name, base) in built_in(table) {
-        // What exists is not named again: the kernel would hold up the closing of the socket for it.
+        // What exists is not named again: the kernel would delay the closing of the socket for it.
         if edit.rules.iter().all(|added| added.chain != *name) || nft.find_chain(in_nft, name)?.is_some() {
             continue;
         }

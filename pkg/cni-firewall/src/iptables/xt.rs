@@ -33,7 +33,7 @@ pub(super) const UDP: Extension = extension::<Udp>("udp", 0);
 pub(super) const SCTP: Extension = extension::<Sctp>("sctp", 0);
 pub(super) const MASQUERADE_V4: Extension = extension::<NatV4>("MASQUERADE", 0);
 pub(super) const MASQUERADE_V6: Extension = extension::<Range>("MASQUERADE", 0);
-/// iptables-nft takes whatever stands in a rule for the newest revision that it and the kernel have.
+/// iptables-nft reads a rule's structure as the newest revision that it and the kernel have.
 pub(super) const DNAT: Extension = extension::<Range2>("DNAT", 2);
 pub(super) const SET_MARK: Extension = extension::<SetMark>("MARK", 2);
 

@@ -6,15 +6,15 @@
 //! -A C ! -d 224.0.0.0/4 -m comment --comment X -j MASQUERADE
 //! -A C -s ADDRESS -d NETWORK -m comment --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! The chain is the container's, not the interface's. So the last line, which has no target and is
-//! never reached, tells which addresses are whose: two interfaces on one network can go one after
-//! the other. Go never reads it and takes it away with the chain. Rules without it are Go's (older
-//! releases wrote `-s NETWORK` into POSTROUTING).
+//! The chain belongs to the container, not to the interface. The last line, which has no target and
+//! is never reached, records whose the address is, so that two interfaces on one network can be
+//! removed one after the other. Go never reads it and removes it with the chain. Rules without it
+//! are Go's (older releases wrote `-s NETWORK` into POSTROUTING).
 //!
-//! Where there are two networks of one family, both ACCEPTs stand before MASQUERADE; Go, which
-//! appends, leaves the second where it is never reached.
+//! With two networks of one family both ACCEPTs stand before MASQUERADE; Go appends the second
+//! where it is never reached.
 //!
-//! Pure planning: what is here gets a [`Chains`] to read and returns an [`Edit`].
+//! Pure planning: these functions read a [`Chains`] and return an [`Edit`].
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -299,8 +299,8 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 
 /// Removes from a container's chain, and from POSTROUTING, the attachments that `is_garbage` by
 /// their tags, and the jumps without a tag that are `unmarked_is_garbage`, given their source and
-/// whether any garbage was tagged. The chain goes when nothing leads to it and nobody has a tag in
-/// it.
+/// whether any garbage was tagged. The chain is removed if no rule leads to it and it has no
+/// tags.
 fn remove(
     nat: &mut Chains<'_>,
     name: &str,
@@ -319,7 +319,7 @@ fn remove(
         let goes = if shape.is_some_and(|shape| !shape.is_jump(jump)) {
             false
         } else if others.iter().any(|tag| tag.source == from) {
-            // Somebody else's; once is enough.
+            // Another attachment's; one such rule is enough.
             from.is_some_and(|from| kept.contains(&from))
         } else if garbage.iter().any(|tag| tag.source == from) {
             true
@@ -342,8 +342,8 @@ fn remove(
     for tag in &garbage {
         edit.delete(name, &tag.rule);
     }
-    // Their networks too, unless somebody else is in them; what Go made does not say in which it
-    // is.
+    // Their networks too, unless another attachment is in them; Go's rules do not say in which
+    // they are.
     if unmarked_left == 0 {
         let networks = garbage.iter().filter_map(|tag| tag.network);
         let networks: Vec<Cidr> =

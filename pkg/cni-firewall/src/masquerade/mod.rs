@@ -5,9 +5,9 @@
 //! ADD; everything else looks at both, since configuration and host may have changed since.
 //!
 //! Acts in the network namespace of the calling thread, which must be the host's. Removing needs no
-//! address, no program (but those of iptables-legacy, for what that one holds) and no knowledge of
-//! how the rules were made. A newcomer's mistake: taking "no rules of this attachment" for an error
-//! when removing. It is how most calls end.
+//! address, no program (except those of iptables-legacy, for rules there) and no knowledge of how
+//! the rules were made. An attachment without rules is not an error when removing: most calls end
+//! so.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -161,12 +161,11 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's
-    /// result where they are known: they tell which rules made by a Go plugin are this attachment's
-    /// and not that of another interface of the container; without them all are.
+    /// result where they are known: they decide which rules of a Go plugin are this attachment's
+    /// and which belong to another interface of the container; without them all are removed.
     ///
     /// # Errors
-    /// All that went wrong. Programs of iptables-legacy that are not installed are no error, but
-    /// are told.
+    /// All that went wrong. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         Error::join(
             [self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)]
@@ -201,7 +200,7 @@ impl<'m> Masquerade<'m> {
         Error::join(
             [
                 self.in_nftables(|nft| nftables::gc(nft, network, valid)),
-                // Without this chain no rule of anybody's leads anywhere.
+                // Without this chain no rule is reached.
                 self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
             ]
             .into_iter()

@@ -11,7 +11,7 @@
 //!         goto masq_checks                                                                                        }}
 //! ```
 //! KEY is two hashes, of the network and of interface and container, joined by a dash: it names the
-//! attachment, so nothing of ours has to stand beside it. The rest of the comment is for people,
+//! attachment, so no further tag is needed. The rest of the comment is for people,
 //! and cut where it is too long.
 //!
 //! Go fills `postrouting` again at each ADD. This module leaves it alone while it is as it should
@@ -135,7 +135,8 @@ fn shared(batch: &mut Batch) {
     }
 }
 
-/// Whether the base chain is there and leads to the checks past multicast, whoever has written it.
+/// Whether the base chain exists and leads to the checks past multicast, also if Go's plugin wrote
+/// it.
 fn hooked_in(nft: &mut Nft) -> Result<bool> {
     if !nft.has_base_chain(TABLE, POSTROUTING, BASE)? {
         return Ok(false);

@@ -180,9 +180,9 @@ impl Batch {
         Batch::default()
     }
 
-    /// Makes the whole depend on nobody having changed any rule of the namespace since `generation`
-    /// was read: ERESTART otherwise, at once and for free. For decisions that rest on more than the
-    /// objects they touch.
+    /// Makes the transaction fail with ERESTART, at once and at no cost, if any rule of the
+    /// namespace has changed since `generation` was read. For decisions that depend on more than
+    /// the objects they change.
     pub fn only_at(&mut self, generation: Generation) {
         self.generation = Some(generation);
     }
@@ -268,8 +268,8 @@ impl Batch {
     }
 
     /// The same for a rule as iptables-nft writes it, at the chain's beginning or end. `protocol`
-    /// (`IPPROTO_*`, 0 for any) is the one that the rule asks for: matches of xtables want to be
-    /// told.
+    /// (`IPPROTO_*`, 0 for any) is the one that the rule asks for, which matches of xtables
+    /// require.
     pub(crate) fn add_xtables_rule(
         &mut self,
         (table, chain): (Table<'_>, &str),
@@ -324,8 +324,8 @@ impl Batch {
     }
 
     /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol`
-    /// (`IPPROTO_*`) is the one that the rule asks for, where matches of xtables are in it: they
-    /// want to be told, and the kernel does not list it. ENOENT if the chain, one it jumps to, or a
+    /// (`IPPROTO_*`) is the one that the rule asks for, which its matches of xtables require
+    /// and the kernel does not list. ENOENT if the chain, one it jumps to, or a
     /// set it uses is missing: sets without a name go with their rule.
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;

@@ -5,8 +5,8 @@
 //! very rules that `nft` makes, the functions below use the register and the form `nft` uses; each
 //! has its `nft` text above it.
 //!
-//! Newcomers get this wrong: attribute numbers are big-endian, but what a register holds is as the
-//! kernel puts it there: packet bytes as on the wire, marks and families in the machine's order.
+//! Attribute numbers are big-endian. A register's contents are as the kernel loads them: packet
+//! bytes as on the wire, marks and families in the machine's order.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_netfilter::nftables as wire;

@@ -1,14 +1,15 @@
 //! nf_tables without a process: one netlink socket, atomic transactions, short reads.
 //!
 //! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`],
-//! [`Nft::chains`] and [`Nft::find_chain`] read. Reads and writes are separate: whoever acts on
-//! what was read must name handles or `create` chains, so that the kernel refuses a change whose
-//! ground has moved, and then read again ([`raced`]).
+//! [`Nft::chains`] and [`Nft::find_chain`] read. Reads and writes are separate: a change that
+//! depends on what was read names handles or `create`s chains, so that the kernel refuses it if
+//! they have changed meanwhile; then the caller reads again ([`raced`]).
 //!
 //! Needs CAP_NET_ADMIN. Never runs a program, never waits. The socket belongs to the network
-//! namespace of the thread that opened it, wherever that thread goes later. A newcomer's mistake:
-//! taking an empty list for "nothing is there" on a kernel without nf_tables; there every call
-//! fails, with [`is_unsupported`](cni_linux::error::Error::is_unsupported).
+//! namespace of the thread that opened it, wherever that thread goes later. On a kernel
+//! without nf_tables every call fails with
+//! [`is_unsupported`](cni_linux::error::Error::is_unsupported); an empty list always means that
+//! there is nothing.
 
 use std::fmt;
 

@@ -37,13 +37,13 @@ pub struct Nft {
     dumps: usize,
 }
 
-/// Whether a change failed because what it was based on has been changed by somebody else: read
-/// again and repeat, with a bound.
+/// Whether a change failed because another process changed the rules it was based on: read again
+/// and repeat, with a bound.
 pub fn raced(error: &Error) -> bool {
     error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
 }
 
-/// How far the ruleset has come: every transaction, whoever makes it, takes it on by one.
+/// The number of the ruleset's state: every transaction, of any process, increments it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
@@ -82,8 +82,8 @@ impl Nft {
         self.transact(batch, Ending::Commit)
     }
 
-    /// Has the kernel judge the batch and forget it: nothing changes, nobody is notified.
-    /// Forgetting takes an RCU grace period, some 10 ms; so does a refused [`commit`](Nft::commit).
+    /// Has the kernel check the batch and discard it: nothing changes, no notification is sent.
+    /// Discarding takes an RCU grace period, some 10 ms; so does a refused [`commit`](Nft::commit).
     pub fn rehearse(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Abort)
     }
@@ -107,13 +107,13 @@ impl Nft {
         self.settled = false;
         let mut changes = batch.into_changes()?;
         let Some(last) = changes.last_mut() else {
-            // Even "nothing is to be done" holds only if nobody has changed anything meanwhile.
+            // An empty batch, too, is only valid if no rule has changed meanwhile.
             return match generation {
                 Some(wanted) if self.generation()? != wanted => Err(Error::new(WHOLE, Errno::ERESTART)),
                 _ => Ok(()),
             };
         };
-        // One acknowledgement tells it all, refusals come unasked. Older kernels never acknowledge
+        // One acknowledgement is enough, refusals come unasked. Older kernels never acknowledge
         // the end itself.
         last.flags |= NLM_F_ACK;
         let begin = match generation {
@@ -205,7 +205,7 @@ impl Nft {
         Ok(rules.into_iter().flatten().collect())
     }
 
-    /// The same, read once where nobody changes anything meanwhile. Not for chains into which
+    /// The same, read only once if no rule changes meanwhile. Not for chains into which
     /// others put rules at the front, see [`settle`](Nft::settle).
     pub fn rules_at_once(
         &mut self,
@@ -378,9 +378,9 @@ impl Nft {
     /// The kernel sends a long list in parts and continues each by counting from the list's start.
     /// It flags a transaction that began in between, and each object names its generation. But it
     /// takes removed rules out of the list only after the new generation has begun, and puts those
-    /// of an unfinished transaction in before: then the count is off and neither tells (6.18: rules
-    /// missing in 1 of 1,200 reads beside a busy writer). So a list counts only if the next reading
-    /// finds the very same objects.
+    /// of an unfinished transaction in before: then the count is off, and neither sign shows it
+    /// (6.18: rules missing in 1 of 1,200 reads beside a busy writer). So a list counts only if the
+    /// next reading finds the very same objects.
     fn dump<T>(
         &mut self,
         what: &str,

@@ -281,7 +281,7 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
             let mut reader = Nft::open().unwrap();
             let mut seen = BTreeSet::new();
             let (mut reads, deadline) = (0, Instant::now() + cni_testkit::patience(Duration::from_secs(20)));
-            // The writer may not have begun when the first sixty are over.
+            // Perhaps the writer has not begun when the first sixty are over.
             while reads < 60 || (seen.len() < 2 && Instant::now() < deadline) {
                 reads += 1;
                 let mut comments: Vec<_> =

@@ -21,7 +21,7 @@ pub const fn comment_len(comment: &str) -> usize {
 pub(crate) fn encode(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     if let Some(comment) = comment {
-        // nft rejects the whole userdata if the comment's last byte is no NUL.
+        // nft rejects the whole userdata if the comment's last byte is not NUL.
         bytes.extend([COMMENT, u8::try_from(comment.len() + 1).ok()?]);
         bytes.extend(comment.bytes().chain([0]));
     }

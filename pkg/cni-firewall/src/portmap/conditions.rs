@@ -1,6 +1,6 @@
 //! `conditionsV4` and `conditionsV6`: extra matches, written in the words of iptables or of nft.
 //!
-//! [`Dialect::of`] tells which, as Go does. For nft a subset is compiled here ([`compile`]); what
+//! [`Dialect::of`] decides which, as Go does. For nft a subset is compiled here ([`compile`]); what
 //! is beyond it only `nft` itself understands. What iptables may be given is judged by
 //! [`iptables::check_conditions`](crate::iptables::check_conditions).
 //!
@@ -11,8 +11,8 @@
 //! [meta] mark [& NUMBER] [==|!=] NUMBER
 //! tcp|udp|sctp sport     [==|!=] PORT
 //! ```
-//! The newcomer's mistake: taking each string of the list for one token. Go joins them with blanks,
-//! so `"ip saddr 10.0.0.0/8"` is as good as three strings.
+//! A string of the list may be several tokens: Go joins them with blanks, so
+//! `"ip saddr 10.0.0.0/8"` equals three strings.
 
 use std::net::IpAddr;
 

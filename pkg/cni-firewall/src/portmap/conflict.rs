@@ -41,7 +41,7 @@ pub struct Holder {
     pub network: Option<String>,
     /// Its mark, if the rule has one.
     pub alias: Option<String>,
-    /// Whether a link bore that mark when the rule was made.
+    /// Whether a link had that mark when the rule was made.
     pub witnessed: bool,
     /// Whether the two rules look at other things too, and not the same ones.
     pub apart: bool,

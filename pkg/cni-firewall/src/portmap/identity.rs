@@ -18,7 +18,7 @@ const TAG_MARK: u8 = 0x80;
 /// Where the mark does not fit: 8 bytes of the SHA-512 of the network's name, then 16 of the
 /// mark's.
 const TAG_HASHES: u8 = 0x81;
-/// Empty: when the rule was made, a link on the host bore the mark. If there is none any more, the
+/// Empty: when the rule was made, a link on the host had the mark. If none has it any more, the
 /// container is gone.
 const TAG_WITNESSED: u8 = 0x82;
 /// In a rule without expressions: the handles, 8 bytes each, of rules of the attachment that could
@@ -53,7 +53,7 @@ pub(crate) enum Owner {
     This,
     /// It names the container and no attachment.
     Container,
-    /// Somebody else's.
+    /// Another attachment's.
     Other,
 }
 
@@ -168,7 +168,7 @@ impl Identity {
     }
 }
 
-/// Whether a link bore the mark when the rule was made.
+/// Whether a link had the mark when the rule was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Witnessed {
     Yes,
@@ -196,7 +196,7 @@ pub(super) fn handles(rule: &Rule) -> Vec<u64> {
     bytes.as_chunks::<8>().0.iter().map(|chunk| u64::from_be_bytes(*chunk)).collect()
 }
 
-/// The mark a rule bears, as an alias.
+/// The mark of a rule, as an alias.
 pub(crate) fn alias(rule: &Rule) -> Option<String> {
     rule.tag(TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned())
 }
@@ -212,7 +212,7 @@ pub(super) fn names_no_network(rule: &Rule) -> bool {
     rule.tag(TAG_MARK).is_none() && rule.tag(TAG_HASHES).is_none()
 }
 
-/// Whether a link bore the mark when the rule was made.
+/// Whether a link had the mark when the rule was made.
 pub(super) fn is_witnessed(rule: &Rule) -> bool {
     rule.tag(TAG_WITNESSED).is_some()
 }

@@ -6,8 +6,7 @@
 //! matches.
 //!
 //! Everything works in the network namespace of the calling thread, which must be the host's. A
-//! newcomer's mistake: a mapping without a host address is wanted in both families, one with
-//! 0.0.0.0 in IPv4 alone.
+//! mapping without a host address is wanted in both families, one with 0.0.0.0 in IPv4 alone.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -83,7 +82,7 @@ pub enum Snat {
 pub enum SetMark {
     /// With this bit, in a chain of our own.
     Bit(u8),
-    /// By a chain that somebody else provides, and whose mark somebody else masquerades.
+    /// By a chain that another program provides, and whose mark that program masquerades.
     Chain(String),
 }
 
@@ -162,8 +161,8 @@ fn older_mapping(there: &Claim) -> String {
 /// What a removal has come to, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {
-    /// What was claimed by what was found there, also where something has failed: what has gone
-    /// nobody finds again.
+    /// The claims of all rules that were found, also if a removal failed: removed rules cannot be
+    /// found again.
     pub claims: Vec<Claim>,
     /// What could not be removed because a program is missing, one sentence each.
     pub remarks: Vec<String>,

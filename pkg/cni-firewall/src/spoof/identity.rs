@@ -57,7 +57,7 @@ impl Id {
         })
     }
 
-    /// The other attachment of this key that the rules of PREROUTING name; Go's rules name nobody.
+    /// The other attachment of this key that the rules of PREROUTING name; Go's rules name none.
     pub(super) fn rival(&self, rules: &[Listed], mark: &AttachmentId) -> Option<Owner> {
         self.owners(rules).find(|owner| match &owner.network {
             Network::Marked(other) => *other != mark.alias(),

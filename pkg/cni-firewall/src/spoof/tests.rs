@@ -12,7 +12,7 @@ use crate::play::{GoBridge, nft, on_a_host, ruleset, shell};
 use crate::testing::new_netns;
 
 const MAC: Mac = Mac([2, 0, 0, 0, 0, 0x0a]);
-/// What is left when the last attachment has gone.
+/// The remaining objects when the last attachment has gone.
 const SHARED: &str = "table bridge nat {
 	chain PREROUTING {
 		type filter hook prerouting priority dstnat; policy accept;
@@ -320,8 +320,8 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
              add rule bridge nat PREROUTING iifname \"veth7\" jump cni-br-iface-go-eth0 comment \"macspoofchk-go-eth0\"\n\
              add rule bridge nat PREROUTING iifname \"veth8\" jump cni-br-iface-ours-eth0 comment \"macspoofchk-ours-eth0\"\n\
              add chain bridge nat cni-br-iface-half-eth0-mac\n\
-             add chain bridge nat somebody-elses\n\
-             add rule bridge nat PREROUTING iifname \"veth9\" accept comment \"somebody else's\"");
+             add chain bridge nat foreign\n\
+             add rule bridge nat PREROUTING iifname \"veth9\" accept comment \"foreign\"");
         let owners = spoof.list().unwrap();
         let seen: Vec<_> =
             owners.iter().map(|o| (o.id_ifname.as_str(), o.host_veth.as_deref(), o.belongs_to("net"))).collect();
@@ -342,7 +342,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
             spoof.purge_owner(owner).unwrap();
         }
         assert_eq!(spoof.list().unwrap(), []);
-        assert!(ruleset().contains("somebody else's") && ruleset().contains("somebody-elses"));
+        assert!(ruleset().contains("foreign") && ruleset().contains("foreign"));
     });
 }
 

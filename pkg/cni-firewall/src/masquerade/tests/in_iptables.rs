@@ -123,7 +123,7 @@ fn an_interface_without_rules_takes_none_of_anothers() {
         rig.purge(&mark("c1", "eth1"), &[]);
         rig.purge(&mark("c1", "eth1"), &["10.88.0.3"]);
         assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
-        // Nor what cannot be told from it by its address.
+        // Nor rules that the address does not distinguish from it.
         rig.purge(&mark("c1", "eth1"), &["10.88.0.2"]);
         assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
     });

@@ -113,7 +113,7 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
             ensure(&mark(container, ifname), &[NET4, NET6]);
         }
         ensure(&AttachmentId::new("net2", "c2", "eth0"), &[NET4]);
-        nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"somebody's\"");
+        nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"foreign\"");
         // The key, but not where a key is.
         let key = rules().iter().find_map(|rule| Some(rule.split("comment \"").nth(1)?[..33].to_owned())).unwrap();
         nft(&format!(

@@ -53,7 +53,7 @@ impl Rig {
     /// Programs of this variant alone, under their plain names too; each start is written down.
     fn new(variant: Variant) -> Rig {
         let rig = Rig::bare();
-        // The name is that of the link; the plugin tells the variant by the file behind it.
+        // The name is that of the link; the plugin finds the variant by the file behind it.
         let text = format!(
             "#!/bin/sh\nname=${{0##*/}}\necho $name >>{}\nexec /usr/sbin/${{name%%-*}}-{variant}${{name#ip*tables}} \"$@\"\n",
             rig.log().display(),
@@ -205,7 +205,7 @@ impl Go {
             )
         };
         let script = commands(ifname);
-        // A child of a thread that has entered: the door's own thread may not start one.
+        // A child of a thread that has entered: the door's own thread must not start one.
         let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());
         shell(&format!("nsenter --net={netns} sh -ec '{script}'"));
     }

@@ -1,8 +1,8 @@
 //! What an attachment had before an ADD, and how an ADD that fails puts it back.
 //!
-//! Compared is what stands there now: what somebody else has removed meanwhile comes back, what
-//! another attachment has in the same chain is not touched. The shared chains keep what they were
-//! given.
+//! It is compared with the present rules: those that another process removed meanwhile come back,
+//! those of other attachments in the same chain are not changed. The shared chains keep their new
+//! rules.
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
@@ -75,7 +75,7 @@ impl IptablesPortMap<'_> {
     /// this connection after it.
     ///
     /// # Errors
-    /// The first; the other family is done all the same.
+    /// The first; the other family is restored anyway.
     pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
         self.iptables.finish_on_sigterm();
         let mut failed = None;

@@ -6,9 +6,9 @@
 //! [`crate::iptables`]'s. What an attachment has is replaced only where it differs, so an ADD that
 //! finds everything in place writes nothing.
 //!
-//! The newcomer's mistake: emptying the container's chain. Another interface of the container may
-//! have rules in it, of ours or of Go's. And the shared chains are never removed, only what is
-//! double in them is folded.
+//! The container's chain must not be emptied: another interface of the container may have rules in
+//! it, written by these plugins or by Go's. The shared chains are never removed; only duplicate
+//! rules in them are.
 
 use std::net::IpAddr;
 
@@ -92,8 +92,8 @@ impl<'m> IptablesPortMap<'m> {
             Err((changed, error)) => (changed, Err(error)),
         };
         former.keep(changed);
-        // One family may have been changed before the other failed, or before somebody took a port
-        // of it.
+        // One family may have been changed before the other failed, or before another attachment
+        // took a port of it.
         let restored = if done.is_err() || held.is_some() { self.put_back(wanted, &former) } else { Ok(()) };
         match (done, restored, held) {
             (Err(error), Err(other), _) => Err(error.context(format_args!("{other}; and"))),
@@ -160,7 +160,7 @@ impl<'m> IptablesPortMap<'m> {
         })
     }
 
-    /// Removes whatever there is of the attachment, in both families and variants, whoever made it.
+    /// Removes all rules of the attachment, in both families and variants, Go's too.
     /// `addresses` are the container's as far as they are known; they decide on rules that name the
     /// container alone, which without an address of their family all go. No process where nothing
     /// is found by netlink and there is no legacy table.
@@ -183,8 +183,8 @@ impl<'m> IptablesPortMap<'m> {
         })
     }
 
-    /// Removes what names `network` and none of the valid attachments: ours by its marker, Go's by
-    /// the comment on the way to it, which names the container.
+    /// Removes the rules that name `network` and none of the valid attachments: those of these
+    /// plugins by their marker, Go's by the comment of the jump, which names the container.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let aliases: Vec<String> = valid.iter().map(AttachmentId::alias).collect();
         let prefix = AttachmentId::network_prefix(network);
@@ -429,8 +429,8 @@ fn own(
     let jumps: Vec<&Rule> = ways.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     let mut kept: Vec<usize> = Vec::new();
     for words in shape::jumps(wanted, conditions) {
-        // What the kernel makes of conditions cannot be compared with what was asked for: they are
-        // always written anew.
+        // The kernel's form of conditions cannot be compared with the configured one, so they are
+        // always written again.
         let same = jumps.iter().enumerate().position(|(at, jump)| jump.is(&words) && !kept.contains(&at));
         match same.filter(|_| conditions.is_empty()) {
             Some(at) => kept.push(at),

@@ -8,13 +8,13 @@
 //! -A CNI-HOSTPORT-MASQ     -m mark --mark 0x2000/0x2000 -j MASQUERADE
 //! -A CNI-HOSTPORT-SETMARK  -m comment --comment "CNI portfwd masquerade mark" -j MARK --set-xmark 0x2000/0x2000
 //! -A CNI-HOSTPORT-DNAT     -p P -m comment --comment "dnat name: \"N\" id: \"ID\"" -m multiport --dports A,B CONDITIONS -j D
-//! -A D                     [-i LINK] -m comment --comment "cni:N/ID/IFNAME"                              ours alone
+//! -A D                     [-i LINK] -m comment --comment "cni:N/ID/IFNAME"                              these plugins alone
 //! -A D                     -s SUBNET [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK
 //! -A D                     -s 127.0.0.1/32 [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK            not in IPv6
 //! -A D                     [-d H] -p P -m P --dport A -j DNAT --to-destination C:Q
 //! ```
-//! D has no interface in its key. The rule without a target says whose the rules after it are; LINK
-//! is the host's end of the container's link, where there is one that bears our mark.
+//! D has no interface in its key. The rule without a target names the attachment of the rules after
+//! it; LINK is the host's end of the container's link, if one has the mark.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -152,8 +152,8 @@ impl Jump {
     }
 }
 
-/// The rule that says whose the rules after it are. `link` is the host's end that bears the mark,
-/// if there is one.
+/// The rule that names the attachment of the rules after it. `link` is the host's end that has the
+/// mark, if there is one.
 pub(super) fn marker(mark: &AttachmentId, link: Option<&str>) -> Words {
     let mut marker = link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &mark.alias()]));
@@ -237,7 +237,7 @@ impl Section {
         self.marker.as_ref().and_then(Rule::comment)
     }
 
-    /// Whether a link bore the mark when the section was written.
+    /// Whether a link had the mark when the section was written.
     pub(super) fn is_witnessed(&self) -> bool {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }
@@ -267,9 +267,10 @@ pub(super) fn first(rules: &[Rule], claim: &Claim) -> Option<Claim> {
     rules.iter().filter_map(read).find(|there| there.overlaps(claim))
 }
 
-/// A container's chain as sections: first what bears no marker, one for each address and one for
-/// each group that tells none; then one for each marker. What follows a marker but leads to another
-/// address than the first mapping after it was appended by Go. An empty chain is one empty section.
+/// A container's chain as sections: first the rules without a marker, a section for each address
+/// and one for each group without an address; then a section for each marker. A rule behind a
+/// marker that leads to another address than the first mapping after it was appended by Go. An
+/// empty chain is one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut unmarked: Vec<Group> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();

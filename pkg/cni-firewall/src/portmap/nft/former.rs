@@ -35,7 +35,7 @@ impl NftPortMap {
     ///
     /// # Errors
     /// Rules with sets in them, which only the program `nft` can write, do not come back: that is
-    /// told when all else is done.
+    /// the error when all else is done.
     pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
         let identity = Identity::new(&wanted.mark);
         let lost = repeat(|| {

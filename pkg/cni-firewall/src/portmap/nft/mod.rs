@@ -1,13 +1,13 @@
 //! Host ports with nf_tables: one transaction for each verb and both families, no process.
 //!
 //! The rules are those of `shape`. Whether something collides, or is there already, is found out by
-//! reading, so the transaction of an ADD holds only if nobody has changed any rule since
-//! ([`Batch::only_at`]); else all is read again. That costs nobody a lock, and of many racing ADDs
-//! one succeeds each time.
+//! reading, so the transaction of an ADD is valid only if no rule has changed since
+//! ([`Batch::only_at`]); else all is read again. That needs no lock, and of many racing ADDs one
+//! succeeds each time.
 //!
-//! The newcomer's mistakes: a rule that is deleted makes the closing of the socket wait for an RCU
-//! grace period (some 10 ms), so an ADD deletes only what is in its way; and the shared chains are
-//! never emptied or removed, although Go's ADD refills some of them.
+//! A deleted rule makes the closing of the socket wait for an RCU grace period (some 10 ms), so an
+//! ADD deletes only rules that conflict with it. The shared chains are never emptied or removed,
+//! although Go's ADD refills some of them.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -38,7 +38,7 @@ use others::Others;
 use program::Written;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
-/// How often a change is worked out anew because somebody else changed a rule meanwhile. Of n
+/// How often a change is planned again because another process changed a rule meanwhile. Of n
 /// racing changes each loses at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
@@ -212,10 +212,10 @@ impl NftPortMap {
         Ok(Ensured::Done { former: changes.then_some(former), remarks })
     }
 
-    /// Removes whatever there is of the attachment in both families, in one transaction, whoever
-    /// made it. `addresses` are the container's as far as they are known; they decide on rules that
-    /// name the container alone, which without an address of their family all go. Nothing there, or
-    /// a kernel without nf_tables: that is fine.
+    /// Removes all rules of the attachment in both families, in one transaction, Go's too.
+    /// `addresses` are the container's as far as they are known; they decide on rules that name the
+    /// container alone, which without an address of their family all go. Nothing there, or a kernel
+    /// without nf_tables: that is fine.
     pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(mark);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
@@ -360,7 +360,7 @@ impl NftPortMap {
     }
 }
 
-/// Repeats `once` while somebody else changes what it has read.
+/// Repeats `once` while other processes change what it has read.
 fn repeat<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 0..ATTEMPTS {
         match once() {

@@ -12,8 +12,8 @@
 //!         ip saddr A ip daddr A masquerade comment "ID"
 //!         ip saddr 127.0.0.1 ip daddr A masquerade comment "ID" } }    # not in ip6
 //! ```
-//! Go puts the conditions before the `fib` of the two base chains, where the last ADD's replace
-//! everybody's.
+//! Go puts the conditions before the `fib` of the two base chains, where those of the last ADD
+//! replace all others.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 

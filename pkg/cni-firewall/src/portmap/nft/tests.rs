@@ -133,8 +133,8 @@ fn concurrent_adds_of_one_port_all_see_each_other() {
                 scope.spawn(move || ensure(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
             }
         });
-        // Nothing is known of any of them, so all stand; and each but the first has been told of
-        // all before it.
+        // Nothing is known of any of them, so all stay; and each ADD but the first has a note for
+        // each one before it.
         assert_eq!(ruleset().matches("dnat to").count(), 40);
         let late = ensure(&forwarding("late", "eth0", 99, 8080));
         assert!(matches!(late, Ensured::Done { remarks, .. } if remarks.len() == 40));
