@@ -78,7 +78,7 @@ class Containerd:
         if not os.path.exists(image.PATH):
             image.build()
         sh("ctr", "-n", namespace, "image", "import", image.PATH)
-        # CRI is told of it, and later.
+        # CRI reports it later.
         deadline = time.monotonic() + 10
         while namespace == "k8s.io" and not self.call("ImageStatus", {1: {1: "localhost/pod:1"}}, "Image").get(1):
             if time.monotonic() > deadline:
@@ -140,7 +140,7 @@ class Containerd:
         return [decode_text(decode(item)[1]) for item in self.call("ListPodSandbox").get(1, [])]
 
 
-# The wire format of protocol buffers, as far as CRI's messages need it: numbers, texts, messages, lists of them.
+# The wire format of protocol buffers, as far as CRI's messages need it.
 
 
 def varint(number):

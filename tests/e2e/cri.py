@@ -53,7 +53,7 @@ def scenario_dual_stack(node):
     expect(len(pod.addresses), 2, "addresses of the pod")
     pod.serve(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
-    # As firewalld's reload does; containerd 1.6 records no namespace, cnitool finds it all the same.
+    # As firewalld's reload does. containerd 1.6 records no namespace, but the result names it.
     sh("nft", "flush", "ruleset")
     expect(silent(node.client, NODE4, 8080), True, "the port is dead without its rules")
     sh(f"{OURS}/cnitool", "rules", "restore", CNI_PATH=BIN)
@@ -98,7 +98,7 @@ def scenario_nf_tables_without_iptables(node):
 
 
 def scenario_a_full_range(node):
-    """A pod too many is refused and harms nobody. What nobody remembers goes with the GC, and its place is free."""
+    """One pod too many is refused, and the others stay. GC frees the reservations that no pod has any more."""
     bridge = networks.bridge(six=True)
     bridge["ipam"]["ranges"][0][0]["subnet"] = "10.88.0.0/29"
     plugins = bridge, networks.portmap(), networks.tuning()
@@ -112,7 +112,7 @@ def scenario_a_full_range(node):
         try:
             runtime.run_pod("never", ("tcp", 80, 8200, ""))
         except Failed as error:
-            expect("no IP addresses" in str(error), True, f"the reason is told: {error}")
+            expect("no IP addresses" in str(error), True, f"the reason is named: {error}")
         else:
             raise Failed("a pod runs without an address")
 
@@ -171,7 +171,7 @@ def scenario_an_add_that_fails_leaves_nothing(node):
     pod = runtime.pod(identifier)
     before = node.leftovers()
     elsewhere = [("tcp", 80, 8090, "")]
-    # The first pod has the only address of IPv6, and of IPv4 there is one; then a route that both have no way to.
+    # The first pod has the only IPv6 address; then a route that has no way to its gateway.
     full, lost = networks.bridge(six=True), networks.bridge(six=True)
     full["ipam"]["ranges"][1][0].update(rangeStart="fd00:88::2", rangeEnd="fd00:88::2")
     lost["ipam"]["routes"].append({"dst": "198.51.100.0/24", "gw": "192.0.2.1"})
@@ -188,7 +188,7 @@ def scenario_an_add_that_fails_leaves_nothing(node):
             try:
                 runtime.run_pod("never", *ports)
             except Failed as error:
-                expect(reason in str(error), True, f"the reason, {reason}, is told: {error}")
+                expect(reason in str(error), True, f"the reason, {reason}, is named: {error}")
             else:
                 raise Failed(f"a pod runs that should fail for {reason}")
             expect(node.leftovers(), before, f"what is there after the ADD that failed for {reason}")

@@ -89,7 +89,7 @@ def scenario_kill_9_of_ctr(node):
         sh("ctr", "container", "rm", name)
     left = [line for line in node.leftovers() if line not in before]
     node.configure("ctr", *plugins, version="1.1.0")
-    # Its libcni remembers no namespace, and who may be alive is kept: those that are over are named.
+    # Its libcni records no namespace, so a pod may be alive and is kept: the dead ones are named.
     for path in glob.glob("/var/lib/cni/results/ctr-default-del*"):
         name = path.split("-")[2]
         sh(f"{OURS}/cnitool", "del", "ctr", "--container-id", f"default-{name}", "--ifname", "eth0", CNI_PATH=BIN)

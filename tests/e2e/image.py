@@ -1,6 +1,6 @@
 """The image of every pod: a docker archive of one layer, made of busybox alone.
 
-A pod says its name ($NAME, else its host name) to whoever connects to port 80, and says back what it hears on port 7.
+A pod says its name ($NAME, else its host name) to each client of port 80, and says back what it hears on port 7.
 """
 
 import hashlib

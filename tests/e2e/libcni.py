@@ -29,7 +29,7 @@ class Libcni:
         return tuple(map(int, self.conf["cniVersion"].split(".")))
 
     def execute(self, verb, plugin, attachment=None, **injected):
-        """One plugin. What a verb does not use is in the environment all the same, and empty."""
+        """One plugin. Variables that a verb does not use are in the environment, and empty."""
         attachment = attachment or {"id": "", "netns": "", "ifname": "", "args": ""}
         env = {
             "CNI_COMMAND": verb,

@@ -31,6 +31,6 @@ def firewall():
 
 
 def bandwidth():
-    """More than anybody sends here; what counts is what is made for it."""
+    """More than any scenario sends; only the objects that the limit makes matter."""
     fast = {"Rate": 10**10, "Burst": 10**9}
     return {"type": "bandwidth", **{way + key: value for way in ("ingress", "egress") for key, value in fast.items()}}

@@ -1,4 +1,4 @@
-"""The node that a scenario runs on, and what is looked at there: who reaches whom, and what is left at the end.
+"""The node that a scenario runs on, and what is looked at there: who reaches whom, and leftovers at the end.
 
 A node is a process with its own mount, network, pid, ipc, uts and cgroup namespace. Its root is a tmpfs; /usr is this
 machine's with the unpacked packages above it, read only, and /etc likewise, to be written to without this machine
@@ -79,13 +79,13 @@ def wait(ready, name):
         time.sleep(0.02)
 
 
-# Control groups: each node has a group of its own in every hierarchy, which is the root of its cgroup namespace.
+# Each node has a control group in every hierarchy: the root of its cgroup namespace.
 
 
 def hierarchies():
     """(mount point, type, options) of each hierarchy. crun refuses a mix of v1 and v2: of one, v2 is left out.
 
-    There are none in a virtual machine of scripts/vm; what only needs networks runs there all the same.
+    There are none in a virtual machine of scripts/vm; scenarios that only need networks still run there.
     """
     found = []
     for line in read("/proc/self/mountinfo").splitlines():
@@ -234,7 +234,7 @@ def family(address):
 
 
 def hear(netns, address, port, kind=socket.SOCK_STREAM, source=""):
-    """What a server says to somebody in that namespace who connects, or sends it one datagram, from that address."""
+    """What a server says to a client in that namespace that connects, or sends one datagram, from that address."""
     deadline = time.monotonic() + 10
     while True:
         with netns:
@@ -256,7 +256,7 @@ def hear(netns, address, port, kind=socket.SOCK_STREAM, source=""):
                     heard += more
                 return heard.decode().strip()
             except ConnectionRefusedError:
-                # Runtimes say that a pod is up before its program listens; there is nothing to wait for but this.
+                # Runtimes report a pod as up before its program listens.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
@@ -265,7 +265,7 @@ def hear(netns, address, port, kind=socket.SOCK_STREAM, source=""):
 
 
 def silent(netns, address, port):
-    """Nobody says a word there. Podman keeps a published port taken by a socket that nobody serves."""
+    """No server answers there. Podman keeps a published port taken by a socket that is not served."""
     with netns:
         ours = socket.socket(family(address), socket.SOCK_STREAM)
     with ours:
@@ -278,14 +278,14 @@ def silent(netns, address, port):
 
 
 class Server:
-    """Tells everybody in that namespace who they are, over TCP and UDP; `name` is said instead, if there is one."""
+    """Sends each client in that namespace its own address, over TCP and UDP; `name` instead, if there is one."""
 
     def __init__(self, netns, port, name=None):
         self.name = name
         with netns:
             self.tcp = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64)
             self.udp = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
-            # The answer must come from the address that was asked, so one that was not translated would show.
+            # The answer must come from the requested address, so a missing translation would show.
             self.udp.bind(("::", port))
         self.threads = [threading.Thread(target=serve, daemon=True) for serve in (self.serve_tcp, self.serve_udp)]
         for thread in self.threads:
@@ -297,7 +297,7 @@ class Server:
             try:
                 ours.shutdown(socket.SHUT_RDWR)
             except OSError:
-                # Told of every socket without a peer; who waits in it is woken all the same.
+                # ENOTCONN for a socket without a peer; a process that waits in it is still woken.
                 pass
         for thread in self.threads:
             thread.join()
@@ -407,7 +407,7 @@ class Node:
         """What no pod should leave: a line for each.
 
         Of the kernel's connections that is what a port mapping made: they would lead the next packet of the same
-        source to a pod that is no more. Others, of the pod's own, end by themselves and harm nobody.
+        source to a pod that is no more. Others, of the pod's own, end by themselves and do no harm.
         """
         links = json.loads(sh("ip", "-j", "-d", "link"))
         keep = ("bridge", None)
@@ -459,7 +459,7 @@ def files(folder):
     return sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
 
 
-# Locks, where the next address is looked for, host-local's index, and dhcp's socket; no temporary file.
+# Locks, the last address, host-local's index, and dhcp's socket; no temporary file.
 SHARED_FILE = re.compile(r"^/run/cni/dhcp\.sock$|/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/[^/]+/index$")
 # What pods share, so it stays: built-in chains, and the chains of portmap with what leads to them.
 SHARED_RULES = [

@@ -35,7 +35,7 @@ driver = "overlay"
 graphroot = "/var/lib/containers/storage"
 runroot = "/run/containers/storage"
 """
-# cnitool is where the plugins under test are, and the commands that it tells are for a shell.
+# cnitool is where the plugins under test are, and the commands that it prints are for a shell.
 PATH = f"{OURS}:{os.environ['PATH']}"
 BOTH = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
 
@@ -122,7 +122,7 @@ def scenario_published_ports_restart_and_reload_with_crun(node):
 
 def scenario_two_networks_disconnect_and_connect(node):
     start(node, "crun")
-    # A namespace has each sysctl once: what one network has set goes with it, whatever the other wants.
+    # A namespace has each sysctl once: it goes with the network that set it.
     network(node, "one", 1, sysctls={})
     network(node, "two", 2, sysctls={})
     # Two networks in one command are attached in any order, and the first has the default route.
@@ -139,12 +139,13 @@ def scenario_two_networks_disconnect_and_connect(node):
     node.prove(other, 8081)
     podman("network", "connect", "two", "both")
     node.prove(pod("both"), 8080)
-    # The default route was the first network's and goes with it; Go's second one would be left (docs/differences.md).
+    # The default route was the first network's and goes with it. Go's second one would be left
+    # (docs/differences.md).
     podman("network", "disconnect", "one", "both")
     two = pod("both")
     expect(two.netns.routes(), ["10.89.2.0/24"], "routes")
     expect(hear(node.home, two.addresses[0], 80), "both", "the pod by its own address")
-    # Started anew, the network that is left gives the default route.
+    # After a restart the remaining network gives the default route.
     podman("restart", "-t", "0", "both")
     node.prove(pod("both"), 8080)
     podman("rm", "-f", "-t", "0", "both")
@@ -176,7 +177,7 @@ def scenario_egress_through_a_forward_drop_policy(node):
     network(node, "one", 1)
     for program in ["iptables", "ip6tables"]:
         sh(program, "-P", "FORWARD", "DROP")
-    # The firewall plugin opens the way out and for answers; nobody opens a published port for those outside.
+    # The firewall plugin opens the way out and for answers, not for published ports.
     node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080, leave_out=("outside",))
     podman("rm", "-f", "-t", "0", "first")
 
@@ -193,7 +194,7 @@ def scenario_kill_9_of_conmon_and_the_container(node):
     try:
         podman("rm", "-f", "-t", "0", "first")
     except Failed:
-        # crun refuses to signal a process that died between Podman's look and its own; who removes it says so again.
+        # crun refuses to signal a process that has just died; then the removal is repeated.
         podman("rm", "-f", "-t", "0", "first")
     expect(node.leftovers(), [], "left by podman rm")
     node.prove(run("first", "--network", "one", "-p", "8080:80"), 8080)
@@ -201,7 +202,7 @@ def scenario_kill_9_of_conmon_and_the_container(node):
 
 
 def killed(verb, plugin, *arguments):
-    """Podman is killed when it has just called that plugin; the plugin goes on, and nobody hears its answer."""
+    """Podman is killed when it has just called that plugin; the plugin goes on, and its answer is not read."""
     with Held(verb, plugin) as held:
         process = subprocess.Popen(["podman", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         # conmon runs a Podman of its own that cleans up after a container.
@@ -209,7 +210,7 @@ def killed(verb, plugin, *arguments):
 
 
 def tidied(node, kept, port, before):
-    """`podman rm`, then the operator: what `cnitool inspect` calls left over goes by the commands that it tells.
+    """`podman rm`, then the operator: what `cnitool inspect` calls left over goes by the commands that it prints.
 
     Returns how many commands it took.
     """

@@ -70,7 +70,7 @@ def wire(plugin, ipam):
 
 
 def play(node, plugin, ipam):
-    """The pod lives on while net1 comes and goes. Then both come to their end with it, which only GC is told of."""
+    """The pod lives on while net1 comes and goes. Then both come to their end with it, which only GC learns of."""
     first, second = Libcni(three_plugins()), wire(plugin, ipam)
     second.status()
     pod = attach(first, "pod", mapping(8080), mapping(8007, 7))
@@ -145,7 +145,7 @@ def scenario_host_device_with_dhcp(node):
 
 
 def scenario_macvlan_beside_the_interface_of_cri(node):
-    """The DEL of net1 comes before StopPodSandbox, and once, of a pod that somebody else has removed, after it."""
+    """The DEL of net1 comes before StopPodSandbox, and once, of a pod that was removed before, after it."""
     node.configure("pods", *three_plugins()["plugins"])
     outside()
     runtime, network = Containerd(), wire(MACVLAN, leases(node))

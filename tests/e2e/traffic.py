@@ -9,7 +9,7 @@ import time
 
 from node import Failed, expect, family
 
-# One lost packet costs a ping. A connection that was broken or led elsewhere stays silent far longer than this.
+# A lost packet costs one ping. A connection that was broken or led elsewhere stays silent longer.
 PATIENCE = 5
 
 
@@ -29,7 +29,7 @@ class Words:
                 self.socket.connect((address, port))
                 break
             except ConnectionRefusedError:
-                # Its program may not listen yet.
+                # Perhaps its program does not listen yet.
                 self.socket.close()
                 if time.monotonic() > deadline:
                     raise

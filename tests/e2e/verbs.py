@@ -394,7 +394,7 @@ def scenario_gc_removes_what_a_runtime_forgot_and_nothing_else(node):
 
 
 def scenario_status_beside_many_adds(node):
-    """kubelet asks every 5 s, here it asks all the time, and is never told that the node is not ready."""
+    """kubelet asks every 5 s, here it asks all the time, and the node is never reported as not ready."""
     network = Libcni(three_plugins())
     with Asked(network, 0) as asked:
         names = [f"pod{each}" for each in range(20)]

@@ -197,8 +197,8 @@ fn check_reports_what_the_host_lacks() {
     attachment.del_with(&result).success();
 }
 
-/// What tc-redirect-tap makes of the result: the addresses are a virtual machine's, whose sandbox is
-/// the container's ID.
+/// What tc-redirect-tap makes of the result: the addresses are a virtual machine's, whose sandbox
+/// is the container's ID.
 #[test]
 fn check_passes_when_a_virtual_machine_has_the_addresses() {
     let node = Node::new();
