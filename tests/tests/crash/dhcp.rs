@@ -98,8 +98,8 @@ fn leases_survive_a_daemon_that_is_killed_again_and_again() {
     assert_eq!(recorded(&lan), [""; 0]);
 }
 
-/// The plugin's calls in its ADD and its DEL, at the least.
-const FLOOR: usize = 30;
+/// The plugin's calls in its ADD and its DEL, at the least: the release build makes 21.
+const FLOOR: usize = 15;
 
 /// One trial: the plugin is hit at a call, and then DEL succeeds and leaves no lease. Returns the
 /// calls that the plugin made, and whether it came to the point.
