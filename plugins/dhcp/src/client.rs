@@ -14,8 +14,7 @@ use cni::skel::{Call, MachineRef};
 use cni::{Code, Error, Result};
 use cni_dhcp::rpc::{CONNECT, CmdArgs, Conversation, Method, write_request};
 use cni_linux::stream::wait_readable;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt};
-use nix::sys::time::TimeVal;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
 use crate::conf::{self, Conf};
 
@@ -54,11 +53,11 @@ impl<'a> Daemon<'a> {
     }
 
     fn connect(&self) -> io::Result<UnixStream> {
-        let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+        let stream: UnixStream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?.into();
         // The bound for the connection too, for which a full queue of the daemon would block.
-        setsockopt(&stream, sockopt::SendTimeout, &TimeVal::new(GREETING.as_secs() as i64, 0))?;
+        stream.set_write_timeout(Some(GREETING))?;
         connect(stream.as_raw_fd(), &UnixAddr::new(&self.socket)?)?;
-        Ok(stream.into())
+        Ok(stream)
     }
 
     /// Connects, and waits for the greeting. What a Go daemon has read beyond the first line by
