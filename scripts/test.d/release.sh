@@ -151,8 +151,8 @@ release_package() {
             while read -r _ plugin; do [ -x "/usr/lib/cni/$plugin" ]; done <"$work/unpacked-amd64/SHA256SUMS"
             cnitool --version
             CNI_COMMAND=VERSION /usr/lib/cni/host-local </dev/null
-            grep -qx "ExecStart=/usr/lib/cni/dhcp daemon" /usr/lib/systemd/system/cni-dhcp.service
-            [ -f /usr/lib/systemd/system/cni-dhcp.socket ]
+            grep -qx "ExecStart=/usr/lib/cni/dhcp daemon" /usr/share/cni-plugins-rust/systemd/cni-dhcp.service
+            [ -f /usr/share/cni-plugins-rust/systemd/cni-dhcp.socket ]
             dpkg -i "$deb" # again, as an upgrade
             # What is needed is not removed. To go back is to install the package of Debian.
             if dpkg -r cni-plugins-rust; then exit 1; fi
