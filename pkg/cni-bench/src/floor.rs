@@ -175,6 +175,8 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
 /// The work of the plugin that makes `link`; the link's index, and the namespace in which a DEL
 /// removes it.
 fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<(u32, Connection)> {
+    // Kernels before 6.2 refuse a name that the node has, even for another namespace.
+    const NAME: &str = "floor0";
     let host = Connection::open(0)?;
     let (kind, data) = match link {
         Link::Pair => {
@@ -188,7 +190,7 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
         Link::Dummy => (InfoKind::Dummy, None),
     };
     let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
+    message.attributes.push(LinkAttribute::IfName(NAME.to_owned()));
     message.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
     if link != Link::Dummy {
         message.attributes.push(LinkAttribute::Link(eth0));
@@ -197,7 +199,7 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     message.attributes.push(LinkAttribute::LinkInfo(info));
     host.ask(RouteNetlinkMessage::NewLink(message), NLM_F_CREATE | NLM_F_EXCL)?;
     let container = inside(netns, || ())?;
-    let index = container.find("eth0")?;
+    let index = container.find(NAME)?;
     container.configure(index, address)?;
     Ok((index, container))
 }
