@@ -83,14 +83,15 @@ def scenario_the_list_of_k3s(node):
 
 def scenario_nf_tables_without_iptables(node):
     plugins = networks.bridge(six=True, ipMasqBackend="nftables"), networks.portmap(backend="nftables")
-    runtime = start(node, *plugins, networks.tuning())
+    firewall = {"type": "firewall", "backend": "nftables", "ingressPolicy": "same-bridge"}
+    runtime = start(node, *plugins, firewall, networks.tuning())
     identifier = runtime.run_pod("one", *PORTS)
     pod = runtime.pod(identifier)
     pod.serve(53)
     node.prove(pod, 8080, BOTH, families=(4, 6))
     rules = [line for line in node.leftovers() if line.startswith("nft: ")]
     tables = {line.split()[1] for line in rules}
-    expect(sorted(tables), ["cni_hostport", "cni_plugins_masquerade"], "tables with rules of the pod")
+    expect(sorted(tables), ["cni_firewall", "cni_hostport", "cni_plugins_masquerade"], "tables with rules of the pod")
     expect(sh("iptables-save"), "", "rules of iptables")
     runtime.stop_pod(identifier)
     expect(node.leftovers(), [], "left by StopPodSandbox")

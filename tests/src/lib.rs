@@ -127,6 +127,14 @@ pub fn address(result: &Value) -> String {
     addresses(result)[0].split('/').next().unwrap().to_owned()
 }
 
+/// Whether each link-local IPv6 address of a link of the host is still tentative.
+#[track_caller]
+pub fn tentative(node: &Node, link: &str) -> Vec<bool> {
+    let links = node.json(&["ip", "-j", "-6", "addr", "show", "dev", link]);
+    let infos = links[0]["addr_info"].as_array().unwrap_or_else(|| panic!("no address in {links}"));
+    infos.iter().filter(|info| info["scope"] == "link").map(|info| info["tentative"] == true).collect()
+}
+
 /// The interface of a result that is in a sandbox.
 #[track_caller]
 pub fn sandboxed(result: &Value) -> &Value {

@@ -12,6 +12,7 @@ use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
 
 use crate::error::{Error, Result};
+use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink, Reply};
 
 /// An address of an interface.
@@ -125,6 +126,29 @@ impl Netlink {
         self.add_message(&message, cidr)
     }
 
+    /// Adds the link-local address that the kernel derives from `mac`, usable at once. Replaces the
+    /// kernel's own while that is tentative.
+    ///
+    /// From this address the kernel asks for the neighbours of packets that it forwards. Its own
+    /// stays tentative for up to three seconds, and such packets are lost until then.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn add_link_local(&self, index: u32, mac: Mac) -> Result<()> {
+        let Some(cidr) = Cidr::new(mac.link_local().into(), 64) else { return Ok(()) };
+        let added = self.add_address(index, cidr, Dad::Skip);
+        if !added.as_ref().is_err_and(Error::is_exists) {
+            return added;
+        }
+        if self.list_addresses(index)?.iter().any(|addr| addr.cidr == cidr && addr.tentative) {
+            // Another ADD may do the same at this moment.
+            for done in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
+                done.or_else(|error| if error.is_exists() || error.is_not_found() { Ok(()) } else { Err(error) })?;
+            }
+        }
+        Ok(())
+    }
+
     fn add_message(&self, message: &AddressMessage, cidr: Cidr) -> Result<()> {
         let index = message.header.index;
         self.request(Kind::NewAddress, message, NLM_F_CREATE | NLM_F_EXCL)
@@ -196,8 +220,9 @@ fn decode(message: &AddressMessage) -> Option<Addr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::BridgeSpec;
-    use crate::testing::{in_new_netns, output};
+    use crate::testing::{in_new_netns, machine, output};
+    use crate::{BridgeSpec, VethSpec, Watch};
+    use std::time::{Duration, Instant};
 
     fn cidr(text: &str) -> Cidr {
         text.parse().unwrap()
@@ -292,6 +317,29 @@ mod tests {
             let loopback = all.iter().find(|addr| addr.cidr == cidr("127.0.0.1/8")).unwrap();
             assert_eq!((loopback.index, loopback.scope), (1, 254));
             assert!(all.iter().any(|addr| addr.cidr == cidr("::1/128")));
+        });
+    }
+
+    #[test]
+    fn the_link_local_address_stays_the_only_one() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let mac = Mac([2, 0, 0, 0, 0, 5]);
+            let veth =
+                netlink.create_veth(&VethSpec { up: true, ..VethSpec::new("v0", mac, "v1", Mac([2; 6])) }).unwrap();
+            for _ in 0..2 {
+                netlink.add_link_local(veth.index, mac).unwrap();
+            }
+            let (watch, deadline) = (Watch::open().unwrap(), Instant::now() + Duration::from_secs(30));
+            netlink.set_up(veth.peer_index).unwrap();
+            netlink.wait_carrier(&watch, veth.index, deadline, &machine()).unwrap();
+            let bridge = BridgeSpec { up: true, mac: Some(mac), ..BridgeSpec::named("br0") };
+            let bridge = netlink.create_bridge(&bridge).unwrap().index;
+            netlink.add_link_local(bridge, mac).unwrap();
+            for index in [veth.index, bridge] {
+                let [addr] = netlink.list_addresses(index).unwrap()[..] else { panic!("not one address") };
+                assert_eq!((addr.cidr, addr.tentative), (cidr("fe80::ff:fe00:5/64"), false));
+            }
         });
     }
 

@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::io;
+use std::net::Ipv6Addr;
 use std::str::FromStr;
 
 /// A six byte hardware address. Displays in lower case with colons.
@@ -43,6 +44,12 @@ impl Mac {
     /// Whether all bytes are zero, which no interface can have either.
     pub fn is_zero(self) -> bool {
         self == Mac::ZERO
+    }
+
+    /// The IPv6 link-local address that the kernel derives from it (RFC 4291, appendix A).
+    pub(crate) fn link_local(self) -> Ipv6Addr {
+        let [a, b, c, d, e, f] = self.0;
+        Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 0x02, b, c, 0xff, 0xfe, d, e, f])
     }
 
     pub(crate) fn from_slice(bytes: &[u8]) -> Option<Mac> {

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use cni::AttachmentId;
 use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Link, Netlink, Target, VethSpec, VlanFlags, sysctl};
+use cni_linux::{Dad, Link, Netlink, Target, VethSpec, VlanFlags, sysctl};
 use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
 use cni_plugin::interface::{Gateway, Layer3, Made, Served, Site, forwarding, host_interface};
 
@@ -108,6 +108,9 @@ impl Plan {
                 Err(error) if !error.is_exists() => return Err(error.into()),
                 Err(_) => {}
                 Ok(()) => added.push(gateway.address()),
+            }
+            if let (false, Dad::Skip, Some(mac)) = (gateway.is_ipv4(), conf.dad(), link.mac) {
+                host.add_link_local(link.index, mac)?;
             }
         }
         for is_ipv4 in families {

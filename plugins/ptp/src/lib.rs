@@ -16,7 +16,7 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Cidr, Error, Result};
 use cni_linux::{Dad, Link, Netlink, Route, Watch, sysctl};
-use cni_plugin::interface::veth::{self, Choices};
+use cni_plugin::interface::veth::{self, Choices, Pair};
 use cni_plugin::interface::{
     Check, Gateway, HostEnd, Interface, Layer3, Layer3Policy, Made, Served, Site, SubnetRoute, failed, forwarding,
     host_interface,
@@ -58,8 +58,7 @@ pub struct Keys {
 impl Interface for Ptp {
     type Keys = Keys;
     type Conf = Conf;
-    /// The index of the host's end.
-    type Link = u32;
+    type Link = Pair;
 
     const NAME: &'static str = "ptp";
     const KIND: &'static str = "veth";
@@ -87,19 +86,19 @@ impl Interface for Ptp {
         }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<u32>> {
+    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Pair>> {
         let choices = Choices { mtu: site.conf.mtu, ..Choices::default() };
         let pair = veth::create(site, &choices, rollback)?;
         let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), site.container_interface(pair.peer_mac)];
         let result = AddResult { interfaces, ..AddResult::default() };
-        Ok(Made { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair.index })
+        Ok(Made { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
     }
 
     /// The host forwards, answers as the gateway and knows the way to each address.
     fn serve<'a>(
         &self,
         site: &Site<'a, Conf>,
-        made: &mut Made<u32>,
+        made: &mut Made<Pair>,
         layer3: &Layer3,
         _rollback: &mut Rollback<'a>,
     ) -> Result<Served> {
@@ -107,20 +106,24 @@ impl Interface for Ptp {
         for ip in &layer3.ips {
             sysctl::ensure(forwarding(ip.address.is_ipv4()), "1")?;
             let Some(gateway) = ip.gateway.filter(|gateway| !served.added.contains(gateway)) else { continue };
-            // Without duplicate address detection, so that the gateway answers at once.
-            site.host.add_address(made.link, Cidr::host(gateway), Dad::Skip)?;
+            // Without duplicate address detection, so that the gateway answers at once and packets
+            // for the container are forwarded at once.
+            site.host.add_address(made.link.index, Cidr::host(gateway), Dad::Skip)?;
+            if gateway.is_ipv6() {
+                site.host.add_link_local(made.link.index, made.link.mac)?;
+            }
             served.added.push(gateway);
         }
         for ip in &layer3.ips {
-            add_route(site, &route_to(ip, made.link))?;
+            add_route(site, &route_to(ip, made.link.index))?;
         }
         Ok(served)
     }
 
-    fn wait_for_frames(&self, site: &Site<'_, Conf>, made: &Made<u32>, watch: &Watch) -> Result<()> {
+    fn wait_for_frames(&self, site: &Site<'_, Conf>, made: &Made<Pair>, watch: &Watch) -> Result<()> {
         let machine = site.call.machine.0;
         let deadline = machine.now() + CARRIER_DEADLINE;
-        site.host.wait_carrier(watch, made.link, deadline, machine)?;
+        site.host.wait_carrier(watch, made.link.index, deadline, machine)?;
         Ok(site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)?)
     }
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
-use conformance::{HOST, OUTSIDE, VERSION, address, addresses, attach, ipam, patched, uplink};
+use conformance::{HOST, OUTSIDE, VERSION, address, addresses, attach, ipam, patched, tentative, uplink};
 use serde_json::{Value, json};
 
 fn network(node: &Node, subnets: &[&str]) -> Value {
@@ -45,6 +45,15 @@ fn the_gateway_and_other_containers_answer() {
     }
     assert_eq!(host_ends(&node), [""; 0]);
     assert_eq!(node.reservations("net1"), []);
+}
+
+#[test]
+fn the_host_s_end_can_ask_for_neighbours_at_once() {
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &dual(&node), 1).remove(0);
+    let host_end = result["interfaces"][0]["name"].as_str().unwrap();
+    assert_eq!(tentative(&node, host_end), [false], "whether its link-local address is tentative");
+    attachment.del_with(&result).success();
 }
 
 #[test]

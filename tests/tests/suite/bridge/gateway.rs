@@ -1,7 +1,7 @@
 //! The bridge as the gateway: its addresses, forwarding and its MAC.
 
 use cni_testkit::{Attachment, Node};
-use conformance::{attach, bridge, layer2, patched};
+use conformance::{attach, bridge, layer2, patched, tentative};
 use serde_json::{Value, json};
 
 fn bridge_addresses(node: &Node) -> Vec<String> {
@@ -24,6 +24,14 @@ fn the_bridge_gets_the_gateway_s_addresses() {
         attachment.del_with(&result).success();
     }
     assert_eq!(bridge_addresses(&node), ["10.1.0.1/24", "fd00:1::1/64"], "the bridge stays as it is");
+}
+
+#[test]
+fn the_bridge_can_ask_for_ipv6_neighbours_at_once() {
+    let node = Node::new();
+    let (_c, attachment, result) = attach(&node, &bridge(&node, &["fd00:1::/64"]), 1).remove(0);
+    assert_eq!(tentative(&node, "br0"), [false], "whether its link-local address is tentative");
+    attachment.del_with(&result).success();
 }
 
 #[test]
