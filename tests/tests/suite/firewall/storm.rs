@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use cni_testkit::Attachment;
+use cni_testkit::{Attachment, Container};
+use conformance::{addresses, patched};
 use serde_json::{Value, json};
 
 use super::world::{BACKENDS, Backend, World, chain, config, each, rules, shell};
@@ -125,5 +126,95 @@ fn five_thousand_foreign_rules_stay_as_they_are() {
             world,
             if world.backend == Backend::Nftables { "nft delete table inet site" } else { "iptables -w -F FORWARD" },
         );
+    });
+}
+
+/// The rules of `nat` and `filter`, of both families.
+fn both_tables(world: &World) -> Vec<String> {
+    let nat = world.rules();
+    let all = rules(world).into_iter().chain(nat.lines().map(str::to_owned));
+    all.filter(|line| line.starts_with("-A")).collect()
+}
+
+/// Ends the writer, after a failed assertion too.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Rewrites kube-proxy's chains of `nat` and `filter`, 5,000 rules, over and over until `done`.
+fn kube_proxy(world: &World, done: &AtomicBool) -> usize {
+    let chain = |table: &str, name: &str| {
+        let rule =
+            |number: usize| format!("-A {name} -d 10.96.{}.{}/32 -p tcp -j RETURN\n", number / 250, number % 250);
+        format!("*{table}\n:{name} - [0:0]\n{}COMMIT\n", (0..2500).map(rule).collect::<String>())
+    };
+    world.node.file("kube", chain("nat", "KUBE-SERVICES") + &chain("filter", "KUBE-FORWARD"));
+    let restore = format!("iptables-restore --noflush -w 10 <{}", world.node.dir().join("kube").display());
+    let mut rounds = 0;
+    while !done.load(Ordering::Relaxed) {
+        shell(world, &restore);
+        rounds += 1;
+    }
+    rounds
+}
+
+#[test]
+fn fifty_chains_live_beside_kube_proxy() {
+    each(&[Backend::IptablesNft], |world| {
+        let path = world.backend.path(&world.node);
+        let network = world.network("net1", &["10.1.0.0/16", "fd00:1::/64"]);
+        let network = patched(network, json!({"ipMasq": true, "ipMasqBackend": "iptables"}));
+        let pods: Vec<(Container, [Value; 3])> = (0..cni_testkit::crowd(50))
+            .map(|number| {
+                let ports = json!([{"hostPort": 9000 + number, "containerPort": 80, "protocol": "tcp"}]);
+                (world.node.container(), [network.clone(), world.config(ports), config(world, json!({}))])
+            })
+            .collect();
+        let call = |(container, chain): &(Container, [Value; 3]), verb: &str, result: Option<Value>| {
+            let mut order = [0, 1, 2];
+            if verb == "DEL" {
+                order.reverse();
+            }
+            order.iter().fold(result, |result, at| {
+                let attachment = Attachment::new(&world.node, container, chain[*at].clone());
+                let printed = attachment.invocation(verb, result.as_ref()).env("PATH", &path).run().success();
+                if verb == "ADD" { Some(printed) } else { result }
+            })
+        };
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let kube = scope.spawn(|| kube_proxy(world, &done));
+            let ends = Ends(&done);
+            let adds: Vec<_> = pods.iter().map(|pod| scope.spawn(|| call(pod, "ADD", None).unwrap())).collect();
+            let results: Vec<Value> = adds.into_iter().map(|add| add.join().unwrap()).collect();
+            let rules = both_tables(world);
+            for (number, result) in results.iter().enumerate() {
+                let [four, six] = &addresses(result)[..] else { panic!("not two addresses: {result}") };
+                let (four, six) = (four.split('/').next().unwrap(), six.split('/').next().unwrap());
+                for rule in [
+                    format!("-A CNI-FORWARD -s {four}/32 -j ACCEPT"),
+                    format!("-A CNI-FORWARD -s {six}/128 -j ACCEPT"),
+                    format!("--dport {} -j DNAT --to-destination {four}:80", 9000 + number),
+                    format!("--dport {} -j DNAT --to-destination [{six}]:80", 9000 + number),
+                    format!("-A POSTROUTING -s {four}/32 "),
+                    format!("-A POSTROUTING -s {six}/128 "),
+                ] {
+                    assert_eq!(rules.iter().filter(|line| line.contains(&rule)).count(), 1, "{rule} {rules:#?}");
+                }
+            }
+            let dels = pods.iter().zip(results).map(|(pod, result)| scope.spawn(|| call(pod, "DEL", Some(result))));
+            dels.collect::<Vec<_>>().into_iter().for_each(|del| drop(del.join().unwrap()));
+            drop(ends);
+            assert!(kube.join().unwrap() > 0);
+        });
+        let left = both_tables(world);
+        let of_pods = |line: &&String| ["10.1.", "fd00:1:", "CNI-DN", ":80"].iter().any(|part| line.contains(part));
+        assert_eq!(left.iter().filter(of_pods).collect::<Vec<_>>(), [""; 0]);
+        assert_eq!(left.iter().filter(|line| line.starts_with("-A KUBE")).count(), 5000);
+        shell(world, "for t in nat filter; do iptables -t $t -F; iptables -t $t -X; done");
     });
 }

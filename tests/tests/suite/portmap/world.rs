@@ -90,9 +90,6 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(backend: Backend) -> World {
         let node = Node::new();
-        // Duplicate detection for a new bridge's address takes a second or two and does not concern
-        // portmap.
-        node.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
         let client = uplink(&node, "up0");
         World { node, client, backend }
     }
