@@ -58,7 +58,7 @@ pub(crate) fn acquire(
         let file = match open(&lock_path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound && lock_path.is_symlink() => {
-                let doing = format_args!("failed to open {}: it is a dangling symbolic link", lock_path.display());
+                let doing = format!("failed to open {}: it is a dangling symbolic link", lock_path.display());
                 return Err(Error::caused(Code::IO, doing, error));
             }
             Err(error) if missing == Missing::Leave && cannot_exist(&error) => return Ok(None),
