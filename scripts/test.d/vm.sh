@@ -54,8 +54,9 @@ vm_part() {
     [ "$(sum passed "$work/vm")" -gt 0 ] || { count 0 1 0 "$SECONDS"; say "  not one test ran"; }
     # Of the part e2e, what this machine's kernel skipped.
     mapfile -t names < <(sed -n 's/^SKIP e2e::\([a-z_0-9:]*\): the kernel lacks .*/\1/p' "$work/skips")
-    [ ${#names[@]} = 0 ] || tests "second interfaces, on a kernel with every feature" "$work/vm-e2e" \
-        scripts/vm -m 4096 -t 600 -- /usr/bin/python3 -B tests/e2e/run --packages "${CARGO_TARGET_DIR:-$root/target}/e2e/root" --plugins "$work/bin" "${names[@]}"
+    [ ${#names[@]} = 0 ] || tests "real runtimes, on a kernel with every feature" "$work/vm-e2e" \
+        scripts/vm -m 4096 -t 600 -- /usr/bin/python3 -B tests/e2e/run --packages "${CARGO_TARGET_DIR:-$root/target}/e2e/root" --plugins "$work/bin" \
+            --go "$CNI_GO_BIN_DIR" "${names[@]}"
 }
 
 # vm_halves [NAME...]: every second test in one virtual machine, the others in another, at once: a

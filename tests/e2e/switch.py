@@ -6,7 +6,7 @@ import networks
 from containerd import Containerd
 from libcni import Libcni
 from node import CLIENT4, CLIENT6, GO, NODE4, NODE6, OURS, Pod, expect, sh
-from second import GATEWAY, outside
+from second import GATEWAY, needs, outside
 from traffic import Traffic
 from verbs import mapping, sandbox, unname
 
@@ -103,17 +103,9 @@ class Many:
     """A pod with many interfaces, and traffic of the first two: by a host port, and on the wire."""
 
     def __init__(self, node, number):
-        self.name, address = f"pod{number}", f"198.51.100.{10 + number}"
-        sh("ip", "link", "add", f"nic{number}", "type", "veth", "peer", f"nic{number}", "netns", "client")
+        self.name, self.card, address = f"pod{number}", f"nic{number}", f"198.51.100.{10 + number}"
         static = {"type": "static", "addresses": [{"address": address + "/24", "gateway": GATEWAY}]}
-        bridge, portmap, firewall = networks.bridge(), networks.portmap(), networks.firewall()
-        lists = [
-            listed("pods", bridge, portmap, firewall, networks.bandwidth(), networks.tuning()),
-            listed("wire", {"type": "macvlan", "master": "eth0", "ipam": static}, {"type": "sbr"}),
-            listed("card", {"type": "host-device", "device": f"nic{number}", "ipam": host_local(1)}),
-            listed("pair", {"type": "ptp", "ipMasq": True, "ipam": host_local(2)}, firewall),
-            listed("tap", {"type": "tap", "ipam": host_local(3)}),
-        ]
+        lists = self.lists(number, static)
         self.networks = [Libcni(conf, f"net{place}" if place else "eth0") for place, conf in enumerate(lists)]
         netns = sandbox(self.name)
         ports = [mapping(8080 + number), mapping(8180 + number, 7), mapping(8180 + number, 53, "udp")]
@@ -127,6 +119,17 @@ class Many:
         by_port, by_wire = (node.client, NODE4, 8180 + number), (node.client, address, 7)
         pings = [(self.pod.netns, CLIENT4), (node.client, address)]
         self.traffic = Traffic(self.pod, [by_port, by_wire], [by_port], pings)
+
+    def lists(self, _number, static):
+        sh("ip", "link", "add", self.card, "type", "veth", "peer", self.card, "netns", "client")
+        bridge, portmap, firewall = networks.bridge(), networks.portmap(), networks.firewall()
+        return [
+            listed("pods", bridge, portmap, firewall, networks.bandwidth(), networks.tuning()),
+            listed("wire", {"type": "macvlan", "master": "eth0", "ipam": static}, {"type": "sbr"}),
+            listed("card", {"type": "host-device", "device": self.card, "ipam": host_local(1)}),
+            listed("pair", {"type": "ptp", "ipMasq": True, "ipam": host_local(2)}, firewall),
+            listed("tap", {"type": "tap", "ipam": host_local(3)}),
+        ]
 
     def check(self, folder):
         for network in self.networks:
@@ -144,22 +147,41 @@ class Many:
         if folder == GO:
             forget_connections(self.pod)
         unname(self.pod)
-        sh("ip", "link", "delete", f"nic{self.name[3:]}")
+        self.end()
         return came_back
 
+    def end(self):
+        sh("ip", "link", "delete", self.card)
 
-def scenario_pods_of_many_interfaces_from_go_to_ours_and_back(node):
+
+class Others(Many):
+    """The same of links that this machine's kernel may lack."""
+
+    def lists(self, number, static):
+        return [
+            listed("pods", networks.bridge(), networks.portmap(), networks.tuning()),
+            listed("wire", {"type": "ipvlan", "master": "eth0", "ipam": static}),
+            listed("tag", {"type": "vlan", "master": "eth0", "vlanId": 7 + number, "ipam": host_local(1)}),
+            listed("none", {"type": "dummy", "ipam": host_local(2)}),
+            listed("red", {"type": "ptp", "ipam": host_local(3)}, {"type": "vrf", "vrfname": "red"}),
+        ]
+
+    def end(self):
+        """The node has no card of this pod."""
+
+
+def many(node, kind):
     outside()
     node.use(GO)
-    old = Many(node, 0)
+    old = kind(node, 0)
     node.use(OURS)
     old.check(OURS)
-    new = Many(node, 1)
+    new = kind(node, 1)
     came_back = old.remove(OURS)
     new.check(OURS)
     node.use(GO)
     new.check(GO)
-    newest = Many(node, 2)
+    newest = kind(node, 2)
     came_back += new.remove(GO)
     newest.prove()
     node.use(OURS)
@@ -167,3 +189,14 @@ def scenario_pods_of_many_interfaces_from_go_to_ours_and_back(node):
     came_back += newest.remove(OURS)
     owners = collect(node, newest.networks)
     return f"nothing; {came_back} pings, words and datagrams, none lost; {owners} owners went with a GC"
+
+
+def scenario_pods_of_many_interfaces_from_go_to_ours_and_back(node):
+    return many(node, Many)
+
+
+def scenario_pods_of_other_interfaces_from_go_to_ours_and_back(node):
+    for link in [("type", "dummy"), ("type", "vrf", "table", "10"), ("link", "eth0", "type", "ipvlan")]:
+        needs(*link)
+    needs("link", "eth0", "type", "vlan", "id", "7")
+    return many(node, Others)
