@@ -10,7 +10,7 @@ use std::time::Duration;
 use cni::Cidr;
 use serde::{Deserialize, Serialize};
 
-use crate::message::{Ask, Client, Reply, Terms, v4};
+use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
 
 /// The time until a first message is repeated; doubled each time. Short, because the first message
 /// or its answer may be lost where both ends of the link have only just come up.
@@ -46,7 +46,7 @@ impl Default for Limits {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
     /// What the server granted.
-    pub terms: Terms,
+    pub terms: LeaseParameters,
     /// When the message was sent that the server answered: RFC 2131 counts from there.
     pub since: Duration,
 }
@@ -110,7 +110,7 @@ pub enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// An address is offered and will be requested.
-    Offered(Terms),
+    Offered(LeaseParameters),
     /// There is a lease where there was none.
     Acquired,
     /// The lease is longer, with the same address.
@@ -124,7 +124,7 @@ pub enum Change {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
     Searching,
-    Requesting(Terms),
+    Requesting(LeaseParameters),
     /// Asking whether an address of which nothing else is known is still leased: INIT-REBOOT.
     Confirming(Cidr),
     Bound(Lease),
@@ -338,7 +338,7 @@ impl Session {
     ///
     /// # Errors
     /// The client identifier is longer than 255 bytes.
-    pub fn release(&mut self, terms: &Terms) -> Result<(Vec<u8>, Path), String> {
+    pub fn release(&mut self, terms: &LeaseParameters) -> Result<(Vec<u8>, Path), String> {
         self.enter(State::Searching, self.sent);
         let (from, to) = (terms.address(), terms.server);
         let bytes = self.client.write(Ask::Release { address: from, server: to }, self.xid)?;

@@ -28,7 +28,7 @@ const LINK_SCOPE: u8 = 253;
 
 /// How servers are asked to answer before the client has an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Answers {
+pub enum ReplyMode {
     /// To the client's hardware address.
     #[default]
     Unicast,
@@ -48,7 +48,7 @@ pub struct Client {
     /// Options that the configuration provides, with their values.
     pub provide: Vec<(u8, Vec<u8>)>,
     /// How servers are asked to answer.
-    pub answers: Answers,
+    pub answers: ReplyMode,
 }
 
 /// What a client asks for.
@@ -114,7 +114,7 @@ impl Client {
         message.set_transaction_id(xid);
         message.set_client_hardware_address(EthernetAddress(self.mac));
         message.set_magic_number(MAGIC);
-        if self.answers == Answers::Broadcast && !matches!(ask, Ask::Extend { .. } | Ask::Release { .. }) {
+        if self.answers == ReplyMode::Broadcast && !matches!(ask, Ask::Extend { .. } | Ask::Release { .. }) {
             message.set_flags(DhcpFlags::BROADCAST);
         }
         if let Ask::Extend { address } | Ask::Release { address, .. } = ask {
@@ -157,7 +157,12 @@ impl Client {
         }
     }
 
-    fn terms(&self, address: Ipv4Addr, server: Ipv4Addr, find: &dyn Fn(u8) -> Option<Vec<u8>>) -> Option<Terms> {
+    fn terms(
+        &self,
+        address: Ipv4Addr,
+        server: Ipv4Addr,
+        find: &dyn Fn(u8) -> Option<Vec<u8>>,
+    ) -> Option<LeaseParameters> {
         let number = |code| find(code).and_then(|data| <[u8; 4]>::try_from(data).ok()).map(u32::from_be_bytes);
         let requested = |code| if self.request.contains(&code) { find(code) } else { None };
         let mask = number(1)?;
@@ -180,7 +185,7 @@ impl Client {
         let list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
         let text = |data: Vec<u8>| String::from_utf8(data).ok().map(|text| text.trim_end_matches('\0').to_owned());
         let mtu = requested(26).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
-        Some(Terms {
+        Some(LeaseParameters {
             network,
             server,
             seconds,
@@ -201,16 +206,16 @@ impl Client {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
     /// An address could be had.
-    Offer(Terms),
+    Offer(LeaseParameters),
     /// The address is leased.
-    Ack(Terms),
+    Ack(LeaseParameters),
     /// The client must not use the address; from this server.
     Nak(Ipv4Addr),
 }
 
 /// An offer's or a lease's content.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Terms {
+pub struct LeaseParameters {
     /// The address and its prefix.
     #[serde(with = "cidr_text")]
     pub network: Cidr,
@@ -238,7 +243,7 @@ pub struct Terms {
     pub mtu: Option<u16>,
 }
 
-impl Terms {
+impl LeaseParameters {
     /// Returns the leased address.
     pub fn address(&self) -> Ipv4Addr {
         v4(self.network)

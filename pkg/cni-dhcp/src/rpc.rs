@@ -236,7 +236,7 @@ fn octets(address: Option<IpAddr>) -> Vec<u8> {
 
 /// One end of a connection: what has been received of it.
 #[derive(Debug, Default)]
-pub struct Conversation {
+pub struct Connection {
     reader: Reader,
     received: Vec<u8>,
     head: Option<Value>,
@@ -257,7 +257,7 @@ pub enum RpcError {
     Invalid(&'static str),
 }
 
-impl Conversation {
+impl Connection {
     /// Adds what has been received.
     pub fn push(&mut self, bytes: &[u8]) {
         self.received.extend(bytes);
@@ -269,7 +269,7 @@ impl Conversation {
     }
 
     /// Whether the greeting has been received.
-    pub fn is_greeted(&self) -> bool {
+    pub fn handshake_done(&self) -> bool {
         self.greeted
     }
 

@@ -9,6 +9,7 @@
 //! ([`nft::userdata`]), which Go does not read. A shared table or chain stays when its last rule is
 //! removed, as with Go: another plugin may be about to fill it.
 
+pub mod container_rules;
 pub mod forward;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -18,7 +19,6 @@ pub mod masquerade;
 pub mod nft;
 pub mod portmap;
 pub mod spoof;
-pub mod survey;
 
 pub use forward::Forward;
 pub use masquerade::Masquerade;
@@ -99,7 +99,5 @@ fn retry<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
     }
 }
 
-#[cfg(test)]
-mod play;
 #[cfg(test)]
 mod testing;

@@ -39,7 +39,7 @@ use cni_linux::netlink::Netlink;
 mod identity;
 
 pub(super) use identity::Id;
-pub use identity::Owner;
+pub use identity::SpoofOwner;
 use identity::{Network, network_hash};
 
 pub(super) const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
@@ -148,7 +148,7 @@ impl SpoofCheck {
     /// Returns the existing interface other than `host_veth` that the rules of this container ID
     /// and interface name guard: [`ensure`](SpoofCheck::ensure) would refuse to replace them.
     /// `None` on a kernel without nf_tables.
-    pub fn find_living(&mut self, mark: &AttachmentId, host_veth: &str) -> Result<Option<Owner>> {
+    pub fn find_conflicting_interface(&mut self, mark: &AttachmentId, host_veth: &str) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&mark.container_id, &mark.ifname);
         let found = self.chains(&id).and_then(|chains| {
             // A jump exists only together with its target chain.
@@ -190,11 +190,11 @@ impl SpoofCheck {
     /// socket waits (6.18: 10 ms, one closing after the other). Purging before the link is deleted
     /// and dropping `self` after it would hide that behind the link's own grace period, but let the
     /// container's last frames pass unjudged.
-    pub fn purge(&mut self, mark: &AttachmentId) -> Result<Option<Owner>> {
+    pub fn purge(&mut self, mark: &AttachmentId) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&mark.container_id, &mark.ifname);
         // The rules of the Go plugins name no network. The caller has deleted the interfaces of
         // this attachment, so an interface that such rules still guard is another one.
-        let of_go = |owner: &Owner| matches!(owner.network, Network::Unknown);
+        let of_go = |owner: &SpoofOwner| matches!(owner.network, Network::Unknown);
         let guarded = |rules: &[Listed]| living(&id, rules, "").ok().flatten().filter(of_go);
         self.purge_id(&id, |rules| id.rival(rules, mark).or_else(|| guarded(rules)))
     }
@@ -204,19 +204,19 @@ impl SpoofCheck {
     pub fn undo(&mut self, mark: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&mark.container_id, &mark.ifname);
         let others = |rules: &[Listed]| {
-            let is_other = |owner: &Owner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
+            let is_other = |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
             id.rival(rules, mark).or_else(|| id.owners(rules).find(is_other))
         };
         self.purge_id(&id, others).map(drop)
     }
 
     /// The same for something [`list`](SpoofCheck::list)ed.
-    pub fn purge_owner(&mut self, owner: &Owner) -> Result<()> {
+    pub fn purge_owner(&mut self, owner: &SpoofOwner) -> Result<()> {
         self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
     /// Removes all rules of the key, unless `keep` finds an owner in PREROUTING's rules.
-    fn purge_id(&mut self, id: &Id, keep: impl Fn(&[Listed]) -> Option<Owner>) -> Result<Option<Owner>> {
+    fn purge_id(&mut self, id: &Id, keep: impl Fn(&[Listed]) -> Option<SpoofOwner>) -> Result<Option<SpoofOwner>> {
         let purged = retry(|| {
             let rules = self.nft.rules(TABLE, PREROUTING)?;
             if let Some(owner) = keep(&rules) {
@@ -286,13 +286,13 @@ impl SpoofCheck {
 
     /// Every attachment that has spoof rules or remains of them, ours and Go's. Empty on a kernel
     /// without nf_tables.
-    pub fn list(&mut self) -> Result<Vec<Owner>> {
+    pub fn list(&mut self) -> Result<Vec<SpoofOwner>> {
         let listed = self.nft.rules(TABLE, PREROUTING).and_then(|rules| Ok((rules, self.nft.chains(TABLE)?)));
         let (rules, chains) = match listed {
             Err(error) if error.is_unsupported() => return Ok(Vec::new()),
             listed => listed?,
         };
-        let mut owners: BTreeMap<String, Owner> = BTreeMap::new();
+        let mut owners: BTreeMap<String, SpoofOwner> = BTreeMap::new();
         for Listed { rule, .. } in &rules {
             let Some(id) = rule.comment.as_deref().and_then(|comment| comment.strip_prefix(COMMENT_PREFIX)) else {
                 continue;
@@ -300,7 +300,7 @@ impl SpoofCheck {
             // A rule that a second ADD, by Go, put beside ours says less than ours.
             if owners.get(id).is_none_or(|known| known.network == Network::Unknown) {
                 let (host_veth, network) = (iifname_of(&rule.exprs), Network::of(rule));
-                owners.insert(id.to_owned(), Owner { id_ifname: id.to_owned(), host_veth, network });
+                owners.insert(id.to_owned(), SpoofOwner { id_ifname: id.to_owned(), host_veth, network });
             }
         }
         for chain in chains {
@@ -308,7 +308,7 @@ impl SpoofCheck {
             let id = name.strip_suffix(MAC_SUFFIX).unwrap_or(name);
             // An interface's name may itself end in "-mac".
             if !owners.contains_key(name) && !owners.contains_key(id) {
-                let remains = Owner { id_ifname: id.to_owned(), host_veth: None, network: Network::Unknown };
+                let remains = SpoofOwner { id_ifname: id.to_owned(), host_veth: None, network: Network::Unknown };
                 owners.insert(id.to_owned(), remains);
             }
         }
@@ -340,7 +340,7 @@ impl SpoofCheck {
 
 /// Returns the owner whose interface exists, is still judged by these rules, and is not
 /// `host_veth`, whose rules are to be made.
-fn living(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<Owner>> {
+fn living(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<SpoofOwner>> {
     for owner in id.owners(rules) {
         let Some(other) = owner.host_veth.as_deref().filter(|other| *other != host_veth) else { continue };
         let netlink = Netlink::open()?;

@@ -1,7 +1,7 @@
 //! A DHCP server's answer. What is used of it is the offered address and the requested options; the
 //! times are in order.
 
-use cni_dhcp::message::{Answers, Client, DEFAULT_REQUEST, Reply, Terms};
+use cni_dhcp::message::{Client, DEFAULT_REQUEST, LeaseParameters, Reply, ReplyMode};
 
 const XID: u32 = 7;
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
@@ -36,7 +36,7 @@ fn judge(bytes: &[u8]) {
     assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "{:?}", result.dns);
     // Without a request for anything, nothing but the address, the mask and the times is there.
     let bare = terms(&[]).expect("the same answer");
-    let expected = Terms {
+    let expected = LeaseParameters {
         routers: Vec::new(),
         classless: None,
         classful: Vec::new(),
@@ -55,6 +55,6 @@ fn client(request: &[u8]) -> Client {
         id: b"\0c/net/eth0".to_vec(),
         request: request.to_vec(),
         provide: Vec::new(),
-        answers: Answers::Unicast,
+        answers: ReplyMode::Unicast,
     }
 }

@@ -1,7 +1,7 @@
 //! What plugin and daemon of dhcp say to each other. Where the bytes are divided makes no
 //! difference.
 
-use cni_dhcp::rpc::Conversation;
+use cni_dhcp::rpc::Connection;
 
 use crate::input::Input;
 
@@ -24,8 +24,8 @@ fn responses(parts: &[&[u8]]) -> Vec<String> {
 }
 
 /// Everything that is read, and an error as the last.
-fn all<E>(parts: &[&[u8]], mut next: impl FnMut(&mut Conversation) -> Result<Option<String>, E>) -> Vec<String> {
-    let mut conversation = Conversation::default();
+fn all<E>(parts: &[&[u8]], mut next: impl FnMut(&mut Connection) -> Result<Option<String>, E>) -> Vec<String> {
+    let mut conversation = Connection::default();
     let mut read = Vec::new();
     for part in parts {
         conversation.push(part);

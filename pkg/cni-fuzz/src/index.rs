@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use cni_ipam::fuzzing::{Forged, Honest, ask_forged, read_forged_header, read_header};
+use cni_ipam::fuzzing::{ConsistentIndex, CraftedEntry, ask_forged, read_forged_header, read_header};
 
 use crate::input::Input;
 
@@ -41,7 +41,7 @@ pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
 }
 
 /// Entries that a forger would write: of the kinds there are, about addresses there are.
-pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<Forged> {
+pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<CraftedEntry> {
     let mut entries = Vec::new();
     while !input.is_empty() && entries.len() < most {
         let number = match address(input) {
@@ -53,7 +53,7 @@ pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<Forged> {
         let length = bytes.len().min(payload.len());
         payload[..length].copy_from_slice(&bytes[..length]);
         let shift = u32::from(input.byte() % 128);
-        entries.push(Forged {
+        entries.push(CraftedEntry {
             slot: u64::from(input.u16()),
             tag: input.one_of(&[1, 2, 16, 17, 18, 21, 37, 255, 0]),
             family: input.one_of(&[4, 6, 0, 9]),
@@ -66,7 +66,7 @@ pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<Forged> {
 }
 
 fn against_model(input: &mut Input<'_>) {
-    let mut index = Honest::new();
+    let mut index = ConsistentIndex::new();
     let mut model: BTreeMap<IpAddr, u64> = BTreeMap::new();
     for _ in 0..200 {
         if input.is_empty() {

@@ -10,7 +10,7 @@ use cni_firewall::fuzzing;
 use cni_firewall::iptables::{Chain, Edit, check_conditions};
 use cni_firewall::portmap::conditions::compile;
 use cni_linux::Family;
-use plugin_portmap::fuzzing::{accepts_for_nft, orders_of_nft};
+use plugin_portmap::fuzzing::{accepts_for_nft, nft_keywords_refused};
 
 /// The target.
 pub fn run(data: &[u8]) {
@@ -132,7 +132,7 @@ fn conditions(words: &[String]) {
     if accepts_for_nft(words) {
         let text = words.join(" ");
         let tokens = [Colons::Apart, Colons::InAddresses].into_iter().flat_map(|colons| tokens_of_nft(&text, colons));
-        let offender = tokens.into_iter().find(|token| orders_of_nft().contains(&token.as_str()));
+        let offender = tokens.into_iter().find(|token| nft_keywords_refused().contains(&token.as_str()));
         assert_eq!(offender, None, "accepted for nft: {text:?}");
     }
 }

@@ -29,7 +29,7 @@ use clap::{Args, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 
 pub use folder::Folder;
-pub use report::{Comparison, Forgotten, Installed, KeptSets, Recovered, RolledBack};
+pub use report::{Comparison, ForgetReport, Installed, KeptSets, RecoveryReport, RollbackReport};
 pub use set::Set;
 
 /// Where runtimes look for plugins by default.
@@ -203,10 +203,10 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
             (format!("{recovered}{text}"), status)
         }
         Verb::Forget { .. } => match Folder::open(path)?.forget()? {
-            (recovered, Forgotten::NothingKept) => {
+            (recovered, ForgetReport::NothingKept) => {
                 (format!("{recovered}nothing to forget in {dest}: no earlier set is kept"), 0)
             }
-            (recovered, Forgotten::Dropped(kept)) => {
+            (recovered, ForgetReport::Dropped(kept)) => {
                 (format!("{recovered}{dest}: nothing is kept any more. It was:\n{kept}"), 0)
             }
         },
@@ -230,19 +230,19 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
     })
 }
 
-fn rolled_back(verb: &Verb, done: &RolledBack) -> (String, u8) {
+fn rolled_back(verb: &Verb, done: &RollbackReport) -> (String, u8) {
     let dest = verb.dest().display();
     match done {
-        RolledBack::NothingKept { original: false } => {
+        RollbackReport::NothingKept { original: false } => {
             (format!("nothing to roll back in {dest}: no earlier set is kept"), 0)
         }
-        RolledBack::NothingKept { original: true } => (
+        RollbackReport::NothingKept { original: true } => (
             format!(
                 "nothing to roll back in {dest}: no previous set is kept. The original one is: rollback --original puts it back"
             ),
             0,
         ),
-        RolledBack::Done { lost, .. } => {
+        RollbackReport::Done { lost, .. } => {
             let since = match verb {
                 Verb::Rollback { original: true, .. } => "as before the first install",
                 _ => "as before the last install",

@@ -8,7 +8,7 @@ use crate::kept::Kept;
 
 /// The recovery that was done first, because an earlier command had been cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Recovered {
+pub enum RecoveryReport {
     /// Nothing: no command had been cut off.
     Nothing,
     /// An installation was undone.
@@ -19,13 +19,13 @@ pub enum Recovered {
     ForgetFinished,
 }
 
-impl fmt::Display for Recovered {
+impl fmt::Display for RecoveryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Recovered::Nothing => "",
-            Recovered::InstallUndone => "An installation that was interrupted was undone first.\n",
-            Recovered::RollbackFinished => "A rollback that was interrupted was finished first.\n",
-            Recovered::ForgetFinished => "A forget that was interrupted was finished first.\n",
+            RecoveryReport::Nothing => "",
+            RecoveryReport::InstallUndone => "An installation that was interrupted was undone first.\n",
+            RecoveryReport::RollbackFinished => "A rollback that was interrupted was finished first.\n",
+            RecoveryReport::ForgetFinished => "A forget that was interrupted was finished first.\n",
         })
     }
 }
@@ -41,7 +41,7 @@ pub enum Installed {
 
 /// What a rollback did.
 #[derive(Debug, PartialEq, Eq)]
-pub enum RolledBack {
+pub enum RollbackReport {
     /// Nothing: the set that was asked for is not kept.
     NothingKept {
         /// Whether the original set is kept.
@@ -62,10 +62,10 @@ pub enum RolledBack {
     },
 }
 
-impl RolledBack {
+impl RollbackReport {
     /// Writes a line about each group of names; `since` names the install.
     pub(crate) fn lines(&self, since: &str) -> String {
-        let RolledBack::Done { restored, removed, left, lost, kept } = self else { return String::new() };
+        let RollbackReport::Done { restored, removed, left, lost, kept } = self else { return String::new() };
         let mut text = String::new();
         for (what, names) in [
             (since, restored),
@@ -84,7 +84,7 @@ impl RolledBack {
 
 /// The outcome of a forget.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Forgotten {
+pub enum ForgetReport {
     /// Nothing: no earlier set was kept.
     NothingKept,
     /// These are not kept any more.

@@ -49,7 +49,7 @@ pub fn read_forged_header(body: &[u8]) -> bool {
 
 /// One entry of a forged table.
 #[derive(Clone, Copy, Debug)]
-pub struct Forged {
+pub struct CraftedEntry {
     /// Which slot it is put into.
     pub slot: u64,
     /// What kind of entry it is.
@@ -64,7 +64,7 @@ pub struct Forged {
     pub payload: [u8; PAYLOAD],
 }
 
-fn forged_table(slots: u64, entries: &[Forged]) -> (Vec<u8>, u64) {
+fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
     let mut bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
     let mut used = 0;
     for entry in entries {
@@ -81,7 +81,7 @@ fn forged_table(slots: u64, entries: &[Forged]) -> (Vec<u8>, u64) {
 
 /// Makes every query to a table that passes all its own checks. Each query must return an answer or
 /// report damage, and must end.
-pub fn ask_forged(entries: &[Forged], addresses: &[IpAddr], hashes: &[u64]) {
+pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]) {
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
     let mut index = Index::forged(Table::over(Storage::Memory(bytes), MIN_SLOTS, used), header);
@@ -112,7 +112,7 @@ pub fn plant(
     data_dir: &Path,
     network: &str,
     host: &Host,
-    entries: &[Forged],
+    entries: &[CraftedEntry],
     counted: &[(IpAddr, IpAddr, u64)],
 ) -> io::Result<()> {
     let (mut bytes, used) = forged_table(MIN_SLOTS, entries);
@@ -144,16 +144,16 @@ pub fn plant(
 
 /// An index that only ever heard the truth, for comparison with a model.
 #[derive(Debug)]
-pub struct Honest(Index);
+pub struct ConsistentIndex(Index);
 
-impl Honest {
+impl ConsistentIndex {
     /// An empty one in memory.
     ///
     /// # Panics
     /// If even that fails.
-    pub fn new() -> Honest {
+    pub fn new() -> ConsistentIndex {
         match Index::of(&[], &Header::default(), &Host::new("m", "b")) {
-            Ok(index) => Honest(index),
+            Ok(index) => ConsistentIndex(index),
             Err(error) => panic!("an empty index: {error}"),
         }
     }
@@ -210,8 +210,8 @@ impl Honest {
     }
 }
 
-impl Default for Honest {
-    fn default() -> Honest {
-        Honest::new()
+impl Default for ConsistentIndex {
+    fn default() -> ConsistentIndex {
+        ConsistentIndex::new()
     }
 }

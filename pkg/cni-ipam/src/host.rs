@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::index::hash;
 
 /// A time as the file system keeps it: seconds and nanoseconds since 1970.
-pub(crate) type Moment = (i64, u32);
+pub(crate) type Timestamp = (i64, u32);
 
 /// The machine and its current boot, as far as they are known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl Host {
     }
 
     /// Returns when this boot began, by the current clock; `None` if that is unknown.
-    pub(crate) fn booted(&self) -> Option<Moment> {
+    pub(crate) fn booted(&self) -> Option<Timestamp> {
         // Not `btime` of /proc/stat: whole seconds, and the kernel counts all interrupts for it.
         let text = fs::read_to_string(&self.uptime).ok()?;
         let up: f64 = text.split_ascii_whitespace().next()?.parse().ok()?;

@@ -30,4 +30,6 @@ pub use allocator::Requested;
 pub use gateways::configured_gateways;
 pub use host::Host;
 pub use ranges::{Range, RangeConf, RangeSet, RangeSets};
-pub use store::{Lease, Listed, Locked, Made, Options, Owner, RebootPolicy, RepeatPolicy, Reservation, Store};
+pub use store::{
+    Lease, Listed, Locked, NewReservation, Options, Owner, RebootPolicy, RepeatPolicy, Reservation, Store,
+};

@@ -20,7 +20,7 @@ pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
 
 /// What to do if there is no folder yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Missing {
+pub(crate) enum MissingFolder {
     /// ADD makes it.
     Create,
     /// Every other verb has nothing to do then.
@@ -43,7 +43,7 @@ pub(crate) struct Guard {
 /// the folder or the file cannot be opened.
 pub(crate) fn acquire(
     path: &Path,
-    missing: Missing,
+    missing: MissingFolder,
     on_sigterm: OnSigterm,
     limit: Duration,
     machine: &dyn Machine,
@@ -51,7 +51,7 @@ pub(crate) fn acquire(
     let deadline = machine.now() + limit;
     let lock_path = path.join("lock");
     loop {
-        if missing == Missing::Create {
+        if missing == MissingFolder::Create {
             let made = DirBuilder::new().recursive(true).mode(0o755).create(path);
             made.map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error))?;
         }
@@ -61,7 +61,7 @@ pub(crate) fn acquire(
                 let doing = format!("failed to open {}: it is a dangling symbolic link", lock_path.display());
                 return Err(Error::caused(Code::IO, doing, error));
             }
-            Err(error) if missing == Missing::Leave && cannot_exist(&error) => return Ok(None),
+            Err(error) if missing == MissingFolder::Leave && cannot_exist(&error) => return Ok(None),
             // Removed between the two calls: make it again.
             Err(error) if error.kind() == io::ErrorKind::NotFound && machine.now() < deadline => continue,
             Err(error) => {
@@ -137,10 +137,11 @@ mod tests {
     fn a_held_lock_ends_in_code_11_that_names_the_holder() {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
-        let _held = acquire(folder.path(), Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().unwrap();
+        let _held =
+            acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().unwrap();
         let refused = || {
             let limit = Duration::from_millis(30);
-            let error = acquire(folder.path(), Missing::Create, OnSigterm::Kill, limit, &machine).unwrap_err();
+            let error = acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, limit, &machine).unwrap_err();
             assert_eq!(error.code(), Code::TRY_AGAIN);
             error.to_string()
         };
@@ -151,31 +152,36 @@ mod tests {
     fn a_lock_released_in_time_is_taken_and_a_late_waiter_drops_it() {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
-        let held = acquire(folder.path(), Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
-        acquire(folder.path(), Missing::Leave, OnSigterm::Kill, Duration::from_millis(5), &machine).unwrap_err();
+        let held = acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
+        acquire(folder.path(), MissingFolder::Leave, OnSigterm::Kill, Duration::from_millis(5), &machine).unwrap_err();
         let path = folder.path().to_owned();
         let (ready, wait) = mpsc::channel();
         let other = thread::spawn(move || {
             ready.send(()).unwrap();
-            acquire(&path, Missing::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default()).unwrap().is_some()
+            acquire(&path, MissingFolder::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default())
+                .unwrap()
+                .is_some()
         });
         wait.recv().unwrap();
         drop(held);
         assert!(other.join().unwrap());
-        assert!(acquire(folder.path(), Missing::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_some());
+        assert!(
+            acquire(folder.path(), MissingFolder::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_some()
+        );
     }
 
     #[test]
     fn sigterm_ends_the_wait() {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
-        let _held = acquire(folder.path(), Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
+        let _held = acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
         machine.terminated.store(true, Ordering::SeqCst);
-        let error = acquire(folder.path(), Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap_err();
+        let error =
+            acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap_err();
         assert_eq!(error.code(), Code::TRY_AGAIN);
         assert!(error.msg().contains("interrupted by a signal"), "{error}");
         let limit = Duration::from_millis(20);
-        let error = acquire(folder.path(), Missing::Create, OnSigterm::Finish, limit, &machine).unwrap_err();
+        let error = acquire(folder.path(), MissingFolder::Create, OnSigterm::Finish, limit, &machine).unwrap_err();
         assert!(error.msg().contains("within 0.02 s"), "a rollback waits too: {error}");
     }
 
@@ -183,13 +189,13 @@ mod tests {
     fn a_blocked_signal_ends_the_wait_and_stays_pending() {
         let folder = tempfile::tempdir().unwrap();
         let machine = TestMachine::default();
-        let _held = acquire(folder.path(), Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
+        let _held = acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap();
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
             let blocked = SigSet::from(signal);
             blocked.thread_block().unwrap();
             nix::sys::signal::raise(signal).unwrap();
             let limit = Duration::from_secs(5);
-            let error = acquire(folder.path(), Missing::Create, OnSigterm::Kill, limit, &machine).unwrap_err();
+            let error = acquire(folder.path(), MissingFolder::Create, OnSigterm::Kill, limit, &machine).unwrap_err();
             assert!(error.msg().contains("interrupted by a signal"), "{signal}: {error}");
             assert_eq!(blocked.wait().unwrap(), signal, "the machine can still read it");
             blocked.thread_unblock().unwrap();
@@ -200,13 +206,13 @@ mod tests {
     fn a_missing_folder_is_made_only_when_asked() {
         let base = tempfile::tempdir().unwrap();
         let (path, machine) = (base.path().join("a/b"), TestMachine::default());
-        assert!(acquire(&path, Missing::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
+        assert!(acquire(&path, MissingFolder::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
         assert!(!base.path().join("a").exists());
-        assert!(acquire(&path, Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_some());
+        assert!(acquire(&path, MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_some());
         let mode = std::fs::metadata(path.join("lock")).unwrap().mode();
         assert_eq!(mode & 0o777 & !0o750, 0, "Go creates it with 0750");
         let long = base.path().join("x".repeat(300));
-        assert!(acquire(&long, Missing::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
+        assert!(acquire(&long, MissingFolder::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
     }
 
     #[test]
@@ -215,8 +221,8 @@ mod tests {
         let (file, machine) = (base.path().join("file"), TestMachine::default());
         std::fs::write(&file, "").unwrap();
         for path in [file.join("net"), file] {
-            assert!(acquire(&path, Missing::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
-            let error = acquire(&path, Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap_err();
+            assert!(acquire(&path, MissingFolder::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
+            let error = acquire(&path, MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap_err();
             assert_eq!(error.code(), Code::IO);
         }
     }
@@ -225,11 +231,12 @@ mod tests {
     fn a_folder_replaced_while_waiting_is_locked_again() {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("net");
-        let held = acquire(&path, Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default()).unwrap();
+        let held =
+            acquire(&path, MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default()).unwrap();
         let waiter = {
             let path = path.clone();
             thread::spawn(move || {
-                acquire(&path, Missing::Create, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default())
+                acquire(&path, MissingFolder::Create, OnSigterm::Kill, DEFAULT_LIMIT, &TestMachine::default())
                     .unwrap()
                     .unwrap()
             })

@@ -28,7 +28,7 @@ pub struct Error {
 
 /// Which of the two names of a new veth pair was taken already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken {
+pub enum TakenName {
     /// The name of the host's end: another one can be tried.
     HostName,
     /// The name of the container's end: the interface that has it stays untouched.
@@ -56,9 +56,9 @@ pub(crate) enum Reason {
     LinkNotFound,
     /// One name of a veth pair is in use.
     #[error("{source}{}", Suffix(.ack))]
-    Taken {
+    TakenName {
         /// Which of them.
-        what: Taken,
+        what: TakenName,
         /// The errno.
         source: io::Error,
         /// The kernel's own explanation.
@@ -160,16 +160,16 @@ impl Cause {
     }
 
     /// The same, with which of a veth pair's names is in use.
-    pub(crate) fn taken(self, what: Taken) -> Cause {
+    pub(crate) fn taken(self, what: TakenName) -> Cause {
         match self.0 {
-            Reason::Kernel { source, ack } => Cause(Reason::Taken { what, source, ack }),
+            Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
             other => Cause(other),
         }
     }
 
     fn io(&self) -> Option<&io::Error> {
         match &self.0 {
-            Reason::Kernel { source, .. } | Reason::Taken { source, .. } => Some(source),
+            Reason::Kernel { source, .. } | Reason::TakenName { source, .. } => Some(source),
             Reason::NoNetns { source, .. } => source.as_ref(),
             Reason::LinkNotFound | Reason::Deadline(_) | Reason::Terminated | Reason::Held(_) | Reason::Text(_) => None,
         }
@@ -210,7 +210,7 @@ impl Error {
         self.cause.errno()
     }
 
-    fn is(&self, errnos: &[Errno]) -> bool {
+    fn is_any_of(&self, errnos: &[Errno]) -> bool {
         self.errno().is_some_and(|got| errnos.iter().any(|errno| *errno as i32 == got))
     }
 
@@ -218,17 +218,17 @@ impl Error {
     /// file.
     pub fn is_not_found(&self) -> bool {
         matches!(self.cause.0, Reason::LinkNotFound)
-            || self.is(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
+            || self.is_any_of(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
     }
 
     /// Whether the thing to be made is there already.
     pub fn is_exists(&self) -> bool {
-        self.is(&[Errno::EEXIST])
+        self.is_any_of(&[Errno::EEXIST])
     }
 
     /// Whether this kernel lacks the feature.
     pub fn is_unsupported(&self) -> bool {
-        self.is(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
+        self.is_any_of(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
     }
 
     /// Whether a path is not a network namespace, or does not exist. DEL takes this for "already
@@ -248,9 +248,9 @@ impl Error {
     }
 
     /// For a veth pair that could not be made because a name is in use: which one.
-    pub fn taken(&self) -> Option<Taken> {
+    pub fn taken(&self) -> Option<TakenName> {
         match self.cause.0 {
-            Reason::Taken { what, .. } => Some(what),
+            Reason::TakenName { what, .. } => Some(what),
             _ => None,
         }
     }
@@ -258,7 +258,7 @@ impl Error {
     /// The kernel's own explanation, where it gave one.
     pub fn explanation(&self) -> Option<&str> {
         match &self.cause.0 {
-            Reason::Kernel { ack, .. } | Reason::Taken { ack, .. } => ack.as_deref(),
+            Reason::Kernel { ack, .. } | Reason::TakenName { ack, .. } => ack.as_deref(),
             _ => None,
         }
     }

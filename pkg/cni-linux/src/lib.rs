@@ -60,15 +60,15 @@ pub mod watch;
 
 pub use addr::{Addr, Dad, SavedAddr};
 pub use bridge::{BridgeSpec, PortFlags, probe_vlan_filtering};
-pub use error::{Error, Result, Taken};
+pub use error::{Error, Result, TakenName};
 pub use link::{
-    BridgeInfo, IpvlanMode, Link, LinkKind, MacvlanMode, OperState, Port, PortState, Promisc, Stacked, StackedSpec,
+    BridgeInfo, IpvlanMode, Link, LinkFlag, LinkKind, MacvlanMode, OperState, Port, PortState, Stacked, StackedSpec,
 };
 pub use mac::Mac;
 pub use machine::LinuxMachine;
 pub use netlink::Netlink;
 pub use netns::Netns;
-pub use qdisc::{Filter, Place, Qdisc, Tbf};
+pub use qdisc::{Filter, Qdisc, QdiscParent, Tbf};
 pub use route::{Family, Route, SavedRoute};
 pub use rule::Rule;
 pub use sys::{Arena, inherited};

@@ -83,7 +83,7 @@ impl AsFd for LinuxMachine {
 
 impl Machine for LinuxMachine {
     fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
-        Ok(Netns::is_own(path)?)
+        Ok(Netns::is_current(path)?)
     }
 
     fn terminated(&self) -> bool {
@@ -104,7 +104,7 @@ impl Machine for LinuxMachine {
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let step = Step::begin();
         let output = child::run(self, child);
-        if step.is_heard() {
+        if step.is_logged() {
             let args: Vec<_> = child.args.iter().map(|arg| arg.to_string_lossy()).collect();
             let what = format!("run {} {}", child.program.display(), args.join(" "));
             match &output {

@@ -54,7 +54,7 @@ impl Netns {
     /// # Errors
     /// Those of [`open`](Netns::open), where there is no namespace at `path`. One of another kind
     /// passes for a network's.
-    pub fn is_own(path: &Path) -> Result<bool> {
+    pub fn is_current(path: &Path) -> Result<bool> {
         // All namespaces of a kernel are on one device; what is on another is a plain file, or a
         // puzzle.
         if let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
@@ -232,9 +232,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let plain = folder.path().join("plain");
         std::fs::write(&plain, "").unwrap();
-        assert!(Netns::is_own(&plain).unwrap_err().is_no_netns());
-        assert!(Netns::is_own(Path::new("/proc/self/status")).unwrap_err().is_no_netns());
-        assert!(Netns::is_own(Path::new(OWN)).unwrap());
+        assert!(Netns::is_current(&plain).unwrap_err().is_no_netns());
+        assert!(Netns::is_current(Path::new("/proc/self/status")).unwrap_err().is_no_netns());
+        assert!(Netns::is_current(Path::new(OWN)).unwrap());
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub const TICK: u64 = 64;
 
 /// Where a qdisc is attached to an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum QdiscParent {
     /// Where packets are sent.
     Root,
     /// Where packets are received.
@@ -67,37 +67,37 @@ const TCA_U32_ACT: u16 = 7;
 const TCA_MIRRED_PARMS: u16 = 2;
 const TCA_EGRESS_REDIR: u32 = 1;
 
-impl Place {
+impl QdiscParent {
     fn parent(self) -> u32 {
         match self {
-            Place::Root => TC_H_ROOT,
-            Place::Ingress => TC_H_INGRESS,
+            QdiscParent::Root => TC_H_ROOT,
+            QdiscParent::Ingress => TC_H_INGRESS,
         }
     }
 
     fn handle(self) -> u32 {
         match self {
-            Place::Root => ROOT_HANDLE,
-            Place::Ingress => INGRESS_HANDLE,
+            QdiscParent::Root => ROOT_HANDLE,
+            QdiscParent::Ingress => INGRESS_HANDLE,
         }
     }
 
     /// The kind of qdisc that is created here.
     fn kind(self) -> &'static str {
         match self {
-            Place::Root => "tbf",
-            Place::Ingress => "ingress",
+            QdiscParent::Root => "tbf",
+            QdiscParent::Ingress => "ingress",
         }
     }
 }
 
 impl Netlink {
     /// The qdisc that someone has attached to an interface; `None` where the kernel's default is.
-    pub fn find_qdisc(&self, index: u32, place: Place) -> Result<Option<Qdisc>> {
+    pub fn find_qdisc(&self, index: u32, place: QdiscParent) -> Result<Option<Qdisc>> {
         let (handle, parent) = match place {
-            Place::Root => (0, place.parent()),
+            QdiscParent::Root => (0, place.parent()),
             // By its handle: where the interface had one before, its place is not empty.
-            Place::Ingress => (place.handle(), 0),
+            QdiscParent::Ingress => (place.handle(), 0),
         };
         match self.get_echoed(Kind::GetQdisc, &Traffic::new(index, handle, parent)) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
@@ -113,7 +113,7 @@ impl Netlink {
     /// [`Error::is_exists`] if it has a qdisc already.
     pub fn create_tbf(&self, index: u32, tbf: &Tbf) -> Result<()> {
         let options = options_of(tbf);
-        self.create_qdisc(index, Place::Root, options)
+        self.create_qdisc(index, QdiscParent::Root, options)
     }
 
     /// Attaches the qdisc whose filters see what an interface receives.
@@ -121,10 +121,10 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if it has one already.
     pub fn create_ingress(&self, index: u32) -> Result<()> {
-        self.create_qdisc(index, Place::Ingress, Vec::new())
+        self.create_qdisc(index, QdiscParent::Ingress, Vec::new())
     }
 
-    fn create_qdisc(&self, index: u32, place: Place, options: Vec<u8>) -> Result<()> {
+    fn create_qdisc(&self, index: u32, place: QdiscParent, options: Vec<u8>) -> Result<()> {
         let mut message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
         message.attributes.extend(options);
         self.control(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
@@ -135,7 +135,7 @@ impl Netlink {
     /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or
     /// [`create_ingress`](Netlink::create_ingress) has attached, and its filters. What is not there
     /// is fine, and another kind of qdisc stays.
-    pub fn purge_qdisc(&self, index: u32, place: Place) -> Result<()> {
+    pub fn purge_qdisc(&self, index: u32, place: QdiscParent) -> Result<()> {
         let message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
         let deleted = self.control(Kind::DelQdisc, &message, 0, |link| {
             format!("failed to remove qdisc {} from {link}", place.kind())
@@ -314,11 +314,11 @@ mod tests {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let index = pair(&netlink);
-            assert_eq!(netlink.find_qdisc(index, Place::Root).unwrap(), None);
+            assert_eq!(netlink.find_qdisc(index, QdiscParent::Root).unwrap(), None);
             for rate in [1_000_000, u64::from(u32::MAX) * 3] {
                 let tbf = Tbf { rate, limit: 125_000, buffer: 1_562_500 };
                 netlink.create_tbf(index, &tbf).unwrap();
-                let there = netlink.find_qdisc(index, Place::Root).unwrap().unwrap();
+                let there = netlink.find_qdisc(index, QdiscParent::Root).unwrap().unwrap();
                 assert_eq!(there, Qdisc { kind: "tbf".to_owned(), tbf: Some(tbf) });
                 assert!(netlink.create_tbf(index, &tbf).unwrap_err().is_exists());
                 if rate == 1_000_000 {
@@ -328,9 +328,9 @@ mod tests {
                         "{shown}"
                     );
                 }
-                netlink.purge_qdisc(index, Place::Root).unwrap();
-                assert_eq!(netlink.find_qdisc(index, Place::Root).unwrap(), None);
-                netlink.purge_qdisc(index, Place::Root).unwrap();
+                netlink.purge_qdisc(index, QdiscParent::Root).unwrap();
+                assert_eq!(netlink.find_qdisc(index, QdiscParent::Root).unwrap(), None);
+                netlink.purge_qdisc(index, QdiscParent::Root).unwrap();
             }
         });
     }
@@ -341,8 +341,8 @@ mod tests {
             let netlink = Netlink::open().unwrap();
             let index = pair(&netlink);
             output("tc qdisc add dev veth0 root handle 1: pfifo limit 10");
-            netlink.purge_qdisc(index, Place::Root).unwrap();
-            let there = netlink.find_qdisc(index, Place::Root).unwrap().unwrap();
+            netlink.purge_qdisc(index, QdiscParent::Root).unwrap();
+            let there = netlink.find_qdisc(index, QdiscParent::Root).unwrap().unwrap();
             assert_eq!((there.kind.as_str(), there.tbf), ("pfifo", None));
         });
     }
@@ -354,11 +354,11 @@ mod tests {
             let index = pair(&netlink);
             let mark = AttachmentId::new("net", "c1", "eth0");
             let ifb = netlink.create_ifb("bwp0", Mac([2, 0, 0, 0, 0, 3]), 1400, &mark).unwrap();
-            assert_eq!(netlink.find_qdisc(index, Place::Ingress).unwrap(), None);
+            assert_eq!(netlink.find_qdisc(index, QdiscParent::Ingress).unwrap(), None);
             assert_eq!(netlink.list_filters(index).unwrap(), []);
             netlink.create_ingress(index).unwrap();
             assert!(netlink.create_ingress(index).unwrap_err().is_exists());
-            assert_eq!(netlink.find_qdisc(index, Place::Ingress).unwrap().unwrap().kind, "ingress");
+            assert_eq!(netlink.find_qdisc(index, QdiscParent::Ingress).unwrap().unwrap().kind, "ingress");
             netlink.create_redirect(index, ifb.index).unwrap();
             assert_eq!(netlink.list_filters(index).unwrap(), [Filter::Redirect(ifb.index)]);
             let shown = output("tc filter show dev veth0 parent ffff:");
@@ -369,8 +369,8 @@ mod tests {
             output("tc filter del dev veth0 parent ffff: prio 2");
             netlink.delete_link(ifb.index).unwrap();
             assert_eq!(netlink.list_filters(index).unwrap(), [Filter::Redirect(0)]);
-            netlink.purge_qdisc(index, Place::Ingress).unwrap();
-            assert_eq!(netlink.find_qdisc(index, Place::Ingress).unwrap(), None);
+            netlink.purge_qdisc(index, QdiscParent::Ingress).unwrap();
+            assert_eq!(netlink.find_qdisc(index, QdiscParent::Ingress).unwrap(), None);
             assert_eq!(netlink.list_filters(index).unwrap(), []);
         });
     }

@@ -126,7 +126,7 @@ impl Route {
 
     /// Whether both are, to the kernel, routes to the same place of the same rank: one stands in
     /// the other's way.
-    pub fn is_rival_of(&self, other: &Route) -> bool {
+    pub fn conflicts_with(&self, other: &Route) -> bool {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
 
@@ -141,7 +141,7 @@ impl Route {
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
         let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
-        self.is_rival_of(other)
+        self.conflicts_with(other)
             && (self.gw, self.oif, scope(self), metrics(self)) == (other.gw, other.oif, scope(other), metrics(other))
     }
 }
@@ -167,7 +167,7 @@ impl Netlink {
     ///
     /// # Errors
     /// [`Error::is_exists`] if a [rival](Route::is_rival_of) is there, be it identical: see
-    /// [`Netlink::find_rivals`].
+    /// [`Netlink::list_conflicting`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
         self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
@@ -230,9 +230,9 @@ impl Netlink {
     }
 
     /// The routes that stand in `route`'s way, among them an identical one.
-    pub fn find_rivals(&self, route: &Route) -> Result<Vec<Route>> {
+    pub fn list_conflicting(&self, route: &Route) -> Result<Vec<Route>> {
         let routes = self.list_routes(Family::of(route.dst.address()), route.table)?;
-        Ok(routes.into_iter().filter(|there| there.is_rival_of(route)).collect())
+        Ok(routes.into_iter().filter(|there| there.conflicts_with(route)).collect())
     }
 
     /// The index of the interface by which packets to `address` leave this host, as its rules and
@@ -254,7 +254,7 @@ impl Netlink {
     ///
     /// For an IPv6 address this comes a moment after it was added: a worker of the kernel's joins
     /// its group for neighbour discovery, then routes it, and until then packets to it are lost.
-    pub fn is_own(&self, address: IpAddr) -> Result<bool> {
+    pub fn is_local_address(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
             // No route, or one that is unreachable, prohibited, a black hole: until its own is

@@ -15,7 +15,7 @@ use std::time::Duration;
 use cni::machine::Machine;
 use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
-use crate::error::{Cause, Error, Reason, Result, Taken};
+use crate::error::{Cause, Error, Reason, Result, TakenName};
 use crate::link::Link;
 use crate::mac::Mac;
 use crate::netlink::Netlink;
@@ -176,7 +176,7 @@ impl Netlink {
             };
             Ok(there.is_some())
         };
-        cause.taken(if peer_exists().unwrap_or(false) { Taken::ContainerName } else { Taken::HostName })
+        cause.taken(if peer_exists().unwrap_or(false) { TakenName::ContainerName } else { TakenName::HostName })
     }
 }
 
@@ -265,9 +265,9 @@ mod tests {
             let spec = VethSpec { peer_netns: Some(&netns), ..VethSpec::new("veth0", HOST, "eth0", PEER) };
             host.create_veth(&spec).unwrap();
             for (name, peer_name, taken) in [
-                ("veth0", "eth1", Taken::HostName),
-                ("veth1", "eth0", Taken::ContainerName),
-                ("veth0", "eth0", Taken::ContainerName),
+                ("veth0", "eth1", TakenName::HostName),
+                ("veth1", "eth0", TakenName::ContainerName),
+                ("veth0", "eth0", TakenName::ContainerName),
             ] {
                 let error = host.create_veth(&VethSpec { name, peer_name, ..spec }).unwrap_err();
                 assert_eq!(error.taken(), Some(taken), "{name} {peer_name}: {error}");

@@ -18,11 +18,11 @@ use serde::Deserialize;
 
 use crate::config::NetConf;
 use crate::json::Json;
-use crate::machine::{Child, Exit, OnSigterm, Output, RunError};
+use crate::machine::{Child, Exit, Machine, OnSigterm, Output, RunError};
 use crate::result::AddResult;
 use crate::rollback::Notes;
 use crate::rollback::Rollback;
-use crate::skel::{Call, Environment, MachineRef, Verb};
+use crate::skel::{Call, Environment, Verb};
 use crate::{Code, Error, Result};
 
 /// How long a delegate may take unless `delegateTimeout` says otherwise. Longer than host-local
@@ -36,7 +36,7 @@ pub struct Delegate<'a> {
     timeout: Duration,
     conf: &'a NetConf,
     environment: &'a Environment,
-    machine: MachineRef<'a>,
+    machine: &'a dyn Machine,
     notes: Notes,
 }
 
@@ -82,7 +82,7 @@ impl<'a> Delegate<'a> {
             timeout,
             conf: &call.conf,
             environment: call.environment,
-            machine: MachineRef(call.machine.0),
+            machine: call.machine,
             notes: call.notes.clone(),
         })
     }

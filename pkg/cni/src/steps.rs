@@ -23,7 +23,7 @@ impl Step {
 
     /// Whether the step is logged, so that it is worth preparing what [`end`](Step::end) reports.
     #[inline]
-    pub fn is_heard(&self) -> bool {
+    pub fn is_logged(&self) -> bool {
         self.0.is_some()
     }
 
@@ -83,11 +83,11 @@ pub fn hex(bytes: &[u8]) -> String {
 
 /// A call that has begun.
 #[derive(Debug)]
-pub(crate) struct Called(Option<Instant>);
+pub(crate) struct CallTimer(Option<Instant>);
 
-impl Called {
-    pub(crate) fn begin() -> Called {
-        Called(log::log_enabled!(log::Level::Info).then(Instant::now))
+impl CallTimer {
+    pub(crate) fn begin() -> CallTimer {
+        CallTimer(log::log_enabled!(log::Level::Info).then(Instant::now))
     }
 
     /// Logs the call: plugin, verb, attachment, outcome, and its duration in milliseconds.

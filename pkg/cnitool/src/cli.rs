@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use cni::rollback::Notes;
-use cni::skel::MachineRef;
 use cni::{Code, Error};
 use libcni::cache::DEFAULT_DIR;
 use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
@@ -95,7 +94,7 @@ enum Verb {
     Completions(generate::Completions),
     /// Write the man pages into a folder
     #[command(before_help = help::MAN, after_help = help::AFTER_MAN)]
-    Man(generate::Man),
+    ManArgs(generate::ManArgs),
 }
 
 /// The options of every verb.
@@ -149,7 +148,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
         Verb::Rules(args) => rules::run(&args, &shared, call, streams),
         Verb::Completions(args) => generate::completions(&args, streams).map(done),
-        Verb::Man(args) => generate::man(&args).map(done),
+        Verb::ManArgs(args) => generate::man(&args).map(done),
     }
 }
 
@@ -169,7 +168,7 @@ impl Shared {
     pub(crate) fn runtime<'m>(&self, call: &Call<'m>, notes: &Notes) -> Runtime<'m> {
         let path = Variables(&call.environment).find_os("CNI_PATH").unwrap_or_else(|| DEFAULT_PLUGIN_DIR.into());
         Runtime {
-            machine: MachineRef(call.machine.0),
+            machine: call.machine,
             plugin_folders: std::env::split_paths(&path).filter(|folder| !folder.as_os_str().is_empty()).collect(),
             environment: call.environment.clone(),
             cache: self.cache(),

@@ -21,7 +21,7 @@ pub(crate) struct Completions {
 
 /// The arguments of `man`.
 #[derive(Debug, Args)]
-pub(crate) struct Man {
+pub(crate) struct ManArgs {
     /// The folder; made if it is missing
     #[arg(value_hint = clap::ValueHint::DirPath)]
     dir: PathBuf,
@@ -35,7 +35,7 @@ pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Resu
 }
 
 /// Writes `cnitool.1` and a page for each verb.
-pub(crate) fn man(args: &Man) -> Result<(), Failure> {
+pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
     fs::create_dir_all(&args.dir)
         .and_then(|()| clap_mangen::generate_to(described(cli::command()), &args.dir))
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))

@@ -47,8 +47,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use cni::machine::Machine;
 use cni::rollback::Notes;
-use cni::skel::MachineRef;
 
 /// A call of the tool, as values.
 #[derive(Debug)]
@@ -60,7 +60,7 @@ pub struct Call<'m> {
     /// The working directory, for relative paths.
     pub folder: PathBuf,
     /// Runs the plugins.
-    pub machine: MachineRef<'m>,
+    pub machine: &'m dyn Machine,
 }
 
 /// Where output goes, as values.
@@ -70,14 +70,14 @@ pub struct Streams<'a> {
     /// Everything else, by lines.
     pub notes: Notes,
     /// Whether stdout is for eyes.
-    pub stdout_style: Style,
+    pub stdout_style: ColorMode,
     /// Whether stderr is.
-    pub stderr_style: Style,
+    pub stderr_style: ColorMode,
 }
 
 /// Whether a stream gets colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Style {
+pub enum ColorMode {
     /// Nothing but text: a file, a pipe, NO_COLOR.
     Plain,
     /// A terminal.

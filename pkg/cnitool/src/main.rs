@@ -5,9 +5,8 @@ use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
 
 use cni::rollback::Notes;
-use cni::skel::MachineRef;
 use cni_linux::LinuxMachine;
-use cnitool::{Call, Exit, Streams, Style};
+use cnitool::{Call, ColorMode, Exit, Streams};
 
 fn main() -> ExitCode {
     let notes = Notes::new(|line| {
@@ -25,15 +24,15 @@ fn main() -> ExitCode {
         args: std::env::args_os().skip(1).collect(),
         environment: std::env::vars_os().collect(),
         folder: std::env::current_dir().unwrap_or_default(),
-        machine: MachineRef(&machine),
+        machine: &machine,
     };
     let (stdout_style, stderr_style) = (style(&io::stdout()), style(&io::stderr()));
     cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes, stdout_style, stderr_style }).into()
 }
 
 /// Colours for a terminal that wants them: <https://no-color.org>.
-fn style(stream: &impl IsTerminal) -> Style {
+fn style(stream: &impl IsTerminal) -> ColorMode {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-    if stream.is_terminal() && !no_color && !dumb { Style::Coloured } else { Style::Plain }
+    if stream.is_terminal() && !no_color && !dumb { ColorMode::Coloured } else { ColorMode::Plain }
 }

@@ -7,11 +7,11 @@
 use std::collections::BTreeMap;
 
 use cni::Error;
-use cni::skel::MachineRef;
+use cni::machine::Machine;
 use libcni::cache::Entry;
 use libcni::{ConfFile, ConfFolder, NetworkList};
 
-use crate::target::Presence;
+use crate::target::NetnsPresence;
 
 /// The configured networks that load, each once, as the runtimes choose them: lists first, then by
 /// name of the file.
@@ -39,7 +39,7 @@ pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
 
 /// Whether an attachment is in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Life {
+pub(crate) enum Liveness {
     /// It is: why.
     InUse(String),
     /// It is not: why.
@@ -48,51 +48,54 @@ pub(crate) enum Life {
     Unknown(String),
 }
 
-impl Life {
+impl Liveness {
     /// The word for a table.
     pub(crate) fn word(&self) -> &'static str {
         match self {
-            Life::InUse(_) => "in use",
-            Life::Over(_) => "over",
-            Life::Unknown(_) => "unknown",
+            Liveness::InUse(_) => "in use",
+            Liveness::Over(_) => "over",
+            Liveness::Unknown(_) => "unknown",
         }
     }
 
     /// Why.
     pub(crate) fn why(&self) -> &str {
         match self {
-            Life::InUse(why) | Life::Over(why) | Life::Unknown(why) => why,
+            Liveness::InUse(why) | Liveness::Over(why) | Liveness::Unknown(why) => why,
         }
     }
 }
 
 /// What can be asked about an attachment's life.
-pub(crate) struct Witnesses<'a> {
+pub(crate) struct LivenessSources<'a> {
     /// What is remembered of the network.
     pub(crate) remembered: &'a [Entry],
     /// The alias of each link of the host that has one, and the link's name.
     pub(crate) marks: &'a BTreeMap<String, String>,
-    pub(crate) machine: MachineRef<'a>,
+    pub(crate) machine: &'a dyn Machine,
 }
 
-impl Witnesses<'_> {
+impl LivenessSources<'_> {
     /// Judges an attachment of `network`; without an interface any of the container's.
-    pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Life {
+    pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
         let mut over = None;
         for entry in self.remembered.iter().filter(|entry| entry.network == network) {
             let attachment = &entry.attachment;
             if attachment.container_id != id || ifname.is_some_and(|name| name != attachment.ifname) {
                 continue;
             }
-            match Presence::of(&attachment.netns, self.machine) {
-                Presence::There => return Life::InUse(format!("its namespace {} exists", attachment.netns)),
-                Presence::Unknown(why) => {
-                    return Life::InUse(format!("whether its namespace exists is unknown: {why}"));
+            match NetnsPresence::of(&attachment.netns, self.machine) {
+                NetnsPresence::There => return Liveness::InUse(format!("its namespace {} exists", attachment.netns)),
+                NetnsPresence::Unknown(why) => {
+                    return Liveness::InUse(format!("whether its namespace exists is unknown: {why}"));
                 }
-                Presence::Other(why) => {
-                    return Life::InUse(format!("whether its namespace {} exists is unknown: {why}", attachment.netns));
+                NetnsPresence::Other(why) => {
+                    return Liveness::InUse(format!(
+                        "whether its namespace {} exists is unknown: {why}",
+                        attachment.netns
+                    ));
                 }
-                Presence::Gone(why) => over = Some(format!("its namespace {} is gone: {why}", attachment.netns)),
+                NetnsPresence::Gone(why) => over = Some(format!("its namespace {} is gone: {why}", attachment.netns)),
             }
         }
         // A host's end goes with the container's, so it is a sign of life where nothing else is.
@@ -103,9 +106,9 @@ impl Witnesses<'_> {
             })
         });
         match (marked, over) {
-            (Some((_, link)), _) => Life::InUse(format!("the host's link {link} has its mark")),
-            (None, Some(why)) => Life::Over(why),
-            (None, None) => Life::Unknown("the result cache does not have it".to_owned()),
+            (Some((_, link)), _) => Liveness::InUse(format!("the host's link {link} has its mark")),
+            (None, Some(why)) => Liveness::Over(why),
+            (None, None) => Liveness::Unknown("the result cache does not have it".to_owned()),
         }
     }
 }

@@ -9,7 +9,7 @@ use cni::{Code, Error};
 use serde_json::{Value, json};
 
 use crate::cli::Failure;
-use crate::{Exit, Streams, Style};
+use crate::{ColorMode, Exit, Streams};
 
 /// What would have been done needs a clearer word from the operator; cnitool's own code.
 pub(crate) const REFUSED: Code = Code(103);
@@ -33,11 +33,11 @@ pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> 
 
 /// The text with its control characters, and those that turn its direction, as escapes; but for the
 /// ends of lines, and the colours of [`paint`] where there are any.
-fn harmless(text: &str, style: Style) -> String {
+fn harmless(text: &str, style: ColorMode) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(next) = rest.chars().next() {
-        let colour = COLOURS.iter().find(|colour| style == Style::Coloured && rest.starts_with(**colour));
+        let colour = COLOURS.iter().find(|colour| style == ColorMode::Coloured && rest.starts_with(**colour));
         let taken = colour.map_or(next.len_utf8(), |colour| colour.len());
         let (now, later) = rest.split_at(taken);
         let turns = matches!(next, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -80,15 +80,15 @@ pub(crate) enum Colour {
 const COLOURS: [&str; 4] = ["\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"];
 
 /// A text in a colour, where the stream has any.
-pub(crate) fn paint(style: Style, colour: Colour, text: &str) -> String {
+pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
     let code = match colour {
         Colour::Red => 31,
         Colour::Yellow => 33,
         Colour::Bold => 1,
     };
     match style {
-        Style::Plain => text.to_owned(),
-        Style::Coloured => format!("\x1b[{code}m{text}\x1b[0m"),
+        ColorMode::Plain => text.to_owned(),
+        ColorMode::Coloured => format!("\x1b[{code}m{text}\x1b[0m"),
     }
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
             Exit::Failed
         }
         Failure::Failed { doing, error, format: Format::Text } => {
-            let shown = |text: &str| harmless(text, Style::Plain);
+            let shown = |text: &str| harmless(text, ColorMode::Plain);
             streams.notes.note(format_args!("cnitool: {doing}: {}", shown(&error.to_string())));
             error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", shown(line))));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
@@ -131,7 +131,7 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
 /// The parser's own words: help is a result, anything else a usage error.
 fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
     let rendered = error.render();
-    let text = |style| if style == Style::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };
+    let text = |style| if style == ColorMode::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };
     if error.use_stderr() {
         streams.notes.note(text(streams.stderr_style).trim_end());
         return Exit::Usage;
@@ -185,9 +185,9 @@ mod tests {
     #[test]
     fn what_would_reach_the_terminal_is_shown_instead() {
         let text = "\x1b]0;t\x07\r\u{9b}2J\u{202e}é\n";
-        assert_eq!(harmless(text, Style::Coloured), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
-        let painted = paint(Style::Coloured, Colour::Red, "eth0 \x1b[2J");
-        assert_eq!(harmless(&painted, Style::Coloured), "\x1b[31meth0 \\u{1b}[2J\x1b[0m");
-        assert_eq!(harmless("\x1b[31m", Style::Plain), "\\u{1b}[31m");
+        assert_eq!(harmless(text, ColorMode::Coloured), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
+        let painted = paint(ColorMode::Coloured, Colour::Red, "eth0 \x1b[2J");
+        assert_eq!(harmless(&painted, ColorMode::Coloured), "\x1b[31meth0 \\u{1b}[2J\x1b[0m");
+        assert_eq!(harmless("\x1b[31m", ColorMode::Plain), "\\u{1b}[31m");
     }
 }

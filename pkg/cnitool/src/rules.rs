@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, failed};
 use crate::report::{Colour, Format, error_json, paint, write, write_json};
-use crate::target::Presence;
+use crate::target::NetnsPresence;
 use crate::{Call, Exit, Streams, help, plugins};
 
 /// Write packet filter rules again that something else has removed
@@ -102,12 +102,12 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         (entry, outcome)
     };
     let all: Vec<(Entry, Outcome)> = entries.into_iter().map(attempt).collect();
-    let is_wrong = |(_, outcome): &(Entry, Outcome)| match outcome {
+    let has_failed = |(_, outcome): &(Entry, Outcome)| match outcome {
         Outcome::Skipped(_) => false,
         Outcome::Failed(_) => true,
         Outcome::Plugins(rules) => rules.iter().any(|(_, rule)| matches!(rule, Rule::Failed(_) | Rule::Missing(_))),
     };
-    let exit = if all.iter().any(is_wrong) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
+    let exit = if all.iter().any(has_failed) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
     match shared.format() {
         Format::Json => write_json(streams, &as_json(&all, &problems, mode))?,
         Format::Text => {
@@ -184,10 +184,10 @@ fn container_interface(entry: &Entry) -> Result<Option<Interface>> {
 /// An interface with another address than the ADD's is not the one that the rules were for.
 fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
-    match Presence::of(netns, call.machine) {
-        Presence::There => {}
-        Presence::Gone(why) => return Ok(Some(format!("its namespace {netns} is gone: {why}"))),
-        Presence::Other(why) | Presence::Unknown(why) => {
+    match NetnsPresence::of(netns, call.machine) {
+        NetnsPresence::There => {}
+        NetnsPresence::Gone(why) => return Ok(Some(format!("its namespace {netns} is gone: {why}"))),
+        NetnsPresence::Other(why) | NetnsPresence::Unknown(why) => {
             return Ok(Some(format!("its namespace {netns} cannot be entered: {why}")));
         }
     }
@@ -235,11 +235,11 @@ fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
             }
         };
         for (plugin, word, sentences) in lines {
-            let is_wrong = ["missing", "failed"].contains(&word);
+            let has_failed = ["missing", "failed"].contains(&word);
             let end = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
             let plugin = if plugin.is_empty() { String::new() } else { format!("{plugin:<12} ") };
-            let line = format!("{} {plugin}{word}{end}", if is_wrong { '!' } else { ' ' });
-            text += &if is_wrong { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+            let line = format!("{} {plugin}{word}{end}", if has_failed { '!' } else { ' ' });
+            text += &if has_failed { paint(streams.stdout_style, Colour::Red, &line) } else { line };
             text.push('\n');
         }
     }

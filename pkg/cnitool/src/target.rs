@@ -8,11 +8,11 @@ use std::io::ErrorKind;
 use std::path::{Component, Path, PathBuf};
 
 use cni::hash::sha512_hex;
-use cni::skel::MachineRef;
+use cni::machine::Machine;
 
 /// Whether there is a namespace at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Presence {
+pub(crate) enum NetnsPresence {
     /// There is.
     There,
     /// There is nothing: why.
@@ -25,20 +25,20 @@ pub(crate) enum Presence {
     Unknown(String),
 }
 
-impl Presence {
-    pub(crate) fn of(netns: &str, machine: MachineRef<'_>) -> Presence {
+impl NetnsPresence {
+    pub(crate) fn of(netns: &str, machine: &dyn Machine) -> NetnsPresence {
         if netns.is_empty() {
-            return Presence::Unknown("no path was recorded".to_owned());
+            return NetnsPresence::Unknown("no path was recorded".to_owned());
         }
         match machine.is_own_netns(Path::new(netns)) {
-            Ok(_) => Presence::There,
+            Ok(_) => NetnsPresence::There,
             Err(error) => match error.kind() {
-                ErrorKind::NotFound => Presence::Gone("it does not exist".to_owned()),
-                ErrorKind::NotADirectory => Presence::Gone(error.to_string()),
+                ErrorKind::NotFound => NetnsPresence::Gone("it does not exist".to_owned()),
+                ErrorKind::NotADirectory => NetnsPresence::Gone(error.to_string()),
                 ErrorKind::InvalidInput => {
-                    Presence::Other(format!("the file there is not a network namespace: {error}"))
+                    NetnsPresence::Other(format!("the file there is not a network namespace: {error}"))
                 }
-                _ => Presence::Unknown(error.to_string()),
+                _ => NetnsPresence::Unknown(error.to_string()),
             },
         }
     }

@@ -11,18 +11,17 @@ use std::time::Instant;
 
 use cni::machine::{Child, Exit as End, Machine, Output, RunError};
 use cni::rollback::Notes;
-use cni::skel::MachineRef;
 
-use crate::{Call, Exit, Streams, Style, run};
+use crate::{Call, ColorMode, Exit, Streams, run};
 
 /// "plugin VERB", the variables, the configuration.
-pub(crate) type Asked = (String, BTreeMap<String, String>, serde_json::Value);
+pub(crate) type PluginCall = (String, BTreeMap<String, String>, serde_json::Value);
 
 #[derive(Default)]
 struct Values {
     namespaces: BTreeSet<String>,
     answers: BTreeMap<String, (i32, String)>,
-    asked: RefCell<Vec<Asked>>,
+    asked: RefCell<Vec<PluginCall>>,
     logged: BTreeMap<String, String>,
 }
 
@@ -72,13 +71,13 @@ pub(crate) struct Node {
 }
 
 /// What a call of the tool left.
-pub(crate) struct Said {
+pub(crate) struct CallOutcome {
     pub(crate) exit: Exit,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
-impl Said {
+impl CallOutcome {
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {:?}", self.stdout))
     }
@@ -133,12 +132,12 @@ impl Node {
     }
 
     /// Runs the tool; its arguments are separated by blanks.
-    pub(crate) fn say(&self, args: &str) -> Said {
+    pub(crate) fn say(&self, args: &str) -> CallOutcome {
         self.say_args(&args.split_whitespace().collect::<Vec<_>>())
     }
 
     /// The same, where an argument is empty or has blanks in it.
-    pub(crate) fn say_args(&self, args: &[&str]) -> Said {
+    pub(crate) fn say_args(&self, args: &[&str]) -> CallOutcome {
         // First, because the last argument may lack its value.
         let cache = format!("--cache-dir={}", self.folder.path().join("cache").display());
         let args = [cache].into_iter().chain(args.iter().map(|arg| (*arg).to_owned()));
@@ -146,16 +145,16 @@ impl Node {
             args: args.map(Into::into).collect(),
             environment: self.variables.iter().map(|(key, value)| (key.into(), value.into())).collect(),
             folder: self.here.into(),
-            machine: MachineRef(&self.values),
+            machine: &self.values,
         };
         let lines = Rc::new(RefCell::new(String::new()));
         let sink = Rc::clone(&lines);
         let notes = Notes::new(move |line| *sink.borrow_mut() += &format!("{line}\n"));
         let mut stdout = Vec::new();
-        let (stdout_style, stderr_style) = (Style::Plain, Style::Plain);
+        let (stdout_style, stderr_style) = (ColorMode::Plain, ColorMode::Plain);
         let exit = run(&call, &mut Streams { stdout: &mut stdout, notes, stdout_style, stderr_style });
         let stderr = lines.borrow().clone();
-        Said { exit, stdout: String::from_utf8(stdout).unwrap(), stderr }
+        CallOutcome { exit, stdout: String::from_utf8(stdout).unwrap(), stderr }
     }
 
     /// The same, which must succeed.
@@ -167,7 +166,7 @@ impl Node {
     }
 
     /// What was asked since the last time.
-    pub(crate) fn asked(&self) -> Vec<Asked> {
+    pub(crate) fn asked(&self) -> Vec<PluginCall> {
         self.values.asked.take()
     }
 

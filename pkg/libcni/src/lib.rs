@@ -30,8 +30,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::AttachmentId;
+use cni::machine::Machine;
 use cni::rollback::Notes;
-use cni::skel::MachineRef;
 
 pub use cache::Cache;
 pub use folder::{ConfFile, ConfFolder};
@@ -48,7 +48,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(310);
 #[derive(Clone, Debug)]
 pub struct Runtime<'m> {
     /// Runs the plugins.
-    pub machine: MachineRef<'m>,
+    pub machine: &'m dyn Machine,
     /// Where the plugins are: CNI_PATH.
     pub plugin_folders: Vec<PathBuf>,
     /// What plugins inherit; the six variables of the protocol are replaced.

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::members::{Members, elements};
-use super::request::{Extras, derive};
+use super::request::{AddedKeys, derive};
 use cni::json::Json;
 use cni::version::{Version, parse_triple};
 use cni::{Code, Error, Result, config};
@@ -141,7 +141,7 @@ impl NetworkList {
     /// # Errors
     /// Code 999, which does not happen.
     pub fn request(&self, plugin: &PluginConf, capability_args: Option<&Members>) -> Result<Vec<u8>> {
-        derive(self, plugin, Extras { capability_args, ..Extras::default() })
+        derive(self, plugin, AddedKeys { capability_args, ..AddedKeys::default() })
     }
 
     /// The bytes of the list, as the cache keeps them.

@@ -14,7 +14,7 @@ use cni::config::ValidAttachments;
 
 /// What a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Extras<'a> {
+pub(super) struct AddedKeys<'a> {
     /// The result so far.
     pub(super) prev_result: Option<&'a RawValue>,
     /// Of these a plugin gets those whose capability it declares.
@@ -31,7 +31,7 @@ struct WireAttachment<'a> {
 }
 
 /// The bytes for one plugin.
-pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, extras: Extras<'_>) -> Result<Vec<u8>> {
+pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, extras: AddedKeys<'_>) -> Result<Vec<u8>> {
     let mut request = plugin.members().clone();
     request.remove("capabilities");
     request.set("cniVersion", list.cni_version())?;
@@ -64,7 +64,7 @@ fn runtime_config(plugin: &PluginConf, args: Option<&Members>) -> Members {
 mod tests {
     use super::*;
 
-    fn request(plugin: &str, extras: Extras<'_>) -> String {
+    fn request(plugin: &str, extras: AddedKeys<'_>) -> String {
         let text = format!(r#"{{"cniVersion":"1.0.0","name":"n","plugins":[{plugin}]}}"#);
         let list = NetworkList::parse(text.as_bytes()).unwrap();
         String::from_utf8(derive(&list, &list.plugins()[0], extras).unwrap()).unwrap()
@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn the_plugins_object_stays_as_it_is_and_gets_name_and_version() {
         assert_eq!(
-            request(r#"{"type":"x", "mtu": 1.50e3, "y":{"B":null, "a":[]}}"#, Extras::default()),
+            request(r#"{"type":"x", "mtu": 1.50e3, "y":{"B":null, "a":[]}}"#, AddedKeys::default()),
             r#"{"type":"x","mtu":1.50e3,"y":{"B":null, "a":[]},"cniVersion":"1.0.0","name":"n"}"#
         );
     }
@@ -82,7 +82,7 @@ mod tests {
     fn nothing_that_is_injected_survives_in_another_spelling() {
         let result: Box<RawValue> = serde_json::from_str(r#"{"ips": []}"#).unwrap();
         let args = Members::parse(r#"{"a":[1]}"#).unwrap();
-        let extras = Extras { prev_result: Some(&result), capability_args: Some(&args), valid: None };
+        let extras = AddedKeys { prev_result: Some(&result), capability_args: Some(&args), valid: None };
         let plugin = r#"{"type":"x","Name":"m","NAME":"o","cniversion":"0.1.0","PrevResult":{"old":1},"prevresult":2,"RuntimeConfig":{"z":1},"Capabilities":{"a":true}}"#;
         assert_eq!(
             request(plugin, extras),
@@ -94,7 +94,7 @@ mod tests {
     fn runtime_config_has_declared_and_given_capabilities_only() {
         let with = |plugin: &str, args: &str| {
             let args = Members::parse(args).unwrap();
-            request(plugin, Extras { capability_args: Some(&args), ..Extras::default() })
+            request(plugin, AddedKeys { capability_args: Some(&args), ..AddedKeys::default() })
         };
         let args = r#"{"b":{"x": 1},"c":2,"d":3,"A":4}"#;
         let plugin = r#"{"type":"x","runtimeConfig":{"inline":1},"capabilities":{"a":true,"b":true,"c":false}}"#;
@@ -110,14 +110,14 @@ mod tests {
     #[test]
     fn gc_gets_the_valid_attachments_under_both_key_spellings() {
         let one = ValidAttachments::from_iter([("c", "eth0")]);
-        let text = request(r#"{"type":"x"}"#, Extras { valid: Some(&one), ..Extras::default() });
+        let text = request(r#"{"type":"x"}"#, AddedKeys { valid: Some(&one), ..AddedKeys::default() });
         let list = r#"[{"containerID":"c","ifname":"eth0"}]"#;
         assert!(
             text.ends_with(&format!(r#""cni.dev/valid-attachments":{list},"cni.dev/attachments":{list}}}"#)),
             "{text}"
         );
         let none = ValidAttachments::default();
-        let text = request(r#"{"type":"x"}"#, Extras { valid: Some(&none), ..Extras::default() });
+        let text = request(r#"{"type":"x"}"#, AddedKeys { valid: Some(&none), ..AddedKeys::default() });
         assert!(text.contains(r#""cni.dev/valid-attachments":[]"#), "{text}");
     }
 }

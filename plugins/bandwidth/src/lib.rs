@@ -16,7 +16,7 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_linux::{Filter, Link, Netlink, Netns, Place, Tbf};
+use cni_linux::{Filter, Link, Netlink, Netns, QdiscParent, Tbf};
 use cni_plugin::interface::veth::{made_up_mac, undo_creation};
 use cni_plugin::interface::{collect_links, failed, host_interface};
 
@@ -129,7 +129,8 @@ fn limit<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &
     make_room(&host, &outer)?;
     if let Some(ingress) = conf.ingress {
         let undo = std::rc::Rc::clone(&host);
-        rollback.push(format!("remove the limit of {}", outer.name), move || undo.purge_qdisc(index, Place::Root));
+        rollback
+            .push(format!("remove the limit of {}", outer.name), move || undo.purge_qdisc(index, QdiscParent::Root));
         host.create_tbf(index, &ingress.tbf())?;
     }
     if let Some(egress) = conf.egress {
@@ -138,8 +139,9 @@ fn limit<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &
         let ifb = host.create_ifb(&name, mac, outer.mtu, &mark)?;
         created.set(Some(ifb.index));
         let undo = std::rc::Rc::clone(&host);
-        rollback
-            .push(format!("stop the redirection of {}", outer.name), move || undo.purge_qdisc(index, Place::Ingress));
+        rollback.push(format!("stop the redirection of {}", outer.name), move || {
+            undo.purge_qdisc(index, QdiscParent::Ingress)
+        });
         host.create_ingress(index)?;
         host.create_redirect(index, ifb.index)?;
         host.create_tbf(ifb.index, &egress.tbf())?;
@@ -201,11 +203,11 @@ const GONE: Filter = Filter::Redirect(0);
 /// # Errors
 /// 102 if something else is attached there.
 fn make_room(host: &Netlink, outer: &Link) -> Result<()> {
-    for (place, kind) in [(Place::Root, "tbf"), (Place::Ingress, "ingress")] {
+    for (place, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
         let Some(there) = host.find_qdisc(outer.index, place)? else { continue };
         let is_former = match place {
-            Place::Root => there.kind == kind,
-            Place::Ingress => {
+            QdiscParent::Root => there.kind == kind,
+            QdiscParent::Ingress => {
                 there.kind == kind && host.list_filters(outer.index)?.iter().all(|filter| *filter == GONE)
             }
         };
@@ -230,7 +232,7 @@ fn find_ifb(host: &Netlink, mark: &AttachmentId) -> Result<Option<Link>> {
 
 /// CHECK: `link` sends no faster than `limit`, in Go's words otherwise.
 fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
-    let there = host.find_qdisc(link.index, Place::Root)?.and_then(|qdisc| qdisc.tbf);
+    let there = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
     let Some(there) = there else { return Err(failed(format!("{} has no token bucket filter", link.name))) };
     let wanted = limit.tbf();
     if there == wanted || there == limit.tbf_by_go() {

@@ -11,7 +11,7 @@ use cni::{Error, Result};
 use cni_linux::link::PortState;
 use cni_linux::{Link, Watch};
 use cni_plugin::interface::veth::{self, Choices};
-use cni_plugin::interface::{Made, Site, host_interface};
+use cni_plugin::interface::{AttachmentContext, CreatedLink, host_interface};
 
 use crate::chained::Earlier;
 use crate::conf::Conf;
@@ -25,7 +25,7 @@ const EOPNOTSUPP: i32 = 95;
 
 /// A port of a bridge.
 #[derive(Debug)]
-pub struct Plugged {
+pub struct AttachedPort {
     /// The bridge.
     pub(crate) bridge: Link,
     /// The index of the port.
@@ -37,7 +37,10 @@ pub struct Plugged {
 }
 
 /// Creates a veth pair whose host's end is a port of the bridge.
-pub(crate) fn create<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Plugged>> {
+pub(crate) fn create<'a>(
+    site: &AttachmentContext<'a, Conf>,
+    rollback: &mut Rollback<'a>,
+) -> Result<CreatedLink<AttachedPort>> {
     let (host, conf) = (&site.host, &site.conf);
     if conf.spoof_check {
         port::refuse_second(host, &site.mark, None)?;
@@ -58,15 +61,19 @@ pub(crate) fn create<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> 
         ],
         ..AddResult::default()
     };
-    let link = Plugged { bridge, port: pair.index, gateway: None, earlier: None };
-    Ok(Made { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
+    let link = AttachedPort { bridge, port: pair.index, gateway: None, earlier: None };
+    Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
 }
 
 /// Waits until frames pass: the port forwards, and it, the gateway's link and the container's end
 /// have their carriers. A worker of the kernel sets each carrier, in any order, and an interface
 /// drops what it is to send until then.
-pub(crate) fn wait_for_frames(site: &Site<'_, Conf>, made: &Made<Plugged>, watch: &Watch) -> Result<()> {
-    let machine = site.call.machine.0;
+pub(crate) fn wait_for_frames(
+    site: &AttachmentContext<'_, Conf>,
+    made: &CreatedLink<AttachedPort>,
+    watch: &Watch,
+) -> Result<()> {
+    let machine = site.call.machine;
     let deadline = machine.now() + PORT_DEADLINE;
     let wait = || -> cni_linux::Result<()> {
         let port = site.host.wait_port_forwarding(watch, made.link.port, deadline, machine)?;

@@ -13,9 +13,11 @@ use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Netlink};
-use cni_plugin::interface::{Layer3, Made, PortMark, Site, give_back, purge_addresses, restore_alias};
+use cni_plugin::interface::{
+    AttachmentContext, CreatedLink, Layer3, PortMark, give_back, purge_addresses, restore_alias,
+};
 
-use crate::attach::Plugged;
+use crate::attach::AttachedPort;
 use crate::conf::Conf;
 use crate::device;
 use crate::port::{self, PortEnds};
@@ -55,11 +57,11 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
 
 /// Makes the host's end of the earlier plugin's interface a port of the bridge.
 pub(crate) fn plug_in<'a>(
-    site: &Site<'a, Conf>,
+    site: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
     rollback: &mut Rollback<'a>,
-) -> Result<Made<Plugged>> {
-    let Site { call, conf, host, mark, .. } = site;
+) -> Result<CreatedLink<AttachedPort>> {
+    let AttachmentContext { call, conf, host, mark, .. } = site;
     let inner = site.container.find_link(&call.ifname)?.ok_or_else(|| {
         Error::config(format!(
             "chained use: the container has no interface {:?}, which an earlier plugin should have made",
@@ -94,8 +96,8 @@ pub(crate) fn plug_in<'a>(
         interface => interface.unwrap_or_default(),
     };
     let port = link.index;
-    let link = Plugged { bridge, port, gateway: None, earlier: Some(Earlier { inner_up: inner.up, port_mark }) };
-    Ok(Made { index: inner.index, mac: peer_mac, result: earlier.clone(), interface, link })
+    let link = AttachedPort { bridge, port, gateway: None, earlier: Some(Earlier { inner_up: inner.up, port_mark }) };
+    Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface, link })
 }
 
 /// What an ADD after another plugin has to remember of that one's interface.
@@ -113,8 +115,8 @@ pub(crate) struct Earlier {
 /// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM
 /// gets them back. The addresses that it has already are the earlier plugin's.
 pub(crate) fn note_addresses<'a>(
-    site: &Site<'a, Conf>,
-    made: &Made<Plugged>,
+    site: &AttachmentContext<'a, Conf>,
+    made: &CreatedLink<AttachedPort>,
     layer3: &Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
@@ -165,11 +167,11 @@ fn check_free(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMar
     let before = link.alias.clone().unwrap_or_default();
     let port_mark = match PortMark::parse(&before) {
         // A port already: the attachment lives. Only marked: an ADD was cut off right here.
-        Some(port_mark) if port_mark.is(mark) && link.master.is_some() => {
+        Some(port_mark) if port_mark.belongs_to(mark) && link.master.is_some() => {
             let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
             return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
         }
-        Some(port_mark) if port_mark.is(mark) => port_mark,
+        Some(port_mark) if port_mark.belongs_to(mark) => port_mark,
         Some(_) => {
             return Err(Error::new(
                 Code::CONFLICT,

@@ -32,13 +32,13 @@ pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     if conf.container_down {
         return Ok(());
     }
-    let deadline = check.settle_deadline();
+    let deadline = check.dad_deadline();
     if outer.port.is_none_or(|port| port.state != PortState::Forwarding) {
         let watch = Watch::open()?;
-        host.wait_port_forwarding(&watch, outer.index, deadline, check.site.call.machine.0)
+        host.wait_port_forwarding(&watch, outer.index, deadline, check.site.call.machine)
             .map_err(|error| failed(format!("{} does not forward: {error}", outer.name)))?;
     }
-    check.settle(deadline)
+    check.wait_for_dad(deadline)
 }
 
 fn host_end(check: &Check<'_>) -> Result<Link> {
@@ -80,7 +80,7 @@ fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     }
     // A higher value than requested is fine: a packet capture raises it too.
     if conf.promiscuous && link.promiscuity == 0 {
-        let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
+        let msg = format!("Bridge interface {name} configured LinkFlag Mode true doesn't match current state: false");
         return Err(failed(msg));
     }
     Ok(link)
@@ -95,7 +95,7 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     if !outer.up {
         return Err(failed(format!("{name} is down")));
     }
-    if PortMark::of(outer).is_some_and(|port_mark| !port_mark.is(&check.site.mark)) {
+    if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.site.mark)) {
         return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
     let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;

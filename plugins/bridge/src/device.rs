@@ -8,10 +8,11 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use cni::AttachmentId;
+use cni::machine::Machine;
 use cni::result::Interface;
-use cni::skel::{Call, MachineRef};
+use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{BridgeSpec, Link, Mac, Netlink, Promisc, Watch};
+use cni_linux::{BridgeSpec, Link, LinkFlag, Mac, Netlink, Watch};
 use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
 use cni_plugin::interface::{PortMark, host_interface};
 
@@ -31,7 +32,7 @@ const MARK_DEADLINE: Duration = Duration::from_secs(1);
 /// # Errors
 /// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the
 /// kernel has no VLAN filtering.
-pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Result<Link> {
+pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Result<Link> {
     let wrapped = |error: cni_linux::Error| {
         let unsupported = conf.vlans.is_some() && error.is_unsupported();
         let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
@@ -77,7 +78,7 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: MachineRef<'_>) -> Re
         host.set_up(link.index).map_err(wrapped)?;
     }
     if conf.promiscuous && !link.promisc {
-        host.set_promisc(link.index, Promisc::On).map_err(wrapped)?;
+        host.set_promisc(link.index, LinkFlag::On).map_err(wrapped)?;
     }
     Ok(link)
 }
@@ -184,9 +185,9 @@ fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
     marked || (port.is_veth() && record.contains(&port.name))
 }
 
-fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf, machine: MachineRef<'_>) -> Result<()> {
+fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn Machine) -> Result<()> {
     let watch = Watch::open()?;
-    let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine.0, || {
+    let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine, || {
         let ports = host.list_ports(link.index)?;
         Ok(ports.iter().all(|port| !port.is_veth() || port.alias.is_some()).then_some(()))
     });

@@ -12,9 +12,9 @@ use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Dad, Link, Netlink, Target, VethSpec, VlanFlags, sysctl};
 use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
-use cni_plugin::interface::{Gateway, Layer3, Made, Served, Site, forwarding, host_interface};
+use cni_plugin::interface::{AttachmentContext, CreatedLink, Gateway, HostState, Layer3, forwarding, host_interface};
 
-use crate::attach::Plugged;
+use crate::attach::AttachedPort;
 use crate::conf::{Conf, vlan_gateway_name};
 
 /// The alias of the bridge's end of a VLAN gateway.
@@ -23,11 +23,11 @@ const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 /// Puts the gateways' addresses onto the link that is to have them, if the bridge is to be the
 /// gateway. A link of their own is added to the result.
 pub(crate) fn serve<'a>(
-    site: &Site<'a, Conf>,
-    made: &mut Made<Plugged>,
+    site: &AttachmentContext<'a, Conf>,
+    made: &mut CreatedLink<AttachedPort>,
     layer3: &Layer3,
     rollback: &mut Rollback<'a>,
-) -> Result<Served> {
+) -> Result<HostState> {
     let link = gateway_link(&site.host, &made.link.bridge, &site.conf)?;
     made.link.gateway = Some(link.index);
     if link.index != made.link.bridge.index {
@@ -35,7 +35,7 @@ pub(crate) fn serve<'a>(
     }
     let neighbours_on = Some(link.index);
     let added = Plan::new(site, link, layer3)?.serve(site, rollback)?;
-    Ok(Served { added, neighbours_on })
+    Ok(HostState { added, neighbours_on })
 }
 
 /// The gateways of an attachment, once nothing can be refused any more.
@@ -52,7 +52,7 @@ impl Plan {
     ///
     /// # Errors
     /// 102 with Go's text if an address is in the way and `forceAddress` is not set.
-    fn new(site: &Site<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
+    fn new(site: &AttachmentContext<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
         let (host, conf) = (&site.host, &site.conf);
         let mut plan = Plan { link, missing: Vec::new(), in_the_way: Vec::new(), families: BTreeSet::new() };
         if conf.gateway == Gateway::None {
@@ -85,7 +85,7 @@ impl Plan {
 
     /// Removes the addresses that are in the way, adds the missing ones and lets the host forward.
     /// Returns those that were missing.
-    fn serve<'a>(self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
+    fn serve<'a>(self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
         let (host, conf, notes) = (&site.host, &site.conf, &site.call.notes);
         let Plan { link, missing, in_the_way, families } = self;
         if !in_the_way.is_empty() {

@@ -32,11 +32,13 @@ use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Netlink, Watch};
-use cni_plugin::interface::{Check, HostEnd, Interface, Layer3, Layer3Policy, LinkState, Made, Served, Site};
+use cni_plugin::interface::{
+    AttachmentContext, Check, CreatedLink, HostEnd, HostState, Interface, Layer3, Layer3Policy, LinkState,
+};
 
 pub use conf::DEFAULT_BRIDGE;
 
-use attach::Plugged;
+use attach::AttachedPort;
 use conf::{Conf, Keys};
 
 /// The plugin's part that is not every interface plugin's.
@@ -46,7 +48,7 @@ pub struct Bridge;
 impl Interface for Bridge {
     type Keys = Keys;
     type Conf = Conf;
-    type Link = Plugged;
+    type Link = AttachedPort;
 
     const NAME: &'static str = "bridge";
     const KIND: &'static str = "veth";
@@ -73,7 +75,11 @@ impl Interface for Bridge {
         chained::earlier(call)
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Plugged>> {
+    fn create<'a>(
+        &self,
+        site: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<AttachedPort>> {
         match &site.earlier {
             Some(earlier) => chained::plug_in(site, earlier, rollback),
             None => attach::create(site, rollback),
@@ -82,22 +88,27 @@ impl Interface for Bridge {
 
     fn serve<'a>(
         &self,
-        site: &Site<'a, Conf>,
-        made: &mut Made<Plugged>,
+        site: &AttachmentContext<'a, Conf>,
+        made: &mut CreatedLink<AttachedPort>,
         layer3: &Layer3,
         rollback: &mut Rollback<'a>,
-    ) -> Result<Served> {
+    ) -> Result<HostState> {
         if site.earlier.is_some() {
             chained::note_addresses(site, made, layer3, rollback)?;
         }
         gateway::serve(site, made, layer3, rollback)
     }
 
-    fn wait_for_frames(&self, site: &Site<'_, Conf>, made: &Made<Plugged>, watch: &Watch) -> Result<()> {
+    fn wait_for_frames(
+        &self,
+        site: &AttachmentContext<'_, Conf>,
+        made: &CreatedLink<AttachedPort>,
+        watch: &Watch,
+    ) -> Result<()> {
         attach::wait_for_frames(site, made, watch)
     }
 
-    fn finish(&self, site: &Site<'_, Conf>, made: &mut Made<Plugged>) -> Result<()> {
+    fn finish(&self, site: &AttachmentContext<'_, Conf>, made: &mut CreatedLink<AttachedPort>) -> Result<()> {
         let bridge = &made.link.bridge;
         let interfaces = &mut made.result.interfaces;
         if site.earlier.is_none() {

@@ -66,7 +66,7 @@ pub(crate) fn refuse_second(host: &Netlink, mark: &AttachmentId, port: Option<&L
         return Err(Error::new(Code::CONFLICT, msg).with_details(details));
     }
     let name = port.map(|port| port.name.as_str()).unwrap_or_default();
-    match SpoofCheck::open().and_then(|mut spoof| spoof.find_living(mark, name)) {
+    match SpoofCheck::open().and_then(|mut spoof| spoof.find_conflicting_interface(mark, name)) {
         Ok(Some(owner)) => {
             let msg = format!("failed to make spoof rules {}: they are those of {owner}", owner.id_ifname);
             Err(Error::new(Code::CONFLICT, msg).with_details("the interface exists; run DEL before adding it again"))

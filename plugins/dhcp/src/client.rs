@@ -9,10 +9,11 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cni::machine::Machine;
 use cni::result::AddResult;
-use cni::skel::{Call, MachineRef};
+use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_dhcp::rpc::{CONNECT, CmdArgs, Conversation, Method, write_request};
+use cni_dhcp::rpc::{CONNECT, CmdArgs, Connection, Method, write_request};
 use cni_linux::stream::wait_readable;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
@@ -31,14 +32,14 @@ const ALLOCATE: Duration = Duration::from_secs(600);
 #[derive(Clone)]
 pub(crate) struct Daemon<'a> {
     pub(crate) socket: PathBuf,
-    machine: MachineRef<'a>,
+    machine: &'a dyn Machine,
 }
 
 /// A connection that the daemon has greeted.
-pub(crate) struct Greeted<'a> {
+pub(crate) struct DaemonConnection<'a> {
     stream: UnixStream,
-    conversation: Conversation,
-    machine: MachineRef<'a>,
+    conversation: Connection,
+    machine: &'a dyn Machine,
 }
 
 impl<'a> Daemon<'a> {
@@ -62,7 +63,7 @@ impl<'a> Daemon<'a> {
 
     /// Connects, and waits for the greeting. What a Go daemon has read beyond the first line by
     /// then is lost, so nothing is sent before.
-    pub(crate) fn greet(&self) -> Result<Greeted<'a>> {
+    pub(crate) fn greet(&self) -> Result<DaemonConnection<'a>> {
         let socket = self.socket.display();
         let mut stream = self.connect().map_err(|error| {
             let doing = format!("error dialing DHCP daemon: dial unix {socket}: connect");
@@ -73,8 +74,8 @@ impl<'a> Daemon<'a> {
         };
         let deadline = self.machine.now() + GREETING;
         stream.write_all(CONNECT).map_err(silent)?;
-        let mut greeted = Greeted { stream, conversation: Conversation::default(), machine: self.machine };
-        while !greeted.conversation.is_greeted() {
+        let mut greeted = DaemonConnection { stream, conversation: Connection::default(), machine: self.machine };
+        while !greeted.conversation.handshake_done() {
             greeted.receive(deadline).map_err(silent)?;
             greeted.conversation.response().map_err(|error| {
                 Error::caused(Code::DECODE, format_args!("no DHCP daemon listens on {socket}"), error)
@@ -88,10 +89,10 @@ impl<'a> Daemon<'a> {
     }
 }
 
-impl Greeted<'_> {
+impl DaemonConnection<'_> {
     fn receive(&mut self, deadline: std::time::Instant) -> io::Result<()> {
         let mut buffer = [0; 4096];
-        wait_readable(&self.stream, deadline, &*self.machine)?;
+        wait_readable(&self.stream, deadline, self.machine)?;
         match self.stream.read(&mut buffer)? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             length => {

@@ -9,7 +9,7 @@ use cni::{Cidr, Result};
 
 use crate::conf::{Conf, DEFAULT_SOCKET};
 use crate::daemon::now;
-use crate::record::{Held, Record, Records};
+use crate::record::{Record, RecordedLease, Records};
 
 /// A lease, as the daemon has recorded it.
 #[derive(Clone, Debug)]
@@ -72,9 +72,9 @@ fn read(record: Record) -> Option<Lease> {
     let now = now();
     let left = |end: Duration| if end == Duration::MAX { None } else { Some(end.saturating_sub(now)) };
     let (terms, times) = match &record.held {
-        Held::Nothing => return None,
-        Held::Requested(terms) => (terms, None),
-        Held::Bound(lease) => {
+        RecordedLease::Nothing => return None,
+        RecordedLease::Requested(terms) => (terms, None),
+        RecordedLease::Bound(lease) => {
             let times = Times { t1: left(lease.t1()), t2: left(lease.t2()), expiry: left(lease.expiry()) };
             (&lease.terms, Some(times))
         }

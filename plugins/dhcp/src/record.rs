@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use cni::hash::sha512_hex;
 use cni::{Code, Error, Result};
 use cni_dhcp::lease::Lease;
-use cni_dhcp::message::{Client, Terms};
+use cni_dhcp::message::{Client, LeaseParameters};
 use serde::{Deserialize, Serialize};
 
 /// One attachment's lease.
@@ -27,7 +27,7 @@ pub(crate) struct Record {
     /// The routes' metric.
     pub(crate) priority: Option<u32>,
     pub(crate) client: Client,
-    pub(crate) held: Held,
+    pub(crate) held: RecordedLease,
     /// What has gone wrong last, since the lease was last granted.
     #[serde(default)]
     pub(crate) error: Option<String>,
@@ -35,11 +35,11 @@ pub(crate) struct Record {
 
 /// What the attachment has.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Held {
+pub(crate) enum RecordedLease {
     /// Nothing yet: there is no file.
     Nothing,
     /// An address that was requested; the server may have leased it.
-    Requested(Terms),
+    Requested(LeaseParameters),
     /// A lease.
     Bound(Lease),
 }

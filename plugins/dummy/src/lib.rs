@@ -11,7 +11,7 @@ use cni::result::{AddResult, Dns};
 use cni::rollback::{Notes, Rollback};
 use cni::{Error, Result};
 use cni_plugin::interface::veth::{made_up_mac, undo_creation};
-use cni_plugin::interface::{HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -56,7 +56,7 @@ impl Interface for Dummy {
         Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
         let (name, mac) = (&site.call.ifname, made_up_mac()?);
         let created =
             undo_creation(&Rc::new(site.container.clone()), name, move |link| link.mac == Some(mac), rollback);
@@ -64,6 +64,6 @@ impl Interface for Dummy {
         created.set(Some(link.index));
         site.container.set_alias(link.index, &site.mark.alias())?;
         let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
-        Ok(Made { index: link.index, mac, result, interface: 0, link: () })
+        Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
     }
 }

@@ -7,7 +7,7 @@ use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
 use cni::{Error, Result};
 use cni_firewall::Backend;
-use cni_firewall::forward::{ADMIN, Ingress, Place};
+use cni_firewall::forward::{ADMIN, AdminChain, Ingress};
 use cni_firewall::iptables::check_conditions;
 use serde::Deserialize;
 
@@ -18,19 +18,19 @@ const ZONE: &str = "trusted";
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
     /// `None` leaves the choice to the host.
-    pub(crate) backend: Option<Choice>,
+    pub(crate) backend: Option<BackendChoice>,
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
     pub(crate) admin: String,
     /// The administrator's chain in nftables.
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<AdminChain>,
     /// The zone of firewalld.
     pub(crate) zone: String,
 }
 
 /// `backend`
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Choice {
+pub(crate) enum BackendChoice {
     /// Rules of our own.
     Rules(Backend),
     /// A zone of firewalld's.
@@ -71,11 +71,11 @@ struct Raw {
 }
 
 impl Raw {
-    fn choice(&self) -> Option<Choice> {
+    fn choice(&self) -> Option<BackendChoice> {
         match self.backend.as_str() {
-            "firewalld" => Some(Choice::Firewalld),
+            "firewalld" => Some(BackendChoice::Firewalld),
             // As in Go an unknown name leaves the choice to the host.
-            name => Backend::by_name(name).map(Choice::Rules),
+            name => Backend::by_name(name).map(BackendChoice::Rules),
         }
     }
 
@@ -86,21 +86,21 @@ impl Raw {
 
 /// What DEL and GC read, which no mistake keeps from cleaning.
 #[derive(Clone, Debug)]
-pub(crate) struct Lenient {
+pub(crate) struct CleanupConf {
     /// The zone that addresses without a record are removed from.
     pub(crate) zone: String,
     /// Whether the configuration leaves open that firewalld was chosen.
     pub(crate) may_be_firewalld: bool,
 }
 
-impl Lenient {
-    pub(crate) fn new(conf: &NetConf) -> Lenient {
+impl CleanupConf {
+    pub(crate) fn new(conf: &NetConf) -> CleanupConf {
         let raw: Raw = conf.decode().unwrap_or_default();
         let may_be_firewalld = match raw.choice() {
-            Some(choice) => choice == Choice::Firewalld,
+            Some(choice) => choice == BackendChoice::Firewalld,
             None => raw.nftables_chain.is_empty(),
         };
-        Lenient { zone: raw.zone(), may_be_firewalld }
+        CleanupConf { zone: raw.zone(), may_be_firewalld }
     }
 }
 
@@ -125,15 +125,15 @@ impl Conf {
         }
         let place = match raw.nftables_chain.as_str() {
             "" => None,
-            text => Some(Place::parse(text).ok_or_else(|| {
+            text => Some(AdminChain::parse(text).ok_or_else(|| {
                 let msg = format!("nftablesChain: {text:?} is not a family (inet, ip or ip6), a table and a chain");
                 Error::config(msg)
             })?),
         };
-        if place.is_some() && backend.is_some_and(|choice| choice != Choice::Rules(Backend::Nftables)) {
+        if place.is_some() && backend.is_some_and(|choice| choice != BackendChoice::Rules(Backend::Nftables)) {
             return Err(Error::config("nftablesChain is only for \"backend\": \"nftables\""));
         }
-        let backend = backend.or(place.as_ref().map(|_| Choice::Rules(Backend::Nftables)));
+        let backend = backend.or(place.as_ref().map(|_| BackendChoice::Rules(Backend::Nftables)));
         Ok(Conf { backend, policy, admin, place, zone })
     }
 }

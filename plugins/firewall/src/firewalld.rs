@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use cni::AttachmentId;
 use cni::machine::{Machine, OnSigterm};
 use cni::{Cidr, Code, Error, Result};
-use cni_firewall::forward::sources::{self, Whose};
+use cni_firewall::forward::sources::{self, AttachmentFilter};
 
 /// What is called in a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,14 +51,14 @@ pub enum Failure {
 
 impl Failure {
     /// Whether firewalld's code is this one, `ZONE_CONFLICT` for example.
-    fn is(&self, code: &str) -> bool {
+    fn has_code(&self, code: &str) -> bool {
         matches!(self, Failure::Refused(text) if text.contains(code))
     }
 
     fn code(&self) -> Code {
         match self {
             Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
-            failure if failure.is("INVALID_ZONE") => Code::INVALID_CONFIG,
+            failure if failure.has_code("INVALID_ZONE") => Code::INVALID_CONFIG,
             Failure::Refused(_) => Code::KERNEL,
             Failure::NoBus(_) | Failure::Silent(_) => Code::TRY_AGAIN,
         }
@@ -106,7 +106,7 @@ impl fmt::Debug for Zone<'_> {
 
 /// What an ADD found and did, so that a failed one undoes only its own changes.
 #[derive(Debug, Default)]
-pub(crate) struct Former {
+pub(crate) struct PreviousZones {
     recorded: RefCell<Vec<IpAddr>>,
     added: RefCell<Vec<IpAddr>>,
 }
@@ -130,8 +130,8 @@ impl<'m> Zone<'m> {
     }
 
     /// Makes these the attachment's sources of the zone.
-    pub(crate) fn add(&self, mark: &AttachmentId, addresses: &[IpAddr], former: &Former) -> Result<()> {
-        let known = sources::find(Whose::Of(mark))?;
+    pub(crate) fn add(&self, mark: &AttachmentId, addresses: &[IpAddr], former: &PreviousZones) -> Result<()> {
+        let known = sources::find(AttachmentFilter::Of(mark))?;
         former.recorded.replace(known.own.clone());
         let stale: Vec<IpAddr> = known.own.into_iter().filter(|one| !addresses.contains(one)).collect();
         let bus = self.bus(OnSigterm::Kill)?;
@@ -143,7 +143,7 @@ impl<'m> Zone<'m> {
         for address in addresses {
             former.added.borrow_mut().push(*address);
             match bus.call(Method::Add, &self.name, *address) {
-                Err(failure) if failure.is("ZONE_ALREADY_SET") => {
+                Err(failure) if failure.has_code("ZONE_ALREADY_SET") => {
                     former.added.borrow_mut().pop();
                 }
                 done => {
@@ -164,9 +164,9 @@ impl<'m> Zone<'m> {
     }
 
     /// Undoes an [`add`](Zone::add), complete or not.
-    pub(crate) fn put_back(&self, mark: &AttachmentId, former: &Former) -> Result<()> {
+    pub(crate) fn put_back(&self, mark: &AttachmentId, former: &PreviousZones) -> Result<()> {
         let (recorded, added) = (former.recorded.take(), former.added.take());
-        let known = sources::find(Whose::Of(mark))?;
+        let known = sources::find(AttachmentFilter::Of(mark))?;
         if added.is_empty() && known.own.iter().all(|one| recorded.contains(one)) {
             return Ok(());
         }
@@ -176,18 +176,22 @@ impl<'m> Zone<'m> {
             }
             for address in recorded.iter().filter(|one| !added.contains(one)) {
                 match bus.call(Method::Add, &self.name, *address) {
-                    Err(failure) if failure.is("ZONE_ALREADY_SET") || failure.is("ZONE_CONFLICT") => {}
+                    Err(failure) if failure.has_code("ZONE_ALREADY_SET") || failure.has_code("ZONE_CONFLICT") => {}
                     done => drop(done?),
                 }
             }
         }
-        if recorded.is_empty() { Ok(sources::forget(Whose::Of(mark))?) } else { Ok(sources::record(mark, &recorded)?) }
+        if recorded.is_empty() {
+            Ok(sources::forget(AttachmentFilter::Of(mark))?)
+        } else {
+            Ok(sources::record(mark, &recorded)?)
+        }
     }
 
     /// Removes what is recorded of the attachments, and the further `addresses`, unless another
     /// attachment has them. Returns those that firewalld had without a record: the Go plugin added
     /// them.
-    pub(crate) fn purge(&self, whose: Whose<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
+    pub(crate) fn purge(&self, whose: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
         let known = sources::find(whose)?;
         if known.own.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
@@ -215,7 +219,7 @@ impl<'m> Zone<'m> {
 
     fn remove(&self, bus: &dyn Firewalld, address: IpAddr, recorded: Recorded) -> Result<Removed> {
         let mut answer = bus.call(Method::Remove, &self.name, address);
-        let is_elsewhere = |failure: &Failure| failure.is("ZONE_CONFLICT") || failure.is("INVALID_ZONE");
+        let is_elsewhere = |failure: &Failure| failure.has_code("ZONE_CONFLICT") || failure.has_code("INVALID_ZONE");
         if recorded == Recorded::Yes && answer.as_ref().is_err_and(is_elsewhere) {
             // From whichever zone has it: the configuration has changed, or the administrator has
             // moved it.
@@ -223,7 +227,7 @@ impl<'m> Zone<'m> {
         }
         match answer {
             Ok(_) => Ok(Removed::Yes),
-            Err(failure) if failure.is("UNKNOWN_SOURCE") || is_elsewhere(&failure) => Ok(Removed::No),
+            Err(failure) if failure.has_code("UNKNOWN_SOURCE") || is_elsewhere(&failure) => Ok(Removed::No),
             Err(failure) => {
                 let doing = format!("failed to remove the address {} from {} zone", host(address), self.name);
                 Err(Error::from(failure).context(doing))

@@ -23,12 +23,12 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Code, Error, Result};
-use cni_firewall::forward::sources::{self, Whose};
-use cni_firewall::forward::{self, Former, Forward, Ingress, Wanted};
+use cni_firewall::forward::sources::{self, AttachmentFilter};
+use cni_firewall::forward::{self, Forward, Ingress, PreviousRules, Wanted};
 use cni_firewall::{Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
-use conf::{Choice, Conf, Lenient, Policy};
+use conf::{BackendChoice, CleanupConf, Conf, Policy};
 use firewalld::Zone;
 
 /// The plugin.
@@ -64,13 +64,13 @@ impl Plugin for Firewall {
         }
         let choice = self.choice(call, &conf)?;
         match choice {
-            Choice::Rules(backend) => rules(call, &conf, &wanted, backend, &mut rollback)?,
-            Choice::Firewalld => {
+            BackendChoice::Rules(backend) => rules(call, &conf, &wanted, backend, &mut rollback)?,
+            BackendChoice::Firewalld => {
                 if conf.policy != Policy::Open {
                     rules(call, &conf, &wanted, Backend::Nftables, &mut rollback)?;
                 }
                 let zone = self.zone(call, &conf.zone);
-                let former = Rc::new(firewalld::Former::default());
+                let former = Rc::new(firewalld::PreviousZones::default());
                 let (undone, mark, before) = (zone.clone(), wanted.mark.clone(), former.clone());
                 rollback.push("put the sources back as they were", move || undone.put_back(&mark, &before));
                 zone.add(&wanted.mark, &wanted.addresses, &former)?;
@@ -96,10 +96,10 @@ impl Plugin for Firewall {
             call.notes.note(format_args!("firewall: prevResult is not used: {error}"));
             Vec::new()
         });
-        let lenient = Lenient::new(&call.conf);
+        let lenient = CleanupConf::new(&call.conf);
         let mark = call.attachment();
         let may_have: &[IpAddr] = if lenient.may_be_firewalld { &addresses } else { &[] };
-        let in_zone = self.zone(call, &lenient.zone).purge(Whose::Of(&mark), may_have);
+        let in_zone = self.zone(call, &lenient.zone).purge(AttachmentFilter::Of(&mark), may_have);
         // The Go plugin has no other rules for them, and its isolation names no containers.
         let go = in_zone.as_deref().unwrap_or_default();
         let rest: Vec<IpAddr> = addresses.into_iter().filter(|address| !go.contains(address)).collect();
@@ -109,8 +109,8 @@ impl Plugin for Firewall {
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let valid: Vec<(&str, &str)> = valid.iter().collect();
         let network = call.conf.name();
-        let zone = self.zone(call, &Lenient::new(&call.conf).zone);
-        let in_zone = zone.purge(Whose::Garbage { network, valid: &valid }, &[]);
+        let zone = self.zone(call, &CleanupConf::new(&call.conf).zone);
+        let in_zone = zone.purge(AttachmentFilter::Garbage { network, valid: &valid }, &[]);
         Error::join([forward(call).gc(network, &valid).err().map(Error::from), in_zone.err()].into_iter().flatten())
     }
 
@@ -118,8 +118,8 @@ impl Plugin for Firewall {
         let conf = Conf::new(&call.conf)?;
         let choice = self.choice(call, &conf).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
         let backend = match choice {
-            Choice::Rules(backend) => backend,
-            Choice::Firewalld => {
+            BackendChoice::Rules(backend) => backend,
+            BackendChoice::Firewalld => {
                 let ready = self.zone(call, &conf.zone).probe();
                 return ready.map_err(|error| error.with_code(Code::NOT_AVAILABLE));
             }
@@ -139,27 +139,27 @@ impl Plugin for Firewall {
 
 impl Firewall {
     fn zone<'m>(&self, call: &Call<'m>, name: &str) -> Zone<'m> {
-        Zone { machine: call.machine.0, name: name.to_owned() }
+        Zone { machine: call.machine, name: name.to_owned() }
     }
 
     /// The backend that is asked for; else firewalld if it runs, as with Go, else the one that the
     /// host has.
-    fn choice(&self, call: &Call<'_>, conf: &Conf) -> Result<Choice> {
+    fn choice(&self, call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
         match conf.backend {
             Some(choice) => Ok(choice),
-            None if self.zone(call, &conf.zone).is_running()? => Ok(Choice::Firewalld),
-            None => Ok(Choice::Rules(forward(call).chosen()?)),
+            None if self.zone(call, &conf.zone).is_running()? => Ok(BackendChoice::Firewalld),
+            None => Ok(BackendChoice::Rules(forward(call).chosen()?)),
         }
     }
 
     /// What is not in force, one sentence each.
     fn missing(&self, call: &Call<'_>, conf: &Conf, wanted: &Wanted) -> Result<Vec<String>> {
         match self.choice(call, conf)? {
-            Choice::Rules(backend) => Ok(forward(call).check(wanted, backend)?),
-            Choice::Firewalld => {
+            BackendChoice::Rules(backend) => Ok(forward(call).check(wanted, backend)?),
+            BackendChoice::Firewalld => {
                 let mut missing = self.zone(call, &conf.zone).check(&wanted.addresses)?;
                 // Without a record it was the Go plugin, or firewalld did not run yet.
-                let is_recorded = !sources::find(Whose::Of(&wanted.mark))?.own.is_empty();
+                let is_recorded = !sources::find(AttachmentFilter::Of(&wanted.mark))?.own.is_empty();
                 if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
                     let rules = forward(call);
                     return Ok(rules.check(wanted, rules.chosen()?)?);
@@ -181,7 +181,7 @@ fn rules<'a>(
     backend: Backend,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let former = Rc::new(Former::default());
+    let former = Rc::new(PreviousRules::default());
     let (undone, before) = (wanted.clone(), former.clone());
     rollback.push("put the rules back as they were", move || forward(call).put_back(&undone, &before));
     if let Err(error) = forward(call).ensure(wanted, backend, &former) {
@@ -191,7 +191,7 @@ fn rules<'a>(
 }
 
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
-    Forward::new(call.machine.0, call.notes.clone())
+    Forward::new(call.machine, call.notes.clone())
 }
 
 /// All addresses of the result, whichever interface they are on, as in Go.
@@ -252,18 +252,18 @@ fn refusal(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backe
 }
 
 /// What the operator should know although nothing has failed.
-fn remark(call: &Call<'_>, conf: &Conf, choice: Choice) {
+fn remark(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
     let overruled = match choice {
         // Its rules are in the table whose policy drops.
-        Choice::Rules(Backend::Iptables) => None,
-        Choice::Rules(Backend::Nftables) => Some(("backend nftables", "name the chain in \"nftablesChain\"")),
-        Choice::Firewalld => Some(("firewalld", "accept the containers' addresses in that chain too")),
+        BackendChoice::Rules(Backend::Iptables) => None,
+        BackendChoice::Rules(Backend::Nftables) => Some(("backend nftables", "name the chain in \"nftablesChain\"")),
+        BackendChoice::Firewalld => Some(("firewalld", "accept the containers' addresses in that chain too")),
     };
     if let Some((accepting, advice)) = overruled
         && let Ok(mut dropping) = forward::dropping(conf.place.as_ref())
     {
         // firewalld drops everything in a table of its own while it reloads.
-        dropping.retain(|chain| choice != Choice::Firewalld || !chain.contains(" firewalld"));
+        dropping.retain(|chain| choice != BackendChoice::Firewalld || !chain.contains(" firewalld"));
         if !dropping.is_empty() {
             call.notes.note(format_args!(
                 "firewall: {} drops what it does not accept itself, and {accepting} cannot change that from another \

@@ -18,7 +18,9 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Code, Error, Result, ident};
 use cni_linux::{Link, Mac, Netlink, Netns};
-use cni_plugin::interface::{Claim, HostEnd, Interface, Layer3Policy, Made, Release, Site, host_interface, name_taken};
+use cni_plugin::interface::{
+    AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy, Ownership, Release, host_interface, name_taken,
+};
 
 pub use conf::{Conf, Keys};
 
@@ -55,7 +57,7 @@ impl Interface for HostDevice {
         true
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
         let (index, mac) = match Device::of(&site.conf)? {
             Device::Dpdk => (0, None),
             Device::Interface(selector) => {
@@ -69,15 +71,15 @@ impl Interface for HostDevice {
         let sandbox = site.call.sandbox().to_owned();
         let interface = ResultInterface { sandbox, ..host_interface(&site.call.ifname, mac) };
         let result = AddResult { interfaces: vec![interface], ..AddResult::default() };
-        Ok(Made { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
+        Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
     }
 
     /// Go marks the interface by its alias alone, and a later plugin may change its hardware
     /// address.
-    fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Claim> {
+    fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let is_prev = inner.mac.is_some() && inner.mac == mac_of(call, prev);
         let is_ours = is_prev || host_name(inner).is_some_and(|name| keys_of(call).allow(name, inner.mac));
-        Some(if is_ours { Claim::Ours } else { Claim::NotOurs })
+        Some(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
     }
 
     /// Gives the interface back to the host, down, under the name that it had there.
@@ -119,8 +121,8 @@ impl Interface for HostDevice {
 }
 
 /// Moves the host's interface into the container. Returns its index there.
-fn take<'a>(site: &Site<'a, Conf>, device: &Link, rollback: &mut Rollback<'a>) -> Result<u32> {
-    let Site { host, container, call, .. } = site;
+fn take<'a>(site: &AttachmentContext<'a, Conf>, device: &Link, rollback: &mut Rollback<'a>) -> Result<u32> {
+    let AttachmentContext { host, container, call, .. } = site;
     let (home, undo_host, undo_container, before) =
         (Netns::current()?, Rc::clone(host), container.clone(), device.clone());
     rollback.push(format!("give {} back to the host", device.name), move || {

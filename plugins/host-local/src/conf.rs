@@ -1,10 +1,10 @@
 //! The plugin's keys: `ipam`, and what the runtime adds in `runtimeConfig`, `args` and CNI_ARGS.
 //!
 //! Reads the configuration in three ways: [`AddConf`] is strict and for ADD; [`StatusConf`] is as
-//! strict about STATUS's configuration; [`Place`] has what the other verbs need, and ignores errors
-//! in keys that do not affect the place of the store. `ipam.subnet` and its neighbours are one more
-//! range set, before those of `ipam.ranges` and behind those of the runtime; a set's position names
-//! its `last_reserved_ip` file.
+//! strict about STATUS's configuration; [`StoreLocation`] has what the other verbs need, and
+//! ignores errors in keys that do not affect the place of the store. `ipam.subnet` and its
+//! neighbours are one more range set, before those of `ipam.ranges` and behind those of the
+//! runtime; a set's position names its `last_reserved_ip` file.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -24,7 +24,7 @@ use serde::Deserialize;
 /// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left
 /// in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct StoreLocation {
     pub(crate) data_dir: PathBuf,
     pub(crate) lock_timeout: Duration,
     pub(crate) earlier: RebootPolicy,
@@ -35,7 +35,7 @@ pub(crate) struct Place {
 /// All that ADD needs.
 #[derive(Clone, Debug)]
 pub(crate) struct AddConf {
-    pub(crate) place: Place,
+    pub(crate) place: StoreLocation,
     pub(crate) sets: RangeSets,
     pub(crate) requested: Requested,
     pub(crate) routes: Vec<Route>,
@@ -45,7 +45,7 @@ pub(crate) struct AddConf {
 /// The configuration that STATUS judges: what ADD reads, without the runtime's part.
 #[derive(Clone, Debug)]
 pub(crate) struct StatusConf {
-    pub(crate) place: Place,
+    pub(crate) place: StoreLocation,
     /// `None` if only the runtime knows them.
     pub(crate) sets: Option<RangeSets>,
     pub(crate) resolv_conf: Option<PathBuf>,
@@ -87,10 +87,10 @@ struct RuntimeConfig {
     ips: Vec<String>,
 }
 
-impl Place {
+impl StoreLocation {
     /// Reads what every verb needs. An invalid `lockTimeout` is noted and replaced by the default,
     /// an invalid `reclaimAfterReboot` by `false`, which releases nothing.
-    pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<Place> {
+    pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<StoreLocation> {
         let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));
             DEFAULT_LIMIT
@@ -99,24 +99,24 @@ impl Place {
             notes.note(format_args!("{error}; nothing is reclaimed"));
             RebootPolicy::Keep
         });
-        Ok(Place { data_dir: data_dir(conf)?, lock_timeout, earlier, again: RepeatPolicy::Refuse })
+        Ok(StoreLocation { data_dir: data_dir(conf)?, lock_timeout, earlier, again: RepeatPolicy::Refuse })
     }
 
     /// Reads the same, and `reuse`, and refuses every error.
-    fn strict(conf: &NetConf) -> Result<Place> {
+    fn strict(conf: &NetConf) -> Result<StoreLocation> {
         let again = match boolean(conf, "reuse")? {
             Some(true) => RepeatPolicy::Reuse,
             Some(false) | None => RepeatPolicy::Refuse,
         };
         let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
-        Ok(Place { data_dir, lock_timeout, earlier: earlier(conf)?, again })
+        Ok(StoreLocation { data_dir, lock_timeout, earlier: earlier(conf)?, again })
     }
 }
 
 impl StatusConf {
     /// Reads and checks the whole configuration of a STATUS.
     pub(crate) fn read(conf: &NetConf) -> Result<StatusConf> {
-        let (keys, place): (Keys, Place) = (conf.decode()?, Place::strict(conf)?);
+        let (keys, place): (Keys, StoreLocation) = (conf.decode()?, StoreLocation::strict(conf)?);
         let shortage = shortage(conf)?;
         let sets = ranges(conf)?;
         Ok(StatusConf { place, sets, resolv_conf: keys.ipam.and_then(resolv_conf), shortage })
@@ -132,7 +132,7 @@ impl AddConf {
     /// Reads and checks everything.
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
-        let place = Place::strict(conf)?;
+        let place = StoreLocation::strict(conf)?;
         shortage(conf)?;
 
         let mut requested = Requested::none();

@@ -7,7 +7,7 @@ use cni::rollback::Notes;
 use cni::skel::Call;
 use cni_ipam::{Range, RangeSet};
 
-use crate::conf::{self, AddConf, Place};
+use crate::conf::{self, AddConf, StoreLocation};
 use crate::resolv;
 
 /// Reads a configuration as ADD does, and returns the result it would give were nothing of it to be
@@ -30,7 +30,7 @@ pub fn read(call: &Call<'_>) -> Result<AddResult> {
             assert!(address.is_none_or(|address| set.find(address).is_some()));
         }
     }
-    assert_eq!(Place::read(&call.conf, &Notes::silent())?, conf.place, "DEL must look where ADD has written");
+    assert_eq!(StoreLocation::read(&call.conf, &Notes::silent())?, conf.place, "DEL must look where ADD has written");
     Ok(AddResult { routes: conf.routes, ..AddResult::default() })
 }
 
@@ -39,7 +39,7 @@ pub fn read(call: &Call<'_>) -> Result<AddResult> {
 /// # Errors
 /// What they would refuse it with.
 pub fn read_place(call: &Call<'_>) -> Result<()> {
-    Place::read(&call.conf, &Notes::silent()).map(drop)
+    StoreLocation::read(&call.conf, &Notes::silent()).map(drop)
 }
 
 /// Reads what STATUS reads.

@@ -25,7 +25,7 @@ use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_ipam::{Host, Options, Owner, RangeSets, Store};
 
-use conf::{AddConf, Place, ShortagePolicy, StatusConf};
+use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 
 /// The plugin.
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +76,7 @@ impl Pool {
     /// # Errors
     /// As ADD's, but for what ADD alone is given.
     pub fn read(conf: &NetConf, notes: &Notes) -> Result<Pool> {
-        let Place { data_dir, lock_timeout, .. } = Place::read(conf, notes)?;
+        let StoreLocation { data_dir, lock_timeout, .. } = StoreLocation::read(conf, notes)?;
         Ok(Pool { data_dir, lock_timeout, ranges: conf::ranges(conf)? })
     }
 }
@@ -119,7 +119,7 @@ impl Plugin for HostLocal {
         let store = store(call, &conf.place);
         let mut rollback = call.rollback();
 
-        let mut locked = store.lock(conf.place.lock_timeout, &*call.machine)?;
+        let mut locked = store.lock(conf.place.lock_timeout, call.machine)?;
         let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
         drop(locked);
         let (made, machine) = (lease.made(), call.machine);
@@ -135,8 +135,8 @@ impl Plugin for HostLocal {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        let place = Place::read(&call.conf, &call.notes)?;
-        let held = match store(call, &place).lock_existing(place.lock_timeout, &*call.machine)? {
+        let place = StoreLocation::read(&call.conf, &call.notes)?;
+        let held = match store(call, &place).lock_existing(place.lock_timeout, call.machine)? {
             Some(mut locked) => locked.reserved_by(&owner(call))?,
             None => Vec::new(),
         };
@@ -163,16 +163,16 @@ impl Plugin for HostLocal {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let place = Place::read(&call.conf, &call.notes)?;
-        match store(call, &place).lock_existing(place.lock_timeout, &*call.machine)? {
+        let place = StoreLocation::read(&call.conf, &call.notes)?;
+        match store(call, &place).lock_existing(place.lock_timeout, call.machine)? {
             Some(mut locked) => locked.release(&owner(call)).map(drop),
             None => Ok(()),
         }
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let place = Place::read(&call.conf, &call.notes)?;
-        let Some(mut locked) = store(call, &place).lock_existing(place.lock_timeout, &*call.machine)? else {
+        let place = StoreLocation::read(&call.conf, &call.notes)?;
+        let Some(mut locked) = store(call, &place).lock_existing(place.lock_timeout, call.machine)? else {
             return Ok(());
         };
         let valid: Vec<Owner> = valid.iter().map(|(id, ifname)| Owner::new(id, ifname)).collect();
@@ -218,7 +218,7 @@ fn owner(call: &Call<'_>) -> Owner {
     Owner::new(&call.container_id, &call.ifname)
 }
 
-fn store(call: &Call<'_>, place: &Place) -> Store {
+fn store(call: &Call<'_>, place: &StoreLocation) -> Store {
     let options = Options::new(call.notes.clone(), Host::read(Path::new("/")));
     let options = Options { earlier: place.earlier, again: place.again, ..options };
     Store::open(&place.data_dir, call.conf.name(), options)

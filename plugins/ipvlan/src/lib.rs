@@ -11,8 +11,8 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{IpvlanMode, Stacked};
-use cni_plugin::interface::stacked::{self, Choices, Place};
-use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::interface::stacked::{self, Choices, MasterNamespace};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -36,7 +36,7 @@ pub struct Keys {
     master: String,
     mode: String,
     mtu: i64,
-    link_in_container: Place,
+    link_in_container: MasterNamespace,
     dns: Dns,
     runtime_config: keys::RuntimeDnsConfig,
 }
@@ -77,7 +77,7 @@ impl Interface for Ipvlan {
         Layer3Policy { ipam: conf.ipam.as_deref(), earlier, dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
         let conf = &site.conf;
         let mut link = conf.link.clone();
         if let (None, Some(earlier)) = (&link.master, &conf.earlier) {

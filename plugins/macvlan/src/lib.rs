@@ -11,8 +11,8 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{MacvlanMode, Stacked};
-use cni_plugin::interface::stacked::{self, Choices, Place};
-use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::interface::stacked::{self, Choices, MasterNamespace};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -36,7 +36,7 @@ pub struct Keys {
     mode: String,
     mtu: i64,
     mac: String,
-    link_in_container: Place,
+    link_in_container: MasterNamespace,
     #[serde(rename = "bcqueuelen")]
     broadcast_queue: u32,
     dns: Dns,
@@ -82,7 +82,7 @@ impl Interface for Macvlan {
         Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
         stacked::create(site, &site.conf.link, rollback)
     }
 

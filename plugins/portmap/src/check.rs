@@ -70,7 +70,7 @@ fn holds(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<bool>
     let addresses: Vec<_> = wanted.containers.iter().map(|container| container.address()).collect();
     Ok(match backend {
         Backend::Iptables => {
-            IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)?.holds(&wanted.mark)?
+            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&wanted.mark)?
         }
         Backend::Nftables => match NftPortMap::open() {
             Ok(mut nft) => nft.holds(&wanted.mark, &addresses)?,
@@ -82,9 +82,7 @@ fn holds(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<bool>
 
 fn differences(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<Vec<String>> {
     Ok(match backend {
-        Backend::Iptables => {
-            IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Kill)?.check(wanted)?
-        }
+        Backend::Iptables => IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.check(wanted)?,
         Backend::Nftables => NftPortMap::open()?.check(wanted)?,
     })
 }

@@ -14,8 +14,8 @@ use cni::skel::Call;
 use cni::{Error, Result};
 use cni_firewall::portmap::iptables::IptablesPortMap;
 use cni_firewall::portmap::nft::NftPortMap;
-use cni_firewall::portmap::{Claim, Removal};
-use cni_linux::conntrack::{Conntrack, Forget};
+use cni_firewall::portmap::{ClaimedPort, Removal};
+use cni_linux::conntrack::{Conntrack, FlushScope};
 
 use crate::conf::Conf;
 use crate::forward;
@@ -31,7 +31,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     // Rules may be gone already, by a flush or an earlier DEL, and connections still be there.
     let mappings = Conf::sound_mappings(&call.conf);
     let asked = mappings.iter().flat_map(|mapping| addresses.iter().filter_map(|address| mapping.claim(*address)));
-    let mut claims: Vec<Claim> = asked.collect();
+    let mut claims: Vec<ClaimedPort> = asked.collect();
     claims.extend(had);
     forget(call, claims);
     outcome
@@ -50,7 +50,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
 struct Removed<'m> {
     /// What the rules claimed that have gone. No later DEL finds them, so they count whatever else
     /// has failed.
-    claims: Vec<Claim>,
+    claims: Vec<ClaimedPort>,
     outcome: Result<()>,
     open: Open<'m>,
 }
@@ -73,7 +73,7 @@ fn both<'m>(
         }
         Err(error) => Err(error),
     };
-    let iptables = IptablesPortMap::open(call.machine.0, call.notes.clone(), OnSigterm::Finish)
+    let iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
         .map(|backend| iptables(open.1.insert(backend)));
     let (mut claims, mut errors) = (Vec::new(), Vec::new());
     for removal in [nft, iptables] {
@@ -90,13 +90,13 @@ fn both<'m>(
 }
 
 /// Connections that were mapped to the container would stay mapped to it.
-fn forget(call: &Call<'_>, mut claims: Vec<Claim>) {
+fn forget(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
     claims.sort();
     claims.dedup();
     if claims.is_empty() {
         return;
     }
-    if let Err(error) = Conntrack::open().and_then(|mut table| table.forget(&claims, Forget::Own)) {
+    if let Err(error) = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Own)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
 }

@@ -11,8 +11,8 @@ use cni::json::Json;
 use cni::{Code, Error, Result};
 use cni_firewall::Backend;
 use cni_firewall::iptables::check_conditions;
-use cni_firewall::portmap::conditions::Dialect;
-use cni_firewall::portmap::{Claim, Mapping, Policy, Protocol, SetMark, Snat};
+use cni_firewall::portmap::conditions::ConditionSyntax;
+use cni_firewall::portmap::{ClaimedPort, Mapping, Policy, Protocol, SetMark, Snat};
 use serde::Deserialize;
 
 /// The bit of the masquerade mark if none is given.
@@ -74,7 +74,7 @@ impl Conf {
             .decode()
             .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
         let policy = match raw.port_conflict.as_str() {
-            "" => Policy::Judge,
+            "" => Policy::RefuseIfAlive,
             "ignore" => Policy::Ignore,
             other => return Err(Error::config(format!("\"portConflict\" can only be \"ignore\", not {other:?}"))),
         };
@@ -91,9 +91,9 @@ impl Conf {
             let refused = |token: &str| {
                 Error::config(format!("{key}: {token:?} is not allowed: conditions may only contain matches"))
             };
-            match Dialect::of(conditions) {
-                Some(Dialect::Iptables) => check_conditions(conditions).map_err(|token| refused(&token))?,
-                Some(Dialect::Nft) => check_nft(conditions).map_err(|token| refused(&token))?,
+            match ConditionSyntax::of(conditions) {
+                Some(ConditionSyntax::Iptables) => check_conditions(conditions).map_err(|token| refused(&token))?,
+                Some(ConditionSyntax::Nft) => check_nft(conditions).map_err(|token| refused(&token))?,
                 None => {}
             }
         }
@@ -170,9 +170,9 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
         for_iptables.push("externalSetMarkChain");
     }
     for (key, conditions) in [("conditionsV4", v4), ("conditionsV6", v6)] {
-        match Dialect::of(conditions) {
-            Some(Dialect::Iptables) => for_iptables.push(key),
-            Some(Dialect::Nft) => for_nft.push(key),
+        match ConditionSyntax::of(conditions) {
+            Some(ConditionSyntax::Iptables) => for_iptables.push(key),
+            Some(ConditionSyntax::Nft) => for_nft.push(key),
             None => {}
         }
     }
@@ -283,7 +283,7 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
 
 /// What no other mapping may claim as well, once for each family: an unspecified address is every
 /// address of its family.
-fn claims(mapping: &Mapping) -> impl Iterator<Item = Claim> {
+fn claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
     let any_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };
     any_container.into_iter().filter_map(move |container| mapping.claim(container))

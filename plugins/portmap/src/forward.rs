@@ -11,10 +11,10 @@ use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
-use cni_firewall::portmap::iptables::{IptablesPortMap, Unseen};
+use cni_firewall::portmap::iptables::{IptablesPortMap, UnreadTables};
 use cni_firewall::portmap::nft::NftPortMap;
-use cni_firewall::portmap::{Ensured, Forwarding, Holder, Rivals, Snat, Then};
-use cni_linux::conntrack::{Conntrack, Forget};
+use cni_firewall::portmap::{ConflictAction, Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
+use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
@@ -58,7 +58,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         }
     }
     // The mapping works without; only connections that are under way may be lost a little longer.
-    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, Forget::Others));
+    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Others));
     if let Err(error) = forgotten {
         call.notes.note(format_args!("portmap: {error}"));
     }
@@ -70,19 +70,21 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
 /// remove.
 fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
     let nft = |then| match NftPortMap::open() {
-        Ok(mut nft) => nft.rivals(wanted, then),
-        Err(error) if error.is_unsupported() => Ok(Rivals::default()),
+        Ok(mut nft) => nft.conflicts(wanted, then),
+        Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
         Err(error) => Err(error),
     };
-    let iptables = |then| iptables(call, OnSigterm::Kill)?.rivals(wanted, Unseen::Both, then);
-    let looks: [&dyn Fn(Then) -> cni_linux::Result<Rivals>; 2] = [&nft, &iptables];
+    let iptables = |then| iptables(call, OnSigterm::Kill)?.conflicts(wanted, UnreadTables::Both, then);
+    let looks: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&nft, &iptables];
     for look in looks {
-        let rivals = match look(Then::Nothing) {
-            Ok(rivals) if rivals.dead => look(Then::Displace),
-            rivals => rivals,
+        let conflicts = match look(ConflictAction::Keep) {
+            Ok(conflicts) if conflicts.dead => look(ConflictAction::Displace),
+            conflicts => conflicts,
         };
-        match rivals {
-            Ok(rivals) => rivals.remarks.iter().for_each(|remark| call.notes.note(format_args!("portmap: {remark}"))),
+        match conflicts {
+            Ok(conflicts) => {
+                conflicts.remarks.iter().for_each(|remark| call.notes.note(format_args!("portmap: {remark}")))
+            }
             Err(error) => call
                 .notes
                 .note(format_args!("portmap: failed to look for stale rules to the container's addresses: {error}")),
@@ -92,28 +94,28 @@ fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
 
 /// Puts the rules in force, or leaves everything as it was.
 fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, rollback: &mut Rollback<'a>) -> Result<()> {
-    let elsewhere = rivals(call, wanted, backend, Then::Nothing)?;
+    let elsewhere = conflicts(call, wanted, backend, ConflictAction::Keep)?;
     if let Some(holder) = elsewhere.held {
         return Err(conflict(&holder));
     }
     let remarks = match backend {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| unserved(error, Backend::Nftables))?;
-            let ensured = nft.ensure(call.machine.0, wanted).map_err(|error| refusal(error, Backend::Nftables))?;
-            let (former, remarks) = done(ensured)?;
-            if let Some(former) = former {
+            let ensured = nft.ensure(call.machine, wanted).map_err(|error| refusal(error, Backend::Nftables))?;
+            let (previous, remarks) = done(ensured)?;
+            if let Some(previous) = previous {
                 let wanted = wanted.clone();
-                rollback.push(TAKE_BACK, move || NftPortMap::open()?.put_back(&wanted, &former));
+                rollback.push(TAKE_BACK, move || NftPortMap::open()?.put_back(&wanted, &previous));
             }
             remarks
         }
         Backend::Iptables => {
             let ensured = iptables(call, OnSigterm::Kill)?.ensure(wanted);
             let ensured = ensured.map_err(|error| without_programs(call, wanted, error))?;
-            let (former, remarks) = done(ensured)?;
-            if let Some(former) = former {
+            let (previous, remarks) = done(ensured)?;
+            if let Some(previous) = previous {
                 let wanted = wanted.clone();
-                rollback.push(TAKE_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&wanted, &former));
+                rollback.push(TAKE_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&wanted, &previous));
             }
             remarks
         }
@@ -123,7 +125,7 @@ fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, roll
     }
     // Only now that the ports lead to us. If it fails, both do.
     if elsewhere.dead
-        && let Err(error) = rivals(call, wanted, backend, Then::Displace)
+        && let Err(error) = conflicts(call, wanted, backend, ConflictAction::Displace)
     {
         call.notes.note(format_args!("portmap: failed to displace what is gone: {error}"));
     }
@@ -140,7 +142,7 @@ fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
         families.all(|family| iptables.probe(family).is_ok())
     };
-    let opened = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     opened.is_ok_and(|iptables| !works(iptables)) && matches!(nft_usable(), Ok(true))
 }
 
@@ -148,14 +150,14 @@ fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
 const TAKE_BACK: &str = "put the host ports back as they were";
 
 fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
-    IptablesPortMap::open(call.machine.0, call.notes.clone(), on_sigterm)
+    IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
 /// What was before, if anything has changed, and what there is to say.
-fn done<Former>(ensured: Ensured<Former>) -> Result<(Option<Former>, Vec<String>)> {
+fn done<PreviousRules>(ensured: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
     match ensured {
-        Ensured::Done { former, remarks } => Ok((former, remarks)),
-        Ensured::Held(holder) => Err(conflict(&holder)),
+        EnsureOutcome::Done { previous, remarks } => Ok((previous, remarks)),
+        EnsureOutcome::Held(holder) => Err(conflict(&holder)),
     }
 }
 
@@ -165,14 +167,14 @@ fn conflict(holder: &Holder) -> Error {
 }
 
 /// Who has the ports where this backend does not look.
-fn rivals(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: Then) -> Result<Rivals> {
-    let unseen = match backend {
-        Backend::Nftables => Unseen::Both,
-        Backend::Iptables => Unseen::TheOther,
+fn conflicts(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: ConflictAction) -> Result<Conflicts> {
+    let unread = match backend {
+        Backend::Nftables => UnreadTables::Both,
+        Backend::Iptables => UnreadTables::OtherVariant,
     };
-    let mut all = iptables(call, OnSigterm::Kill)?.rivals(wanted, unseen, then)?;
+    let mut all = iptables(call, OnSigterm::Kill)?.conflicts(wanted, unread, then)?;
     if backend == Backend::Iptables && all.held.is_none() {
-        match NftPortMap::open().and_then(|mut nft| nft.rivals(wanted, then)) {
+        match NftPortMap::open().and_then(|mut nft| nft.conflicts(wanted, then)) {
             Ok(more) => {
                 all.held = more.held;
                 all.dead |= more.dead;
@@ -226,7 +228,7 @@ pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
     }
-    let chosen = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill)?.chosen(Family::V4)?;
+    let chosen = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill)?.chosen(Family::V4)?;
     Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
 }
 
@@ -260,7 +262,7 @@ fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Erro
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
         families.any(|family| matches!(iptables.chosen(family), Ok(None)))
     };
-    let opened = Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill);
+    let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     // Without a program the kernel may have refused what was written over netlink.
     let is_kernels = error.errno().is_some();
     let error = Error::from(error);

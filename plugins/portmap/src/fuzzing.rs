@@ -32,6 +32,6 @@ pub fn accepts_for_nft(conditions: &[String]) -> bool {
 }
 
 /// The words that no such condition may hold outside a name in quotes.
-pub fn orders_of_nft() -> &'static [&'static str] {
+pub fn nft_keywords_refused() -> &'static [&'static str] {
     &ORDERS
 }

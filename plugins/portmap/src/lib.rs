@@ -38,7 +38,7 @@ pub struct Portmap;
 /// itself lists them; none if the configuration allows conflicts (`portConflict`).
 pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
-        Ok(Conf { policy: Policy::Judge, mappings, .. }) => mappings,
+        Ok(Conf { policy: Policy::RefuseIfAlive, mappings, .. }) => mappings,
         Ok(_) | Err(_) => Vec::new(),
     }
 }
@@ -83,9 +83,8 @@ impl Plugin for Portmap {
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
-        let iptables = || {
-            Iptables::open(Table::Nat, call.machine.0, call.notes.clone(), OnSigterm::Kill)?.probe(route::Family::V4)
-        };
+        let iptables =
+            || Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill)?.probe(route::Family::V4);
         let nftables = || match nft_usable().map_err(not_ready) {
             Ok(true) => Ok(()),
             Ok(false) => Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables with NAT")),

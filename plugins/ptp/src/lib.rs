@@ -18,8 +18,8 @@ use cni::{Cidr, Error, Result};
 use cni_linux::{Dad, Link, Netlink, Route, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices, Pair};
 use cni_plugin::interface::{
-    Check, Gateway, HostEnd, Interface, Layer3, Layer3Policy, Made, Served, Site, SubnetRoute, failed, forwarding,
-    host_interface,
+    AttachmentContext, Check, CreatedLink, Gateway, HostEnd, HostState, Interface, Layer3, Layer3Policy, SubnetRoute,
+    failed, forwarding, host_interface,
 };
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
@@ -86,23 +86,23 @@ impl Interface for Ptp {
         }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Pair>> {
+    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<Pair>> {
         let choices = Choices { mtu: site.conf.mtu, ..Choices::default() };
         let pair = veth::create(site, &choices, rollback)?;
         let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), site.container_interface(pair.peer_mac)];
         let result = AddResult { interfaces, ..AddResult::default() };
-        Ok(Made { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
+        Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
     }
 
     /// The host forwards, answers as the gateway and knows the way to each address.
     fn serve<'a>(
         &self,
-        site: &Site<'a, Conf>,
-        made: &mut Made<Pair>,
+        site: &AttachmentContext<'a, Conf>,
+        made: &mut CreatedLink<Pair>,
         layer3: &Layer3,
         _rollback: &mut Rollback<'a>,
-    ) -> Result<Served> {
-        let mut served = Served::default();
+    ) -> Result<HostState> {
+        let mut served = HostState::default();
         for ip in &layer3.ips {
             sysctl::ensure(forwarding(ip.address.is_ipv4()), "1")?;
             let Some(gateway) = ip.gateway.filter(|gateway| !served.added.contains(gateway)) else { continue };
@@ -120,8 +120,13 @@ impl Interface for Ptp {
         Ok(served)
     }
 
-    fn wait_for_frames(&self, site: &Site<'_, Conf>, made: &Made<Pair>, watch: &Watch) -> Result<()> {
-        let machine = site.call.machine.0;
+    fn wait_for_frames(
+        &self,
+        site: &AttachmentContext<'_, Conf>,
+        made: &CreatedLink<Pair>,
+        watch: &Watch,
+    ) -> Result<()> {
+        let machine = site.call.machine;
         let deadline = machine.now() + CARRIER_DEADLINE;
         site.host.wait_carrier(watch, made.link.index, deadline, machine)?;
         Ok(site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)?)
@@ -133,7 +138,7 @@ impl Interface for Ptp {
         check.layer3()?;
         check_host_end(&check.site.host, &outer, &check.layer3.ips)?;
         check.masquerade(&check.layer3.ips)?;
-        check.settle(check.settle_deadline())
+        check.wait_for_dad(check.dad_deadline())
     }
 
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
@@ -144,7 +149,7 @@ impl Interface for Ptp {
 
 /// Adds the host's route to an address. The route of a container that had the address before may be
 /// left: the new one goes in front.
-fn add_route(site: &Site<'_, Conf>, route: &Route) -> Result<()> {
+fn add_route(site: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
     match site.host.add_route(route) {
         Err(error) if error.is_exists() => {
             site.host.add_route_in_front(&[*route])?;
@@ -177,7 +182,7 @@ fn check_host_end(host: &Netlink, outer: &Link, ips: &[IpConfig]) -> Result<()> 
             return Err(failed(format!("{name} does not have the gateway's address {gateway}")));
         }
         let route = route_to(ip, outer.index);
-        if !host.find_rivals(&route)?.iter().any(|there| there.oif == outer.index) {
+        if !host.list_conflicting(&route)?.iter().any(|there| there.oif == outer.index) {
             return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
         }
         let key = forwarding(ip.address.is_ipv4());

@@ -59,7 +59,7 @@ impl Plugin for Sbr {
             return Err(Error::config(format!("No IP addresses supplied on interface: {}", call.ifname)));
         }
         let netns = Netns::open(call.netns()?)?;
-        let locked = netns.lock(call.machine.0, OnSigterm::Kill, LOCK_LIMIT)?;
+        let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
         // Undone last: the lock holds until the result has been written, or all has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
@@ -96,7 +96,7 @@ impl Plugin for Sbr {
                 None
             }
         };
-        let _locked = netns.lock(call.machine.0, OnSigterm::Finish, LOCK_LIMIT)?;
+        let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
         // Without the interface the addresses are known from prevResult alone.
         let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();

@@ -88,7 +88,7 @@ impl Plan {
             ..Route::new(ip.address.network(), None, link.index)
         };
         let hints: Vec<Route> = ips.iter().map(hint).collect();
-        let is_replaced = |route: &Route| hints.iter().any(|hint| hint.is_rival_of(route));
+        let is_replaced = |route: &Route| hints.iter().any(|hint| hint.conflicts_with(route));
         self.moved
             .retain(|saved| saved.routes().iter().any(|route| route.scope != Some(SCOPE_LINK) || is_replaced(route)));
         self.hints = hints.iter().map(SavedRoute::from).collect();
@@ -148,7 +148,7 @@ fn table_of(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>
         copied.push(SavedRoute::from(&default(gateway)));
     } else if let Some(gateway) = ip.gateway.filter(|gateway| Family::of(*gateway) == family) {
         let default = default(gateway);
-        if !copied.iter().any(|route| route.routes().iter().any(|route| route.is_rival_of(&default))) {
+        if !copied.iter().any(|route| route.routes().iter().any(|route| route.conflicts_with(&default))) {
             copied.push(SavedRoute::from(&default));
         }
     }

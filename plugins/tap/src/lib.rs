@@ -18,7 +18,9 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Mac, Queues, Tap, TapSpec, program, selinux, tun};
-use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site, failed, name_taken};
+use cni_plugin::interface::{
+    AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy, failed, name_taken,
+};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -95,8 +97,12 @@ impl Interface for TapPlugin {
         Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Option<Tap>>> {
-        let Site { container, conf, call, .. } = site;
+    fn create<'a>(
+        &self,
+        site: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<Option<Tap>>> {
+        let AttachmentContext { container, conf, call, .. } = site;
         let bridge = match &conf.bridge {
             Some(name) => Some(container.find_link(name)?.ok_or_else(|| no_bridge(name))?),
             None => None,
@@ -122,11 +128,11 @@ impl Interface for TapPlugin {
             container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(doing))?;
         }
         let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
-        Ok(Made { index: link.index, mac, result, interface: 0, link: tap })
+        Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: tap })
     }
 
     /// From here on the tap outlives this process.
-    fn finish(&self, _site: &Site<'_, Conf>, made: &mut Made<Option<Tap>>) -> Result<()> {
+    fn finish(&self, _site: &AttachmentContext<'_, Conf>, made: &mut CreatedLink<Option<Tap>>) -> Result<()> {
         match made.link.take() {
             Some(tap) => Ok(tap.keep()?),
             None => Ok(()),
@@ -144,7 +150,7 @@ impl Interface for TapPlugin {
         check.layer3()?;
         // Duplicate address detection, which a tap of Go's needs, waits for the program that opens
         // the tap.
-        if check.inner.running { check.settle(check.settle_deadline()) } else { Ok(()) }
+        if check.inner.running { check.wait_for_dad(check.dad_deadline()) } else { Ok(()) }
     }
 
     fn ready(&self, _call: &Call<'_>, _conf: &Conf) -> Result<()> {
@@ -157,7 +163,7 @@ fn no_bridge(name: &str) -> Error {
         .with_details("the container has no such interface")
 }
 
-fn create(site: &Site<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
+fn create(site: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
     Tap::create(&site.netns, spec).map_err(|error| match error.is_exists() {
         true => name_taken::<TapPlugin>(&site.mark),
         false => error.into(),
@@ -166,8 +172,8 @@ fn create(site: &Site<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
 
 /// Sets the hardware address and the MTU that the configuration asks for. Returns the hardware
 /// address.
-fn configure(site: &Site<'_, Conf>, link: &Link) -> Result<Mac> {
-    let Site { container, conf, .. } = site;
+fn configure(site: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> {
+    let AttachmentContext { container, conf, .. } = site;
     if let Some(mtu) = conf.mtu {
         container.set_mtu(link.index, mtu)?;
     }
@@ -181,7 +187,7 @@ fn configure(site: &Site<'_, Conf>, link: &Link) -> Result<Mac> {
 }
 
 /// Registers the deletion of a tap that `ip` is about to create. The name was free.
-fn purge_on_failure<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) {
+fn purge_on_failure<'a>(site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) {
     let (container, name) = (site.container.clone(), site.call.ifname.clone());
     rollback.push(format!("delete {name}"), move || match container.find_link(&name)? {
         Some(link) if link.kind.to_string() == TapPlugin::KIND => container.purge_link(link.index).map(drop),
@@ -191,7 +197,7 @@ fn purge_on_failure<'a>(site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) {
 
 /// Has `ip` create the tap, so that it gets the label `context`. As in Go the tap has no virtio
 /// header.
-fn create_labelled(site: &Site<'_, Conf>, spec: &TapSpec<'_>, context: &str) -> Result<()> {
+fn create_labelled(site: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, context: &str) -> Result<()> {
     let missing =
         || Error::new(Code::UNSUPPORTED_FIELD, "\"selinuxContext\" needs the program ip, which is not installed");
     let path = std::env::var_os("PATH");
@@ -211,7 +217,7 @@ fn create_labelled(site: &Site<'_, Conf>, spec: &TapSpec<'_>, context: &str) -> 
         on_sigterm: OnSigterm::Kill,
     };
     // The program inherits both the label and the namespace of the thread that starts it.
-    let run = || site.netns.run(|| site.call.machine.0.run(&child));
+    let run = || site.netns.run(|| site.call.machine.run(&child));
     let labelled = selinux::with_exec_label(context, run);
     let ran = labelled.map_err(|error| Error::from(error).context("failed set socket label"))??;
     let output = ran.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;

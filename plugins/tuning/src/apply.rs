@@ -13,7 +13,7 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
 use cni::{Code, Error, Result};
-use cni_linux::{Link, Netlink, Netns, Promisc};
+use cni_linux::{Link, LinkFlag, Netlink, Netns};
 
 use crate::backup::{Attachment, Backup, Content, Folder, Interface, Namespace, Record, Saved, append};
 use crate::conf::{Conf, LinkConf, data_dir};
@@ -74,7 +74,7 @@ struct Visit {
 }
 
 /// What a visit brings back.
-struct Seen {
+struct VisitOutcome {
     /// The interface before it is changed, if it is to be.
     link: Option<(Netlink, Link)>,
     /// For the operator.
@@ -82,13 +82,13 @@ struct Seen {
 }
 
 impl Visit {
-    fn make(&self, conf: &Conf) -> Result<Seen> {
+    fn make(&self, conf: &Conf) -> Result<VisitOutcome> {
         let mut notes = Vec::new();
         let found = sysctl::find_all(&conf.sysctls)?;
         // A connection is opened for those alone who need it.
         let link = if conf.link.is_empty() { None } else { Some(self.link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
-        let found: Vec<Found> = found.into_iter().filter(|found| says_something(found, &mut notes)).collect();
+        let found: Vec<Found> = found.into_iter().filter(|found| has_value(found, &mut notes)).collect();
         save_sysctls(&mut record, &found);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
@@ -98,7 +98,7 @@ impl Visit {
             self.saved.store(true, Ordering::Relaxed);
         }
         self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
-        Ok(Seen { link, notes })
+        Ok(VisitOutcome { link, notes })
     }
 
     fn link(&self) -> Result<(Netlink, Link)> {
@@ -189,7 +189,7 @@ impl Visit {
 }
 
 /// Writing nothing changes nothing. Go takes such a value without a word.
-fn says_something(found: &Found, notes: &mut Vec<String>) -> bool {
+fn has_value(found: &Found, notes: &mut Vec<String>) -> bool {
     let empty = found.sysctl.value.is_empty();
     if empty {
         notes.push(format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written)));
@@ -263,7 +263,7 @@ fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut R
         netlink.set_mac(index, mac)?;
     }
     if conf.promisc && !link.promisc {
-        netlink.set_promisc(index, Promisc::On)?;
+        netlink.set_promisc(index, LinkFlag::On)?;
     }
     if let Some(mtu) = conf.mtu.filter(|mtu| link.mtu != *mtu) {
         netlink.set_mtu(index, mtu)?;
@@ -300,8 +300,8 @@ fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()
     Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
 }
 
-pub(crate) fn on_or_off(on: bool) -> Promisc {
-    if on { Promisc::On } else { Promisc::Off }
+pub(crate) fn on_or_off(on: bool) -> LinkFlag {
+    if on { LinkFlag::On } else { LinkFlag::Off }
 }
 
 /// prevResult, with what was changed in the entry of this interface: the name alone does not make

@@ -10,8 +10,8 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::Stacked;
-use cni_plugin::interface::stacked::{self, Choices, Place};
-use cni_plugin::interface::{Check, HostEnd, Interface, Layer3Policy, Made, Site};
+use cni_plugin::interface::stacked::{self, Choices, MasterNamespace};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -34,7 +34,7 @@ pub struct Keys {
     master: String,
     vlan_id: Option<i64>,
     mtu: i64,
-    link_in_container: Place,
+    link_in_container: MasterNamespace,
     dns: Dns,
     runtime_config: keys::RuntimeDnsConfig,
 }
@@ -71,7 +71,7 @@ impl Interface for Vlan {
         Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &Site<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
         stacked::create(site, &site.conf.link, rollback)
     }
 

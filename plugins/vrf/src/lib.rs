@@ -52,7 +52,7 @@ impl Plugin for Vrf {
         let result = call.conf.prev_result()?.ok_or_else(no_prev_result)?;
         let failed = |error: Error| error.context("cmdAdd failed");
         let netns = Netns::open(call.netns()?)?;
-        let locked = netns.lock(call.machine.0, OnSigterm::Kill, LOCK_LIMIT)?;
+        let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
         // Undone last: the lock holds until the result has been written, or all has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
@@ -97,7 +97,7 @@ impl Plugin for Vrf {
             Some(Err(error)) if error.is_no_netns() => return Ok(()),
             Some(netns) => netns?,
         };
-        let _locked = netns.lock(call.machine.0, OnSigterm::Finish, LOCK_LIMIT)?;
+        let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
         let vrf = match netlink.find_link(&conf.name)? {
             Some(vrf) if vrf.vrf_table.is_some() => vrf,

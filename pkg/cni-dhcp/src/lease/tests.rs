@@ -170,7 +170,7 @@ fn a_recorded_lease_goes_on_and_an_infinite_one_stays() {
     let lease = bound().lease().unwrap().clone();
     let mut session = Session::resume(client(), Limits::default(), 1, lease.clone());
     assert_eq!(session.step(s(10)), Step::Sleep(s(500)));
-    let terms = Terms { seconds: u32::MAX, ..lease.terms };
+    let terms = LeaseParameters { seconds: u32::MAX, ..lease.terms };
     let mut session = Session::resume(client(), Limits::default(), 1, Lease { terms, ..lease });
     assert_eq!(session.elapse(s(1 << 40)), None);
     assert_eq!(session.step(s(1 << 40)), Step::Sleep(Duration::MAX));

@@ -7,7 +7,7 @@ pub(crate) fn client() -> Client {
         id: b"\0c/net/eth0".to_vec(),
         request: DEFAULT_REQUEST.to_vec(),
         provide: vec![(12, b"pod".to_vec())],
-        answers: Answers::Unicast,
+        answers: ReplyMode::Unicast,
     }
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn from_server(xid: u32, address: [u8; 4], options: &[&[u8]]) -> Vec<
 const SERVER: &[u8] = &[54, 4, 10, 0, 0, 1];
 const MASK: &[u8] = &[1, 4, 255, 255, 255, 0];
 
-fn acked(options: &[&[u8]]) -> Option<Terms> {
+fn acked(options: &[&[u8]]) -> Option<LeaseParameters> {
     let all = [&[&[53, 1, 5][..], SERVER, MASK][..], options].concat();
     match client().read(&from_server(1, [10, 0, 0, 9], &all), 1) {
         Some(Reply::Ack(terms)) => Some(terms),
@@ -62,7 +62,7 @@ fn a_provided_identifier_is_in_the_release_too() {
 #[test]
 fn the_broadcast_flag_is_set_only_if_asked_for() {
     let flag = |answers| Client { answers, ..client() }.write(Ask::Discover, 1).unwrap()[10];
-    assert_eq!((flag(Answers::Unicast), flag(Answers::Broadcast)), (0, 0x80));
+    assert_eq!((flag(ReplyMode::Unicast), flag(ReplyMode::Broadcast)), (0, 0x80));
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn result() -> AddResult {
 }
 
 fn response(bytes: &[u8]) -> Result<AddResult, String> {
-    let mut client = Conversation::default();
+    let mut client = Connection::default();
     client.push(bytes);
     let answer = client.response().unwrap().unwrap();
     assert_eq!(client.waiting(), 0);
@@ -47,7 +47,7 @@ fn calls_are_written_as_the_go_plugin_writes_them() {
 #[test]
 fn calls_of_the_go_plugin_are_understood_byte_by_byte() {
     for (method, captured) in [(Method::Allocate, ALLOCATE), (Method::Release, RELEASE)] {
-        let mut daemon = Conversation::default();
+        let mut daemon = Connection::default();
         let (last, others) = captured.split_last().unwrap();
         for byte in others {
             daemon.push(&[*byte]);
@@ -103,10 +103,10 @@ fn every_field_of_a_result_arrives() {
 
 #[test]
 fn another_protocol_is_refused_at_once() {
-    let mut client = Conversation::default();
+    let mut client = Connection::default();
     client.push(b"HTTP/1.0 404 Not Found\n\n");
     assert_eq!(client.response(), Err(RpcError::Greeting("HTTP/1.0 404 Not Found".into())));
-    let mut daemon = Conversation::default();
+    let mut daemon = Connection::default();
     daemon.push(b"GET / HTTP/1.1");
     assert!(daemon.request().is_err());
 }

@@ -129,7 +129,7 @@ fn all_records(filter: &mut Chains<'_>) -> Result<Vec<Record>> {
 
 /// Which of these rules there are.
 fn exact<'r>(rules: &'r [Rule], wanted: &'r [String]) -> impl Iterator<Item = &'r Rule> {
-    rules.iter().filter(move |rule| rule.is(wanted))
+    rules.iter().filter(move |rule| rule.matches(wanted))
 }
 
 /// Adds a rule at the end unless it is there, and removes what racing Go plugins have doubled.
@@ -226,7 +226,7 @@ fn arrange(filter: &mut Chains<'_>, edit: &mut Edit, isolation: Isolation, jump:
         return Ok(());
     }
     let first = |target: &str| rules.iter().position(|rule| rule.target() == Some(target)).unwrap_or(usize::MAX);
-    let is_first = rules.first().is_some_and(|rule| rule.is(&to_stage)) && first(STAGE_1) < first(FORWARD);
+    let is_first = rules.first().is_some_and(|rule| rule.matches(&to_stage)) && first(STAGE_1) < first(FORWARD);
     let stays = !(is_missing && jump == Jump::Wanted);
     if !(is_first && stays && stages.len() == 1) {
         edit.move_first(BASE, to_stage, &stages);
@@ -328,7 +328,7 @@ fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: 
 /// removed.
 fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, left: &[Owned], free: &[IpAddr]) -> Result<()> {
     let has_owner = |address: IpAddr| free.contains(&address) || left.iter().any(|owned| owned.address == address);
-    let accepted = |rule: &Rule| host(rule, "-s").filter(|address| rule.is(&accepts(*address)[1]));
+    let accepted = |rule: &Rule| host(rule, "-s").filter(|address| rule.matches(&accepts(*address)[1]));
     if filter.rules(FORWARD)?.iter().filter_map(accepted).any(|address| !has_owner(address)) {
         return Ok(());
     }
@@ -338,7 +338,7 @@ fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, left: &[Owned], free:
             let policies = [Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
             let mut asked_for = policies
                 .iter()
-                .filter(|policy| rule.is(&stage_2(bridge)) || stage_1(policy).iter().any(|one| rule.is(one)));
+                .filter(|policy| rule.matches(&stage_2(bridge)) || stage_1(policy).iter().any(|one| rule.matches(one)));
             let is_ours = asked_for.clone().next().is_some();
             if is_ours && !asked_for.any(|policy| left.iter().any(|owned| owned.ingress == *policy)) {
                 edit.delete(chain, rule);
@@ -350,16 +350,16 @@ fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, left: &[Owned], free:
 
 /// The addresses that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Had {
+pub(super) struct FamilyAddresses {
     owned: Vec<Owned>,
     /// Addresses whose rules were there without being the attachment's.
     others: Vec<IpAddr>,
 }
 
-impl Had {
+impl FamilyAddresses {
     /// Reads what there is for the attachment and for the addresses that an ADD is about to give
     /// it.
-    pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[Owned]) -> Result<Had> {
+    pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[Owned]) -> Result<FamilyAddresses> {
         let own = records(filter, &[owner.as_bytes()])?;
         let owned: Vec<Owned> = own.into_iter().map(|record| record.owned).filter(|one| one.owner == owner).collect();
         let needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
@@ -367,7 +367,7 @@ impl Had {
         let is_there = |address: &IpAddr| accepts(*address).iter().any(|rule| exact(&rules, rule).next().is_some());
         let is_own = |address: &IpAddr| owned.iter().any(|owned| owned.address == *address);
         let others = addresses.iter().map(|owned| owned.address).filter(|one| is_there(one) && !is_own(one)).collect();
-        Ok(Had { owned, others })
+        Ok(FamilyAddresses { owned, others })
     }
 
     /// Returns the edit that undoes an [`ensure`] of these addresses.

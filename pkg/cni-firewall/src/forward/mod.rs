@@ -30,7 +30,7 @@ pub(super) mod owner;
 pub mod sources;
 
 pub use iptables::ADMIN;
-pub use nftables::Place;
+pub use nftables::AdminChain;
 pub use owner::Ingress;
 use owner::Owned;
 
@@ -46,7 +46,7 @@ pub struct Wanted {
     /// iptables: the chain for the administrator's rules.
     pub admin: String,
     /// nftables: the administrator's chain that leads to the rules, and in whose table they are.
-    pub place: Option<Place>,
+    pub place: Option<AdminChain>,
 }
 
 impl Wanted {
@@ -68,9 +68,9 @@ impl Wanted {
 /// What an attachment had before an ADD, so that a failed ADD undoes only its own changes. Filled
 /// in by [`Forward::ensure`].
 #[derive(Debug, Default)]
-pub struct Former {
-    nftables: RefCell<Option<nftables::Former>>,
-    iptables: RefCell<Vec<(Family, Variant, iptables::Had)>>,
+pub struct PreviousRules {
+    nftables: RefCell<Option<nftables::PreviousRules>>,
+    iptables: RefCell<Vec<(Family, Variant, iptables::FamilyAddresses)>>,
 }
 
 /// Forwarding in one network namespace.
@@ -106,7 +106,7 @@ impl<'m> Forward<'m> {
     ///
     /// # Errors
     /// Some rules may be in force then; [`put_back`](Forward::put_back) removes them.
-    pub fn ensure(&self, wanted: &Wanted, backend: Backend, former: &Former) -> Result<()> {
+    pub fn ensure(&self, wanted: &Wanted, backend: Backend, former: &PreviousRules) -> Result<()> {
         match backend {
             Backend::Iptables => self.ensure_in_iptables(wanted, former),
             Backend::Nftables => {
@@ -118,7 +118,7 @@ impl<'m> Forward<'m> {
         }
     }
 
-    fn ensure_in_iptables(&self, wanted: &Wanted, former: &Former) -> Result<()> {
+    fn ensure_in_iptables(&self, wanted: &Wanted, former: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();
         for family in wanted.families() {
@@ -136,7 +136,7 @@ impl<'m> Forward<'m> {
             if let Some((family, variant)) =
                 variant.filter(|(family, _)| !all.iter().any(|(known, ..)| known == family))
             {
-                all.push((*family, *variant, iptables::Had::read(filter, &owner, &addresses)?));
+                all.push((*family, *variant, iptables::FamilyAddresses::read(filter, &owner, &addresses)?));
             }
             iptables::ensure(filter, &owner, &addresses, &wanted.admin).map(Some)
         });
@@ -148,7 +148,7 @@ impl<'m> Forward<'m> {
     ///
     /// # Errors
     /// All that went wrong.
-    pub fn put_back(&self, wanted: &Wanted, former: &Former) -> Result<()> {
+    pub fn put_back(&self, wanted: &Wanted, former: &PreviousRules) -> Result<()> {
         let owner = owner::name(&wanted.mark);
         let mut results = Vec::new();
         match former.nftables.take() {
@@ -273,7 +273,7 @@ impl<'m> Forward<'m> {
     ///
     /// # Errors
     /// Why not.
-    pub fn probe(&self, backend: Backend, place: Option<&Place>) -> Result<()> {
+    pub fn probe(&self, backend: Backend, place: Option<&AdminChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(place),
             Backend::Iptables if self.iptables(OnSigterm::Kill)?.for_new_rules(Family::V4)?.is_some() => Ok(()),
@@ -296,7 +296,7 @@ impl<'m> Forward<'m> {
 ///
 /// # Errors
 /// The kernel's.
-pub fn dropping(place: Option<&Place>) -> Result<Vec<String>> {
+pub fn dropping(place: Option<&AdminChain>) -> Result<Vec<String>> {
     match Nft::open().and_then(|mut nft| nftables::dropping(&mut nft, place)) {
         Err(error) if error.is_unsupported() => Ok(Vec::new()),
         found => found,

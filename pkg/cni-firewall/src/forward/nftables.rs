@@ -29,7 +29,7 @@ use std::net::IpAddr;
 use super::iptables::read_owner;
 use super::owner::{self, Ingress, Owned};
 use crate::iptables::rule_of_nft;
-use crate::nft::expr::{Expr, Verdict, answers, daddr, iifname, in_set, nfproto, not, oifname, saddr};
+use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr};
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
 use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
@@ -49,35 +49,35 @@ const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
 
 /// A chain of the administrator's that packets of containers come by.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct AdminChain {
     family: Family,
     table: String,
     chain: String,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for AdminChain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.table(), self.chain)
     }
 }
 
-impl Place {
+impl AdminChain {
     /// Reads `inet filter forward`: family, table, chain. `None` if it is none.
-    pub fn parse(text: &str) -> Option<Place> {
+    pub fn parse(text: &str) -> Option<AdminChain> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let [family, table, chain] = words.as_slice() else { return None };
         let family = FAMILIES.into_iter().find(|known| known.name() == *family)?;
         let is_name = |name: &str| name.len() <= 128 && !name.chars().any(char::is_control);
         let is_ours = [FORWARD, OWNERS, STAGE_1, STAGE_2].contains(chain) || *table == OWN;
-        (is_name(table) && is_name(chain) && !is_ours).then(|| Place {
+        (is_name(table) && is_name(chain) && !is_ours).then(|| AdminChain {
             family,
             table: (*table).to_owned(),
             chain: (*chain).to_owned(),
         })
     }
 
-    fn own() -> Place {
-        Place { family: Family::Inet, table: OWN.to_owned(), chain: ENTRY.to_owned() }
+    fn own() -> AdminChain {
+        AdminChain { family: Family::Inet, table: OWN.to_owned(), chain: ENTRY.to_owned() }
     }
 
     fn table(&self) -> Table<'_> {
@@ -99,7 +99,7 @@ impl Place {
 
 /// Where the rules for an address are: in the table of the administrator's chain, if that sees its
 /// packets.
-fn place_of<'p>(owned: &Owned, place: Option<&'p Place>, own: &'p Place) -> &'p Place {
+fn place_of<'p>(owned: &Owned, place: Option<&'p AdminChain>, own: &'p AdminChain) -> &'p AdminChain {
     place.filter(|place| place.sees(owned.address)).unwrap_or(own)
 }
 
@@ -121,14 +121,14 @@ fn jump(chain: &str) -> Expr {
 }
 
 /// The rules of [`FORWARD`].
-fn forward_rules(place: &Place) -> Vec<Vec<Expr>> {
+fn forward_rules(place: &AdminChain) -> Vec<Vec<Expr>> {
     let table = place.table();
     let mut rules = vec![vec![jump(STAGE_1)]];
     for any in [IpAddr::from([0; 4]), IpAddr::from([0; 16])].into_iter().filter(|any| place.sees(*any)) {
         let (set, _) = set_of(any);
         let accept = Expr::Verdict(Verdict::Accept);
         rules.push([family(table, any), in_set(saddr(any), set), vec![accept.clone()]].concat());
-        rules.push([family(table, any), in_set(daddr(any), set), answers(), vec![accept]].concat());
+        rules.push([family(table, any), in_set(daddr(any), set), ct_established_related(), vec![accept]].concat());
     }
     rules
 }
@@ -185,7 +185,7 @@ pub(crate) fn owners(nft: &mut Nft) -> Result<Vec<(Family, String, Vec<Listed>)>
 
 /// # Errors
 /// ENOENT if there is no such chain.
-fn must_exist(nft: &mut Nft, place: Option<&Place>) -> Result<()> {
+fn must_exist(nft: &mut Nft, place: Option<&AdminChain>) -> Result<()> {
     let Some(place) = place else { return Ok(()) };
     match nft.find_chain(place.table(), &place.chain)? {
         Some(_) => Ok(()),
@@ -195,10 +195,10 @@ fn must_exist(nft: &mut Nft, place: Option<&Place>) -> Result<()> {
 
 /// What an attachment had before an ADD.
 #[derive(Debug, Default)]
-pub(super) struct Former {
+pub(super) struct PreviousRules {
     pub(super) owned: Vec<Owned>,
     /// Where that was.
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<AdminChain>,
 }
 
 /// Makes these the addresses of the attachment `owner`, in one transaction; what it had before is
@@ -210,16 +210,16 @@ pub(super) fn ensure(
     nft: &mut Nft,
     owner: &str,
     wanted: &[Owned],
-    place: Option<&Place>,
-    former: &RefCell<Option<Former>>,
+    place: Option<&AdminChain>,
+    former: &RefCell<Option<PreviousRules>>,
 ) -> Result<()> {
-    let own = Place::own();
+    let own = AdminChain::own();
     let place_of = |owned: &Owned| place_of(owned, place, &own);
     must_exist(nft, place)?;
     retry(|| {
         let mut batch = Batch::new();
-        batch.only_at(nft.settle()?);
-        let mut had = Former::default();
+        batch.only_at(nft.wait_for_generation()?);
+        let mut had = PreviousRules::default();
         for (family, name, rules) in owners(nft)? {
             let table = Table { family, name: &name };
             let stays = |owned: &&Owned| place_of(owned).table() == table;
@@ -244,7 +244,7 @@ pub(super) fn ensure(
 }
 
 /// Adds what is missing in one table.
-fn add(nft: &mut Nft, batch: &mut Batch, place: &Place, wanted: &[&Owned]) -> Result<()> {
+fn add(nft: &mut Nft, batch: &mut Batch, place: &AdminChain, wanted: &[&Owned]) -> Result<()> {
     let table = place.table();
     if place.is_own() {
         batch.ensure_table(table, Some(OWN_COMMENT));
@@ -291,7 +291,7 @@ fn add(nft: &mut Nft, batch: &mut Batch, place: &Place, wanted: &[&Owned]) -> Re
 }
 
 /// Whether a rule of the chain leads to ours, wherever the administrator has put it.
-fn leads_on(nft: &mut Nft, place: &Place) -> Result<bool> {
+fn leads_on(nft: &mut Nft, place: &AdminChain) -> Result<bool> {
     let leads = |listed: &Listed| {
         let to_ours =
             |expr: &Expr| matches!(expr, Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to)) if to == FORWARD);
@@ -316,7 +316,7 @@ pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[String]) -> Result<()> {
 fn remove(nft: &mut Nft, is_gone: &dyn Fn(&Owned) -> bool) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
-        batch.only_at(nft.settle()?);
+        batch.only_at(nft.wait_for_generation()?);
         for (family, name, rules) in owners(nft)? {
             forget(nft, &mut batch, Table { family, name: &name }, &rules, &Leaving { is_gone, still: &[] })?;
         }
@@ -369,8 +369,8 @@ fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], 
 }
 
 /// What is not in force, in sentences.
-pub(super) fn check(nft: &mut Nft, wanted: &[Owned], place: Option<&Place>) -> Result<Vec<String>> {
-    let own = Place::own();
+pub(super) fn check(nft: &mut Nft, wanted: &[Owned], place: Option<&AdminChain>) -> Result<Vec<String>> {
+    let own = AdminChain::own();
     let mut missing = Vec::new();
     for here in [place, Some(&own)].into_iter().flatten() {
         let (wanted, place) = (wanted.iter().filter(|owned| place_of(owned, place, &own) == here), here);
@@ -414,7 +414,7 @@ pub(super) fn holds(nft: &mut Nft, owner: &str) -> Result<bool> {
 }
 
 /// Other tables that drop forwarded packets which they do not know, as `inet filter forward`.
-pub(super) fn dropping(nft: &mut Nft, place: Option<&Place>) -> Result<Vec<String>> {
+pub(super) fn dropping(nft: &mut Nft, place: Option<&AdminChain>) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for family in FAMILIES {
         let drops = |_: &str, chain: &nft::Chain| {
@@ -433,10 +433,10 @@ pub(super) fn dropping(nft: &mut Nft, place: Option<&Place>) -> Result<Vec<Strin
 }
 
 /// Whether rules could be made here.
-pub(super) fn probe(place: Option<&Place>) -> Result<()> {
+pub(super) fn probe(place: Option<&AdminChain>) -> Result<()> {
     let mut nft = Nft::open()?;
     must_exist(&mut nft, place)?;
-    let own = Place::own();
+    let own = AdminChain::own();
     let place = place.unwrap_or(&own);
     if nft.find_chain(place.table(), FORWARD)?.is_some() && leads_on(&mut nft, place)? {
         return Ok(());
@@ -452,12 +452,12 @@ mod tests {
 
     #[test]
     fn a_place_is_a_family_a_table_and_a_chain() {
-        let place = Place::parse("inet filter forward").unwrap();
+        let place = AdminChain::parse("inet filter forward").unwrap();
         assert_eq!((place.table().to_string(), place.chain.as_str()), ("inet filter".to_owned(), "forward"));
         for wrong in ["", "filter forward", "arp filter forward", "inet filter forward x", "inet cni_firewall forward"]
         {
-            assert_eq!(Place::parse(wrong), None, "{wrong}");
+            assert_eq!(AdminChain::parse(wrong), None, "{wrong}");
         }
-        assert!(Place::parse("inet filter cni_forward").is_none());
+        assert!(AdminChain::parse("inet filter cni_forward").is_none());
     }
 }

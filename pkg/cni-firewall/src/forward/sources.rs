@@ -19,7 +19,7 @@ const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN };
 
 /// Some of the attachments.
 #[derive(Clone, Copy, Debug)]
-pub enum Whose<'a> {
+pub enum AttachmentFilter<'a> {
     /// This one.
     Of(&'a AttachmentId),
     /// All of a network but these (containerID, ifname).
@@ -31,11 +31,11 @@ pub enum Whose<'a> {
     },
 }
 
-impl Whose<'_> {
+impl AttachmentFilter<'_> {
     fn includes(&self) -> impl Fn(&Owned) -> bool {
         let (exact, prefixes, valid) = match self {
-            Whose::Of(mark) => (Some(owner::name(mark)), None, Vec::new()),
-            Whose::Garbage { network, valid } => {
+            AttachmentFilter::Of(mark) => (Some(owner::name(mark)), None, Vec::new()),
+            AttachmentFilter::Garbage { network, valid } => {
                 let name =
                     |(container, ifname): &(&str, &str)| owner::name(&AttachmentId::new(*network, *container, *ifname));
                 (None, Some(owner::prefixes(network)), valid.iter().map(name).collect())
@@ -61,7 +61,7 @@ pub struct Sources {
 ///
 /// # Errors
 /// The kernel's.
-pub fn find(whose: Whose<'_>) -> Result<Sources> {
+pub fn find(whose: AttachmentFilter<'_>) -> Result<Sources> {
     let recorded = match Nft::open().and_then(|mut nft| all(&mut nft)) {
         Err(error) if error.is_unsupported() => return Ok(Sources::default()),
         recorded => recorded?,
@@ -84,26 +84,26 @@ pub(crate) fn all(nft: &mut Nft) -> Result<Vec<Owned>> {
 pub fn record(mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
     let owner = owner::name(mark);
     let owned = |address: &IpAddr| Owned { owner: owner.clone(), address: *address, ingress: Ingress::Open };
-    change(Whose::Of(mark), &addresses.iter().map(owned).collect::<Vec<_>>())
+    change(AttachmentFilter::Of(mark), &addresses.iter().map(owned).collect::<Vec<_>>())
 }
 
 /// Removes the records of these attachments.
 ///
 /// # Errors
 /// The kernel's.
-pub fn forget(whose: Whose<'_>) -> Result<()> {
+pub fn forget(whose: AttachmentFilter<'_>) -> Result<()> {
     match change(whose, &[]) {
         Err(error) if error.is_unsupported() => Ok(()),
         done => done,
     }
 }
 
-fn change(whose: Whose<'_>, wanted: &[Owned]) -> Result<()> {
+fn change(whose: AttachmentFilter<'_>, wanted: &[Owned]) -> Result<()> {
     let mut nft = Nft::open()?;
     let is_own = whose.includes();
     retry(|| {
         let mut batch = Batch::new();
-        batch.only_at(nft.settle()?);
+        batch.only_at(nft.wait_for_generation()?);
         let mut there = Vec::new();
         for listed in nft.rules(TABLE, SOURCES)? {
             let Some(owned) = read(&listed) else { continue };

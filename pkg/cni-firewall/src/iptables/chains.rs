@@ -94,7 +94,7 @@ impl Chains<'_> {
     /// own rules could mention this address; perhaps others too. With iptables-nft no rule is
     /// decoded, but each of the chains is requested. No
     /// reading is repeated for long: beside a busy writer this fails.
-    pub fn leading_towards(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
+    pub fn list_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else {
             let text = address.to_string();
             let mut found: Vec<String> = Vec::new();
@@ -111,7 +111,7 @@ impl Chains<'_> {
             IpAddr::V6(address) => address.octets().to_vec(),
         };
         let table = self.table.of(self.family);
-        let found = nft.in_a_hurry(|nft| {
+        let found = nft.with_few_retries(|nft| {
             let targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
                 targets.borrow_mut().extend(named(rule, prefix));

@@ -17,7 +17,7 @@ use cni_linux::route::Family;
 
 /// The words so far, in iptables' order: addresses, interfaces, protocol, matches, target.
 #[derive(Default)]
-struct Words {
+struct RuleWords {
     source: Vec<String>,
     destination: Vec<String>,
     interfaces: Vec<String>,
@@ -45,7 +45,7 @@ enum Loaded {
 /// One rule in words.
 pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
     let Listed { handle, rule: nft::Rule { exprs, comment, .. }, raw } = listed;
-    let mut words = Words::read(family, &exprs);
+    let mut words = RuleWords::read(family, &exprs);
     // Some releases kept the comment where nft has it.
     if let Some(comment) = comment {
         words.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
@@ -55,7 +55,7 @@ pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
 
 /// What these steps do, in words, without unknown steps. For rules with several spellings.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
-    Words::read(family, exprs).into_rule(0).words
+    RuleWords::read(family, exprs).into_rule(0).words
 }
 
 fn meta(key: MetaKey) -> Loaded {
@@ -79,9 +79,9 @@ fn payload(family: Family, base: Base, offset: u32, len: u32) -> Loaded {
     }
 }
 
-impl Words {
-    fn read(family: Family, exprs: &[Expr]) -> Words {
-        let mut words = Words { whole: true, ..Words::default() };
+impl RuleWords {
+    fn read(family: Family, exprs: &[Expr]) -> RuleWords {
+        let mut words = RuleWords { whole: true, ..RuleWords::default() };
         let mut loaded = Loaded::Unknown;
         let mut mask: Option<&[u8]> = None;
         for expr in exprs {

@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 
-use super::nft::Place;
+use super::nft::RulePosition;
 use super::rule::{Rule, quote};
 use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -15,7 +15,7 @@ use cni_linux::error::{Cause, Error, Result};
 /// has to write the rules, what is removed or put back is another one, after it.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
-    pub(crate) chains: Vec<(String, New)>,
+    pub(crate) chains: Vec<(String, ChainCreation)>,
     pub(crate) rules: Vec<Added>,
     /// What is removed because the same rule is added elsewhere in its chain.
     pub(crate) moved: Vec<(String, Rule)>,
@@ -26,7 +26,7 @@ pub struct Edit {
 
 /// How a chain comes to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum New {
+pub(crate) enum ChainCreation {
     /// It must not be there.
     Created,
     /// If it is there it is emptied.
@@ -37,7 +37,7 @@ pub(crate) enum New {
 pub(crate) struct Added {
     pub(crate) chain: String,
     pub(crate) words: Vec<String>,
-    pub(crate) place: Place,
+    pub(crate) place: RulePosition,
 }
 
 impl Edit {
@@ -49,22 +49,22 @@ impl Edit {
     /// Makes a chain that was seen missing. If another process has made it meanwhile, nothing of
     /// the edit is done and it is planned again. For chains that are shared.
     pub fn create_chain(&mut self, name: &str) {
-        self.chains.push((name.to_owned(), New::Created));
+        self.chains.push((name.to_owned(), ChainCreation::Created));
     }
 
     /// Makes a chain, or empties it. For chains of one container.
     pub fn replace_chain(&mut self, name: &str) {
-        self.chains.push((name.to_owned(), New::Replaced));
+        self.chains.push((name.to_owned(), ChainCreation::Replaced));
     }
 
     /// Puts a rule at the chain's end. The words are those of the command line, unquoted.
     pub fn append<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>) {
-        self.add(chain, words, Place::Last);
+        self.add(chain, words, RulePosition::Last);
     }
 
     /// Puts a rule at the chain's beginning; of several the last one is the first then.
     pub fn insert<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>) {
-        self.add(chain, words, Place::First);
+        self.add(chain, words, RulePosition::First);
     }
 
     /// Puts a rule at the chain's beginning and removes the same rule, read as `before`, from where
@@ -74,7 +74,7 @@ impl Edit {
         self.moved.extend(before.iter().map(|rule| (chain.to_owned(), rule.clone())));
     }
 
-    fn add<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, place: Place) {
+    fn add<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, place: RulePosition) {
         let words = words.into_iter().map(Into::into).collect();
         self.rules.push(Added { chain: chain.to_owned(), words, place });
     }
@@ -129,14 +129,14 @@ impl Edit {
             let name = word(name)?;
             // Writing to a String cannot fail.
             let _ = match new {
-                New::Created => writeln!(text, "-N {name}"),
-                New::Replaced => writeln!(text, ":{name} - [0:0]"),
+                ChainCreation::Created => writeln!(text, "-N {name}"),
+                ChainCreation::Replaced => writeln!(text, ":{name} - [0:0]"),
             };
         }
         for Added { chain, words, place } in &self.rules {
             let command = match place {
-                Place::First => "-I",
-                Place::Last => "-A",
+                RulePosition::First => "-I",
+                RulePosition::Last => "-A",
             };
             line(&mut text, command, chain, words)?;
         }

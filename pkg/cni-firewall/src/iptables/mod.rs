@@ -51,7 +51,7 @@ pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
 use chains::find_chain;
-use tool::{Job, Runner, Tool};
+use tool::{ProgramKind, Runner, Tool};
 
 /// How long a change waits for others' changes in this namespace.
 pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
@@ -231,7 +231,7 @@ impl<'m> Iptables<'m> {
     /// programs are there.
     pub fn can_remove(&self, family: Family, variant: Variant) -> Result<bool> {
         let find = |job| tool::find(&self.folders, self.runner, family, variant, job);
-        Ok(variant == Variant::Nft || (find(Job::Save)?.is_some() && find(Job::Restore)?.is_some()))
+        Ok(variant == Variant::Nft || (find(ProgramKind::Save)?.is_some() && find(ProgramKind::Restore)?.is_some()))
     }
 
     /// The table as it is, without a lock. One process for iptables-legacy where there is a table,
@@ -241,7 +241,7 @@ impl<'m> Iptables<'m> {
         match variant {
             Variant::Nft => nft = self.nft.as_mut(),
             Variant::Legacy if legacy_has(self.table, family)? => {
-                let tool = self.tool(family, variant, Job::Save)?;
+                let tool = self.tool(family, variant, ProgramKind::Save)?;
                 read = parse(&tool::save(self.runner, &tool, self.table)?);
             }
             Variant::Legacy => {}
@@ -332,7 +332,7 @@ impl<'m> Iptables<'m> {
             for (family, variant, edit, text) in edits {
                 // What the kernel refused once is given to the program, which knows what to do for
                 // this kernel, or what to say.
-                let has_program = || self.tool(family, variant, Job::Restore).is_ok();
+                let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
                 let by_netlink = variant == Variant::Nft && (attempt == 0 || !has_program());
                 let way = if by_netlink { Way::Netlink } else { Way::Program };
                 if let Some((before, before_by, error)) = failed.take() {
@@ -366,7 +366,7 @@ impl<'m> Iptables<'m> {
 
     fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, way: Way, everything: &str) -> Result<()> {
         if variant == Variant::Legacy {
-            let tool = self.tool(family, variant, Job::Restore)?;
+            let tool = self.tool(family, variant, ProgramKind::Restore)?;
             return tool::restore(self.runner, &tool, everything);
         }
         let added = match (way, &mut self.nft) {
@@ -378,7 +378,7 @@ impl<'m> Iptables<'m> {
             Some(batch) => batch,
             None => {
                 if edit.adds() {
-                    let tool = self.tool(family, variant, Job::Restore)?;
+                    let tool = self.tool(family, variant, ProgramKind::Restore)?;
                     tool::restore(self.runner, &tool, &(edit.additions(self.table)? + "COMMIT\n"))?;
                 }
                 Batch::new()
@@ -406,9 +406,9 @@ impl<'m> Iptables<'m> {
         }
     }
 
-    fn tool(&self, family: Family, variant: Variant, job: Job) -> Result<Tool> {
+    fn tool(&self, family: Family, variant: Variant, job: ProgramKind) -> Result<Tool> {
         // The owner's choice if it is of this variant, so that a wrapper in its place is used.
-        if job == Job::Restore
+        if job == ProgramKind::Restore
             && let Some(tool) = tool::chosen(&self.folders, self.runner, family)?
             && tool.variant == variant
         {

@@ -48,7 +48,7 @@ impl Rule {
     }
 
     /// Whether it does what these words say, and nothing else.
-    pub fn is<W: AsRef<str>>(&self, words: &[W]) -> bool {
+    pub fn matches<W: AsRef<str>>(&self, words: &[W]) -> bool {
         self.whole && self.words.iter().map(String::as_str).eq(words.iter().map(AsRef::as_ref))
     }
 }
@@ -120,13 +120,13 @@ mod tests {
         let rule = rule(r#"! -d 224.0.0.0/4 -s 10.0.0.0/8 -m comment --comment c -g CNI-X"#);
         assert_eq!((rule.value("-d"), rule.value("-s")), (None, Some("10.0.0.0/8")));
         assert_eq!((rule.comment(), rule.target()), (Some("c"), Some("CNI-X")));
-        assert!(!rule.is(&["-s", "10.0.0.0/8"]));
+        assert!(!rule.matches(&["-s", "10.0.0.0/8"]));
     }
 
     #[test]
     fn a_partially_read_rule_is_not_equal_to_its_words() {
         let rule = rule("-s 10.0.0.0/8 -j CNI-X");
-        assert!(rule.is(rule.words()) && !Rule { whole: false, ..rule.clone() }.is(rule.words()));
+        assert!(rule.matches(rule.words()) && !Rule { whole: false, ..rule.clone() }.matches(rule.words()));
     }
 
     #[test]

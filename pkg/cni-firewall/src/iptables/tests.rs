@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use super::*;
-use crate::play::shell;
+use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, skip};
 
 /// What is written over netlink, read by every release of iptables at hand.

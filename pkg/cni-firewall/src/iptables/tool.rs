@@ -26,16 +26,16 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 /// What a program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Job {
+pub(crate) enum ProgramKind {
     Restore,
     Save,
 }
 
-impl Job {
+impl ProgramKind {
     fn suffix(self) -> &'static str {
         match self {
-            Job::Restore => "restore",
-            Job::Save => "save",
+            ProgramKind::Restore => "restore",
+            ProgramKind::Save => "save",
         }
     }
 }
@@ -102,13 +102,13 @@ fn base(family: Family) -> &'static str {
 /// The program that the machine's owner has chosen: the one without a variant in its name, else
 /// whichever there is.
 pub(crate) fn chosen(folders: &Folders, runner: Runner<'_>, family: Family) -> Result<Option<Tool>> {
-    let plain = format!("{}-{}", base(family), Job::Restore.suffix());
+    let plain = format!("{}-{}", base(family), ProgramKind::Restore.suffix());
     if let Some(program) = folders.find(&plain) {
         let variant = variant_of(&program, runner)?;
         return Ok(Some(Tool { program, variant }));
     }
     for variant in [Variant::Nft, Variant::Legacy] {
-        if let Some(program) = folders.find(&named(family, variant, Job::Restore)) {
+        if let Some(program) = folders.find(&named(family, variant, ProgramKind::Restore)) {
             return Ok(Some(Tool { program, variant }));
         }
     }
@@ -121,7 +121,7 @@ pub(crate) fn find(
     runner: Runner<'_>,
     family: Family,
     variant: Variant,
-    job: Job,
+    job: ProgramKind,
 ) -> Result<Option<Tool>> {
     if let Some(program) = folders.find(&named(family, variant, job)) {
         return Ok(Some(Tool { program, variant }));
@@ -130,7 +130,7 @@ pub(crate) fn find(
     Ok((variant_of(&program, runner)? == variant).then_some(Tool { program, variant }))
 }
 
-fn named(family: Family, variant: Variant, job: Job) -> String {
+fn named(family: Family, variant: Variant, job: ProgramKind) -> String {
     format!("{}-{variant}-{}", base(family), job.suffix())
 }
 
@@ -161,7 +161,7 @@ pub(crate) fn save(runner: Runner<'_>, tool: &Tool, table: Table) -> Result<Stri
 }
 
 fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Result<Vec<u8>> {
-    let doing = Doing { program, args };
+    let doing = CommandContext { program, args };
     let args = args.iter().map(OsString::from).collect();
     // Short, and wanted by rollbacks too: SIGTERM does not cut it off.
     let on_sigterm = OnSigterm::Finish;
@@ -184,12 +184,12 @@ fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Resul
 }
 
 /// `failed to run PROGRAM ARGS`
-struct Doing<'a> {
+struct CommandContext<'a> {
     program: &'a Path,
     args: &'a [&'a str],
 }
 
-impl fmt::Display for Doing<'_> {
+impl fmt::Display for CommandContext<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "failed to run {} {}", self.program.display(), self.args.join(" "))
     }
@@ -245,7 +245,7 @@ mod tests {
         let tool = chosen_in(&folder, Family::V4).unwrap();
         assert_eq!(tool.variant, Variant::Nft);
         let find = |variant| {
-            with_runner(|runner| find(&in_folder(&folder), runner, Family::V4, variant, Job::Restore).unwrap())
+            with_runner(|runner| find(&in_folder(&folder), runner, Family::V4, variant, ProgramKind::Restore).unwrap())
         };
         assert!(find(Variant::Nft).is_some() && find(Variant::Legacy).is_none());
     }

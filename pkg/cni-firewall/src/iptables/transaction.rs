@@ -2,10 +2,10 @@
 //! program.
 //!
 //! `None` always means that `iptables-restore` has to do it: for rules in words that
-//! [`encode`](super::encode) does not know, for a table that was made with `nft`, and in a 32-bit
+//! [`super::encode()`] does not know, for a table that was made with `nft`, and in a 32-bit
 //! program, whose structures may have another size than the kernel's.
 
-use super::edit::{Edit, New};
+use super::edit::{ChainCreation, Edit};
 use super::{Table, encode, xt};
 use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
 use cni_linux::error::Result;
@@ -69,8 +69,8 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
     }
     for (name, new) in &edit.chains {
         match new {
-            New::Replaced if nft.find_chain(in_nft, name)?.is_some() => batch.flush_chain(in_nft, name),
-            New::Created | New::Replaced => batch.create_chain(in_nft, name, None),
+            ChainCreation::Replaced if nft.find_chain(in_nft, name)?.is_some() => batch.flush_chain(in_nft, name),
+            ChainCreation::Created | ChainCreation::Replaced => batch.create_chain(in_nft, name, None),
         }
     }
     for (added, rule) in edit.rules.iter().zip(&rules) {

@@ -157,7 +157,7 @@ pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cid
     };
     let (own, others): (Vec<Tag>, Vec<Tag>) =
         chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.whose == shape.tag);
-    let has = |words: &[String]| chain.rules.iter().any(|rule| rule.is(words));
+    let has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
     // Before MASQUERADE, wherever that is.
     for network in networks.iter().rev() {
         let accept = shape.accept(*network);
@@ -202,18 +202,18 @@ pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cid
 
 /// The rules that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Had {
+pub(super) struct FamilyRules {
     /// The addresses in its tags, with their networks.
     tagged: Vec<Cidr>,
     /// The sources of the jumps without a tag: rules that Go made.
     untagged: Vec<Cidr>,
 }
 
-impl Had {
+impl FamilyRules {
     /// Reads the rules for the attachment and for the addresses that an ADD is about to give it.
-    pub(super) fn read(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Had> {
+    pub(super) fn read(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<FamilyRules> {
         let shape = Shape::new(mark);
-        let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(Had::default()) };
+        let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(FamilyRules::default()) };
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
         let own = tags.iter().filter(|tag| tag.whose == shape.tag);
         let with_network = |tag: &Tag| Cidr::new(tag.source?.address(), tag.network?.prefix());
@@ -221,7 +221,7 @@ impl Had {
         let untagged = jumps.iter().filter(|rule| shape.is_jump(rule)).filter_map(source).filter(|from| {
             tags.iter().all(|tag| tag.source != Some(*from)) && addresses.iter().any(|ip| from.contains(ip.address()))
         });
-        Ok(Had { tagged: own.filter_map(with_network).collect(), untagged: untagged.collect() })
+        Ok(FamilyRules { tagged: own.filter_map(with_network).collect(), untagged: untagged.collect() })
     }
 
     /// Returns the edit that undoes an [`ensure`] of these addresses.
@@ -373,7 +373,7 @@ pub(super) fn check(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr
         .collect();
     let mut missing = Vec::new();
     let mut want = |words: Vec<String>| {
-        if !chain.rules.iter().any(|rule| rule.is(&words)) {
+        if !chain.rules.iter().any(|rule| rule.matches(&words)) {
             missing.push(format!("iptables chain {} has no rule {}", shape.chain, words.join(" ")));
         }
     };

@@ -44,9 +44,9 @@ pub struct Masquerade<'m> {
 /// read, so that a failed ADD undoes only its own changes ([`Masquerade::put_back`]). Filled in by
 /// [`Masquerade::ensure`] before each change.
 #[derive(Debug, Default)]
-pub struct Former {
+pub struct PreviousRules {
     nftables: RefCell<Option<Vec<Listed>>>,
-    iptables: RefCell<Vec<(Family, Variant, iptables::Had)>>,
+    iptables: RefCell<Vec<(Family, Variant, iptables::FamilyRules)>>,
 }
 
 #[derive(Default)]
@@ -83,7 +83,7 @@ impl<'m> Masquerade<'m> {
         mark: &AttachmentId,
         backend: Option<Backend>,
         addresses: &[Cidr],
-        former: &Former,
+        former: &PreviousRules,
     ) -> Result<()> {
         match backend {
             Some(Backend::Iptables) => {
@@ -117,7 +117,12 @@ impl<'m> Masquerade<'m> {
         }
     }
 
-    fn ensure_in_iptables(&self, mark: &AttachmentId, addresses: &[Cidr], former: &Former) -> Result<(), Failure> {
+    fn ensure_in_iptables(
+        &self,
+        mark: &AttachmentId,
+        addresses: &[Cidr],
+        former: &PreviousRules,
+    ) -> Result<(), Failure> {
         for family in families(addresses) {
             let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
                 let Some(variant) = iptables.for_new_rules(family)? else {
@@ -128,7 +133,7 @@ impl<'m> Masquerade<'m> {
                 iptables.change(family, variant, |nat| {
                     let mut all = former.iptables.borrow_mut();
                     if !all.iter().any(|(known, ..)| *known == family) {
-                        all.push((family, variant, iptables::Had::read(nat, mark, &addresses)?));
+                        all.push((family, variant, iptables::FamilyRules::read(nat, mark, &addresses)?));
                     }
                     iptables::ensure(nat, mark, &addresses)
                 })
@@ -144,7 +149,7 @@ impl<'m> Masquerade<'m> {
     ///
     /// # Errors
     /// All that went wrong.
-    pub fn put_back(&self, mark: &AttachmentId, addresses: &[Cidr], former: &Former) -> Result<()> {
+    pub fn put_back(&self, mark: &AttachmentId, addresses: &[Cidr], former: &PreviousRules) -> Result<()> {
         let mut results = Vec::new();
         if let Some(listed) = former.nftables.take() {
             results.push(self.in_nftables(|nft| nftables::put_back(nft, mark, &listed)));

@@ -106,7 +106,7 @@ pub(super) fn ensure(mark: &AttachmentId, addresses: &[Cidr], former: &RefCell<O
     let (key, comment) = (key(&mark.network, &mark.container_id, &mark.ifname), comment(mark));
     retry(|| {
         let mut batch = Batch::new();
-        batch.only_at(nft.settle()?);
+        batch.only_at(nft.wait_for_generation()?);
         if !hooked_in(&mut nft)? {
             shared(&mut batch);
         }
@@ -159,7 +159,7 @@ pub(super) fn put_back(nft: &mut Nft, mark: &AttachmentId, had: &[Listed]) -> Re
     let key = key(&mark.network, &mark.container_id, &mark.ifname);
     retry(|| {
         let mut batch = Batch::new();
-        batch.only_at(nft.settle()?);
+        batch.only_at(nft.wait_for_generation()?);
         let mut now = nft.rules_commented(TABLE, CHECKS, &key)?;
         now.retain(|listed| is_of(listed, &key));
         for new in now.iter().filter(|listed| had.iter().all(|old| old.handle != listed.handle)) {
@@ -183,7 +183,7 @@ pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result
 fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
-        batch.only_at(nft.settle()?);
+        batch.only_at(nft.wait_for_generation()?);
         let rules = nft.rules_commented(TABLE, CHECKS, key)?;
         for old in rules.iter().filter(|listed| is_of(listed, key) && is_garbage(listed)) {
             batch.delete_rule(TABLE, CHECKS, old.handle);

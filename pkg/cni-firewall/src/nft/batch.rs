@@ -108,7 +108,7 @@ impl SetKind {
 
 /// Where in a chain a rule is put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum RulePosition {
     First,
     Last,
 }
@@ -139,7 +139,7 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
 
 /// What an errno says about a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Meaning {
+pub(crate) enum ErrnoMeaning {
     /// What it says.
     Plain,
     /// ENOENT: this kernel has no such type of chain for the family (the table is in the same
@@ -151,7 +151,7 @@ pub(crate) enum Meaning {
 #[derive(Debug)]
 pub(crate) struct Change {
     pub(crate) what: String,
-    pub(crate) meaning: Meaning,
+    pub(crate) meaning: ErrnoMeaning,
     /// `NLM_F_*`
     pub(crate) flags: u16,
     pub(crate) kind: u16,
@@ -197,7 +197,7 @@ impl Batch {
         let mut attributes = vec![TableAttribute::Name(table.name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(TableAttribute::UserData));
         let message = NfTablesMessage::NewTable(wire::TableMessage { attributes });
-        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
     /// Makes the base chain, with policy accept, unless it exists. EEXIST: it exists with another
@@ -215,7 +215,7 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, Meaning::BaseChain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::BaseChain, table.family, NLM_F_CREATE, message);
     }
 
     /// Makes the chain unless it exists. The comment is for new ones.
@@ -233,14 +233,14 @@ impl Batch {
         let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, Meaning::Plain, table.family, flags, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
     }
 
     /// Removes every rule of the chain. ENOENT if there is no such chain.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
-        self.push(format!("failed to flush nft chain {table} {name}"), Meaning::Plain, table.family, 0, message);
+        self.push(format!("failed to flush nft chain {table} {name}"), ErrnoMeaning::Plain, table.family, 0, message);
     }
 
     /// Puts the rule at the chain's end. ENOENT if the chain, one it jumps to, or a set it uses is
@@ -264,7 +264,7 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, Meaning::Plain, table.family, flags, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
     }
 
     /// The same for a rule as iptables-nft writes it, at the chain's beginning or end. `protocol`
@@ -275,7 +275,7 @@ impl Batch {
         (table, chain): (Table<'_>, &str),
         exprs: &[Expr],
         protocol: u8,
-        place: Place,
+        place: RulePosition,
     ) {
         let what = format!("failed to add a rule to iptables chain {table} {chain}");
         let attributes = vec![
@@ -286,10 +286,10 @@ impl Batch {
         ];
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         let flags = match place {
-            Place::First => NLM_F_CREATE,
-            Place::Last => NLM_F_CREATE | NLM_F_APPEND,
+            RulePosition::First => NLM_F_CREATE,
+            RulePosition::Last => NLM_F_CREATE | NLM_F_APPEND,
         };
-        self.push(what, Meaning::Plain, table.family, flags, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
     }
 
     /// Makes a set of addresses unless it exists.
@@ -306,21 +306,21 @@ impl Batch {
         ];
         let message = NfTablesMessage::NewSet(wire::SetMessage { attributes });
         let what = format!("failed to add nft set {table} {name}");
-        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
     /// Puts an address into a set, if it is not there. ENOENT if there is no such set.
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::NewSetElement(element(table, set, address));
         let what = format!("failed to add {address} to nft set {table} {set}");
-        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
     /// Takes an address out of a set. ENOENT if it is not there.
     pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
         let what = format!("failed to delete {address} from nft set {table} {set}");
-        self.push(what, Meaning::Plain, table.family, 0, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, 0, message);
     }
 
     /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol`
@@ -342,7 +342,7 @@ impl Batch {
         }
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         let what = format!("failed to put back a rule of nft chain {table} {chain}");
-        self.push(what, Meaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
     /// Removes one rule. ENOENT if it is gone.
@@ -354,7 +354,7 @@ impl Batch {
         ];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
-        self.push(what, Meaning::Plain, table.family, 0, message);
+        self.push(what, ErrnoMeaning::Plain, table.family, 0, message);
     }
 
     /// Removes the chain with its rules. ENOENT if this very one is gone, even if there is a new
@@ -367,7 +367,7 @@ impl Batch {
             ChainAttribute::Handle(handle),
         ];
         let message = NfTablesMessage::DeleteChain(wire::ChainMessage { attributes });
-        self.push(format!("failed to delete nft chain {table} {name}"), Meaning::Plain, table.family, 0, message);
+        self.push(format!("failed to delete nft chain {table} {name}"), ErrnoMeaning::Plain, table.family, 0, message);
     }
 
     /// Removes the table with everything in it. ENOENT if there is none.
@@ -375,7 +375,7 @@ impl Batch {
     pub(crate) fn delete_table(&mut self, table: Table<'_>) {
         let attributes = vec![TableAttribute::Name(table.name.into())];
         let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
-        self.push(format!("failed to delete nft table {table}"), Meaning::Plain, table.family, 0, message);
+        self.push(format!("failed to delete nft table {table}"), ErrnoMeaning::Plain, table.family, 0, message);
     }
 
     /// Whether there is nothing to do.
@@ -401,7 +401,7 @@ impl Batch {
         bytes
     }
 
-    fn push(&mut self, what: String, meaning: Meaning, family: Family, flags: u16, message: NfTablesMessage) {
+    fn push(&mut self, what: String, meaning: ErrnoMeaning, family: Family, flags: u16, message: NfTablesMessage) {
         let (kind, body) = family.message(&message);
         self.changes.push(Change { what, meaning, flags: NLM_F_REQUEST | flags, kind, body });
     }

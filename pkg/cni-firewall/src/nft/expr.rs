@@ -389,7 +389,7 @@ pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
 }
 
 /// `ct state established,related`
-pub fn answers() -> Vec<Expr> {
+pub fn ct_established_related() -> Vec<Expr> {
     const NFT_CT_STATE: u32 = 0;
     const ESTABLISHED: u32 = 1 << 1;
     const RELATED: u32 = 1 << 2;

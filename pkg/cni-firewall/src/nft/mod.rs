@@ -23,7 +23,7 @@ pub mod expr;
 mod socket;
 pub mod userdata;
 
-pub(crate) use batch::Place;
+pub(crate) use batch::RulePosition;
 pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
 pub use expr::{Expr, Verdict};
 pub(crate) use socket::Extension;

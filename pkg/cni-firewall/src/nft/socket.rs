@@ -10,7 +10,7 @@ use netlink_packet_netfilter::nftables::{
 };
 use nix::errno::Errno;
 
-use super::batch::{Batch, Meaning};
+use super::batch::{Batch, ErrnoMeaning};
 use super::decode;
 use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -31,7 +31,8 @@ const HURRIED: usize = 4;
 #[derive(Debug)]
 pub struct Nft {
     socket: Socket,
-    /// Whether a list counts at its first reading: between [`Nft::settle`] and the next commit.
+    /// Whether a list counts at its first reading: between [`Nft::wait_for_generation`] and the
+    /// next commit.
     settled: bool,
     /// How often a list is read.
     dumps: usize,
@@ -160,10 +161,10 @@ impl Nft {
             change.write(first.wrapping_add(u32::try_from(at).unwrap_or(0)), request);
         }
         Err(match (errno, change.map(|change| change.meaning)) {
-            (libc::ENOENT, Some(Meaning::BaseChain)) => unsupported(what, "no such type of chain", Errno::ENOENT),
+            (libc::ENOENT, Some(ErrnoMeaning::BaseChain)) => unsupported(what, "no such type of chain", Errno::ENOENT),
             // Kernels differ in how they refuse to change a base chain's hook; on older ones it is
             // EEXIST.
-            (libc::EOPNOTSUPP, Some(Meaning::BaseChain)) => {
+            (libc::EOPNOTSUPP, Some(ErrnoMeaning::BaseChain)) => {
                 let ack = Some("with another hook, type or priority".into());
                 Error::new(what, Cause::kernel(libc::EEXIST, ack))
             }
@@ -206,7 +207,7 @@ impl Nft {
     }
 
     /// The same, read only once if no rule changes meanwhile. Not for chains into which
-    /// others put rules at the front, see [`settle`](Nft::settle).
+    /// others put rules at the front, see [`wait_for_generation`](Nft::wait_for_generation).
     pub fn rules_at_once(
         &mut self,
         table: Table<'_>,
@@ -221,7 +222,7 @@ impl Nft {
     /// The restriction of [`rules_at_once`](Nft::rules_at_once) applies.
     fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
         for _ in 0..self.dumps {
-            let generation = self.settle()?;
+            let generation = self.wait_for_generation()?;
             let found = read(self);
             self.settled = false;
             let found = found?;
@@ -244,7 +245,7 @@ impl Nft {
 
     /// Reads what is not worth a wait: a list that is changed a few times while it is read is an
     /// error.
-    pub fn in_a_hurry<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
+    pub fn with_few_retries<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
         self.dumps = HURRIED;
         let found = read(self);
         self.dumps = DUMPS;
@@ -350,7 +351,7 @@ impl Nft {
     /// takes the generation on, and that commit fails. Not for chains into which others put rules
     /// at the front: if such a transaction is given up in the middle, it has shifted the list and
     /// left no trace.
-    pub fn settle(&mut self) -> Result<Generation> {
+    pub fn wait_for_generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
         // The kernel announces a generation before it has taken removed rules off its lists. A

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::expr::{daddr, dnat, dport, fib_daddr_local, iifname, l4proto, masked, nfproto, not, saddr};
 use super::*;
 use crate::nft_usable;
-use crate::play::{nft, on_a_host, ruleset, shell};
+use crate::testing::{nft, on_a_host, ruleset, shell};
 
 const T: Table<'static> = Table { family: Family::Inet, name: "t" };
 

@@ -1,8 +1,8 @@
 //! `conditionsV4` and `conditionsV6`: extra matches, written in the words of iptables or of nft.
 //!
-//! [`Dialect::of`] decides which, as Go does. For nft a subset is compiled here ([`compile`]); what
-//! is beyond it only `nft` itself understands. What iptables may be given is judged by
-//! [`iptables::check_conditions`](crate::iptables::check_conditions).
+//! [`ConditionSyntax::of`] decides which, as Go does. For nft a subset is compiled here
+//! ([`compile`]); what is beyond it only `nft` itself understands. What iptables may be given is
+//! judged by [`iptables::check_conditions`](crate::iptables::check_conditions).
 //!
 //! The subset, each any number of times, in any order:
 //! ```text
@@ -22,18 +22,18 @@ use cni_linux::route::Family;
 
 /// In whose words conditions are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dialect {
+pub enum ConditionSyntax {
     /// Options of the program iptables.
     Iptables,
     /// The language of nft.
     Nft,
 }
 
-impl Dialect {
+impl ConditionSyntax {
     /// Judged by the first token; `None` if there is none.
-    pub fn of(conditions: &[String]) -> Option<Dialect> {
+    pub fn of(conditions: &[String]) -> Option<ConditionSyntax> {
         let first = conditions.first()?;
-        Some(if first.starts_with(['-', '!']) { Dialect::Iptables } else { Dialect::Nft })
+        Some(if first.starts_with(['-', '!']) { ConditionSyntax::Iptables } else { ConditionSyntax::Nft })
     }
 }
 
@@ -202,11 +202,11 @@ mod tests {
 
     #[test]
     fn the_first_token_decides_the_dialect() {
-        let dialect = |text: &str| Dialect::of(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
-        assert_eq!(dialect("-s 10.0.0.0/8"), Some(Dialect::Iptables));
-        assert_eq!(dialect("! -s 10.0.0.0/8"), Some(Dialect::Iptables));
-        assert_eq!(dialect("ip saddr 10.0.0.0/8"), Some(Dialect::Nft));
-        assert_eq!(Dialect::of(&[]), None);
+        let dialect = |text: &str| ConditionSyntax::of(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        assert_eq!(dialect("-s 10.0.0.0/8"), Some(ConditionSyntax::Iptables));
+        assert_eq!(dialect("! -s 10.0.0.0/8"), Some(ConditionSyntax::Iptables));
+        assert_eq!(dialect("ip saddr 10.0.0.0/8"), Some(ConditionSyntax::Nft));
+        assert_eq!(ConditionSyntax::of(&[]), None);
     }
 
     #[test]

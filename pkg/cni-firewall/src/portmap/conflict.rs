@@ -20,14 +20,14 @@ use cni_linux::Netlink;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-use super::{Claim, Forwarding};
+use super::{ClaimedPort, Forwarding};
 
 /// What happens if a port is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// A dead holder is displaced, a live one wins, where nothing can be proved the older rule goes
     /// first.
-    Judge,
+    RefuseIfAlive,
     /// As in Go: the older rule goes first.
     Ignore,
 }
@@ -46,7 +46,7 @@ pub struct Holder {
     /// Whether the two rules look at other things too, and not the same ones.
     pub apart: bool,
     /// What it has.
-    pub claim: Claim,
+    pub claim: ClaimedPort,
 }
 
 impl std::fmt::Display for Holder {
@@ -61,7 +61,7 @@ impl std::fmt::Display for Holder {
 
 /// Who has wanted ports in a backend that an ADD does not use.
 #[derive(Clone, Debug, Default)]
-pub struct Rivals {
+pub struct Conflicts {
     /// A living one: nothing may be changed then.
     pub held: Option<Holder>,
     /// Whether something dead is to be displaced, or has been.
@@ -70,18 +70,18 @@ pub struct Rivals {
     pub remarks: Vec<String>,
 }
 
-/// What comes after looking for [`Rivals`].
+/// What comes after looking for [`Conflicts`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Then {
+pub enum ConflictAction {
     /// Nothing is changed.
-    Nothing,
+    Keep,
     /// The dead go, unless there is a living one.
     Displace,
 }
 
 /// What is known of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum Liveness {
     Dead,
     Alive,
     Unknown,
@@ -89,30 +89,30 @@ pub(super) enum Fate {
 
 /// Judges holders; asks the kernel only if one has to be judged by his link.
 #[derive(Debug, Default)]
-pub(super) struct Judge {
+pub(super) struct LivenessProbe {
     host: Option<Netlink>,
     /// By address, whether it was found that the container's link is the only way to it: all routes
     /// are read for that.
     only_ways: BTreeMap<IpAddr, bool>,
 }
 
-impl Judge {
-    pub(super) fn fate(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Fate> {
+impl LivenessProbe {
+    pub(super) fn fate(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
         let address = holder.claim.container.ip();
         let is_here = wanted.is_container(address);
         // A network gives an address to one container at a time.
         if is_here && holder.network.as_deref() == Some(&wanted.mark.network) {
-            return Ok(Fate::Dead);
+            return Ok(Liveness::Dead);
         }
         if let Some(mark) = holder.mark().filter(|_| holder.witnessed && (is_here || !holder.apart)) {
             return Ok(match self.bearer(&mark)? {
-                Some(_) if holder.apart => Fate::Unknown,
-                Some(_) => Fate::Alive,
-                None => Fate::Dead,
+                Some(_) if holder.apart => Liveness::Unknown,
+                Some(_) => Liveness::Alive,
+                None => Liveness::Dead,
             });
         }
         if !is_here {
-            return Ok(Fate::Unknown);
+            return Ok(Liveness::Unknown);
         }
         let is_only = match self.only_ways.get(&address) {
             Some(is_only) => *is_only,
@@ -120,7 +120,7 @@ impl Judge {
             None => self.is_only_way(address, &wanted.links).unwrap_or(false),
         };
         self.only_ways.insert(address, is_only);
-        Ok(if is_only { Fate::Dead } else { Fate::Unknown })
+        Ok(if is_only { Liveness::Dead } else { Liveness::Unknown })
     }
 
     /// Returns the link on the host that has this mark.

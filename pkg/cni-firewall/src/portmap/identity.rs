@@ -48,7 +48,7 @@ pub(crate) struct Identity {
 
 /// What a rule says about its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Owner {
+pub(crate) enum Ownership {
     /// It names this attachment.
     This,
     /// It names the container and no attachment.
@@ -74,7 +74,7 @@ impl Identity {
     }
 
     /// Puts comment and tags on a rule.
-    pub(super) fn sign(&self, rule: Rule, witnessed: Witnessed) -> Rule {
+    pub(super) fn sign(&self, rule: Rule, witnessed: LinkMark) -> Rule {
         let fits = comment_len(&self.comment) + 2 + self.alias.len() + 2 <= userdata::MAX;
         let rule = rule.with_comment(self.comment.clone());
         let rule = match fits {
@@ -82,8 +82,8 @@ impl Identity {
             false => rule.with_tag(TAG_HASHES, self.hashes.clone()),
         };
         match witnessed {
-            Witnessed::Yes => rule.with_tag(TAG_WITNESSED, []),
-            Witnessed::No => rule,
+            LinkMark::Yes => rule.with_tag(TAG_WITNESSED, []),
+            LinkMark::No => rule,
         }
     }
 
@@ -105,7 +105,7 @@ impl Identity {
     pub(super) fn has_signed(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut spoken_for = Vec::new();
-        for listed in rules.iter().filter(|listed| self.owner(&listed.rule) == Owner::This) {
+        for listed in rules.iter().filter(|listed| self.owner(&listed.rule) == Ownership::This) {
             if listed.rule.tag(TAG_TEXT) != Some(&hash) {
                 return false;
             }
@@ -116,15 +116,15 @@ impl Identity {
     }
 
     /// Whose the rule is by what it says itself.
-    pub(crate) fn owner(&self, rule: &Rule) -> Owner {
+    pub(crate) fn owner(&self, rule: &Rule) -> Ownership {
         if rule.comment.as_deref() != Some(&self.comment) {
-            return Owner::Other;
+            return Ownership::Other;
         }
         match (rule.tag(TAG_MARK), rule.tag(TAG_HASHES)) {
-            (Some(alias), _) if alias == self.alias.as_bytes() => Owner::This,
-            (None, Some(found)) if found == self.hashes => Owner::This,
-            (None, None) => Owner::Container,
-            _ => Owner::Other,
+            (Some(alias), _) if alias == self.alias.as_bytes() => Ownership::This,
+            (None, Some(found)) if found == self.hashes => Ownership::This,
+            (None, None) => Ownership::Container,
+            _ => Ownership::Other,
         }
     }
 
@@ -140,17 +140,17 @@ impl Identity {
         let (mut claimed_by_others, mut claimed_by_us) = (Vec::new(), Vec::new());
         for listed in rules {
             match self.owner(&listed.rule) {
-                Owner::This => claimed_by_us.extend(handles(&listed.rule)),
+                Ownership::This => claimed_by_us.extend(handles(&listed.rule)),
                 _ => claimed_by_others.extend(handles(&listed.rule)),
             }
         }
         let is_ours = |listed: &&Listed| match self.owner(&listed.rule) {
-            Owner::This => true,
-            Owner::Other => false,
-            Owner::Container if claimed_by_us.contains(&listed.handle) => true,
-            Owner::Container if claimed_by_others.contains(&listed.handle) => false,
-            Owner::Container if addresses.is_empty() => true,
-            Owner::Container => leads_to(&listed.rule).is_none_or(|address| addresses.contains(&address)),
+            Ownership::This => true,
+            Ownership::Other => false,
+            Ownership::Container if claimed_by_us.contains(&listed.handle) => true,
+            Ownership::Container if claimed_by_others.contains(&listed.handle) => false,
+            Ownership::Container if addresses.is_empty() => true,
+            Ownership::Container => leads_to(&listed.rule).is_none_or(|address| addresses.contains(&address)),
         };
         rules.iter().filter(is_ours).collect()
     }
@@ -163,14 +163,15 @@ impl Identity {
         leads_to: impl Fn(&Rule) -> Option<IpAddr>,
     ) -> Vec<&'l Listed> {
         let own: Vec<u64> = self.own(rules, addresses, leads_to).iter().map(|listed| listed.handle).collect();
-        let is_stray = |listed: &&Listed| self.owner(&listed.rule) == Owner::Container && !own.contains(&listed.handle);
+        let is_stray =
+            |listed: &&Listed| self.owner(&listed.rule) == Ownership::Container && !own.contains(&listed.handle);
         rules.iter().filter(is_stray).collect()
     }
 }
 
 /// Whether a link had the mark when the rule was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Witnessed {
+pub(super) enum LinkMark {
     Yes,
     No,
 }
@@ -236,7 +237,7 @@ mod tests {
     }
 
     fn signed(mark: &AttachmentId) -> Rule {
-        Identity::new(mark).sign(Rule::default(), Witnessed::Yes)
+        Identity::new(mark).sign(Rule::default(), LinkMark::Yes)
     }
 
     #[test]
@@ -251,14 +252,14 @@ mod tests {
                 let rule = signed(one);
                 assert!(userdata::encode(rule.comment.as_deref(), &rule.tags).is_some(), "{} bytes", id.len());
                 for other in &marks {
-                    let expected = if one == other { Owner::This } else { Owner::Other };
+                    let expected = if one == other { Ownership::This } else { Ownership::Other };
                     assert_eq!(Identity::new(other).owner(&rule), expected);
                 }
                 assert!(names_network(&rule, &one.network) && !names_network(&rule, "ne"));
                 assert!(is_witnessed(&rule));
             }
             let gos = Rule::default().with_comment(comment(&id));
-            assert_eq!(Identity::new(&marks[0]).owner(&gos), Owner::Container);
+            assert_eq!(Identity::new(&marks[0]).owner(&gos), Ownership::Container);
             assert!(!names_network(&gos, "net"));
         }
     }

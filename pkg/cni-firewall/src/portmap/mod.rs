@@ -22,8 +22,8 @@ pub(super) mod identity;
 pub mod iptables;
 pub mod nft;
 
-pub use cni_linux::conntrack::{Claim, Protocol};
-pub use conflict::{Holder, Policy, Rivals, Then};
+pub use cni_linux::conntrack::{ClaimedPort, Protocol};
+pub use conflict::{ConflictAction, Conflicts, Holder, Policy};
 
 /// One mapping that is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,12 +50,12 @@ impl Mapping {
 
     /// What it claims for a container of this address; `None` if its host address is of the other
     /// family.
-    pub fn claim(&self, container: IpAddr) -> Option<Claim> {
+    pub fn claim(&self, container: IpAddr) -> Option<ClaimedPort> {
         let wanted = Family::of(container);
         if self.host_ip.is_some_and(|host_ip| Family::of(host_ip) != wanted) {
             return None;
         }
-        Some(Claim {
+        Some(ClaimedPort {
             protocol: self.protocol,
             host_ip: self.host_ip.filter(|host_ip| !host_ip.is_unspecified()),
             host_port: self.host_port,
@@ -120,22 +120,22 @@ impl Forwarding {
 
     /// The families in which something is wanted, each with the container's address there and all
     /// claims.
-    pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<Claim>)> {
+    pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.every_family().filter(|(_, claims)| !claims.is_empty())
     }
 
     /// Returns the families in which the container has an address, each with that address and all
     /// claims, perhaps none.
-    pub(crate) fn every_family(&self) -> impl Iterator<Item = (Cidr, Vec<Claim>)> {
+    pub(crate) fn every_family(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.containers.iter().map(|container| (*container, self.claims(*container)))
     }
 
     /// Every claim of both families.
-    pub fn all_claims(&self) -> Vec<Claim> {
+    pub fn all_claims(&self) -> Vec<ClaimedPort> {
         self.families().flat_map(|(_, claims)| claims).collect()
     }
 
-    fn claims(&self, container: Cidr) -> Vec<Claim> {
+    fn claims(&self, container: Cidr) -> Vec<ClaimedPort> {
         self.mappings.iter().filter_map(|mapping| mapping.claim(container.address())).collect()
     }
 
@@ -151,7 +151,7 @@ impl Forwarding {
 }
 
 /// Remarks on a mapping of the same container to another address, which Go's plugin left.
-fn older_mapping(there: &Claim) -> String {
+fn older_mapping(there: &ClaimedPort) -> String {
     let to = there.container;
     format!(
         "{there} is mapped to {to} by older rules of this container's, which may go first as long as they are there"
@@ -163,7 +163,7 @@ fn older_mapping(there: &Claim) -> String {
 pub struct Removal {
     /// The claims of all rules that were found, also if a removal failed: removed rules cannot be
     /// found again.
-    pub claims: Vec<Claim>,
+    pub claims: Vec<ClaimedPort>,
     /// What could not be removed because a program is missing, one sentence each.
     pub remarks: Vec<String>,
     /// What kept it from removing all.
@@ -172,11 +172,11 @@ pub struct Removal {
 
 /// What became of the wish to have a [`Forwarding`] in force.
 #[derive(Clone, Debug)]
-pub enum Ensured<Former> {
+pub enum EnsureOutcome<PreviousRules> {
     /// It is.
     Done {
         /// If anything had to be changed for it: what the attachment had before, for `put_back`.
-        former: Option<Former>,
+        previous: Option<PreviousRules>,
         /// What the operator should know, one sentence each.
         remarks: Vec<String>,
     },

@@ -48,9 +48,9 @@ impl Id {
     }
 
     /// Returns the attachments of this key that the rules of PREROUTING name, one for each rule.
-    pub(super) fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = Owner> {
+    pub(super) fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = SpoofOwner> {
         let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
-        owned.map(|rule| Owner {
+        owned.map(|rule| SpoofOwner {
             id_ifname: self.0.clone(),
             host_veth: iifname_of(&rule.exprs),
             network: Network::of(rule),
@@ -58,7 +58,7 @@ impl Id {
     }
 
     /// The other attachment of this key that the rules of PREROUTING name; Go's rules name none.
-    pub(super) fn rival(&self, rules: &[Listed], mark: &AttachmentId) -> Option<Owner> {
+    pub(super) fn rival(&self, rules: &[Listed], mark: &AttachmentId) -> Option<SpoofOwner> {
         self.owners(rules).find(|owner| match &owner.network {
             Network::Marked(other) => *other != mark.alias(),
             Network::Hashed(other) => *other != network_hash(&mark.network),
@@ -116,7 +116,7 @@ impl fmt::Display for Network {
 
 /// An attachment that has spoof rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Owner {
+pub struct SpoofOwner {
     /// `<containerID>-<ifname>`, shortened if very long.
     pub id_ifname: String,
     /// The interface whose frames are judged; `None` where chains are left but nothing leads to
@@ -126,13 +126,13 @@ pub struct Owner {
 }
 
 /// Who that is, for a message.
-impl fmt::Display for Owner {
+impl fmt::Display for SpoofOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} on {}", self.network, self.host_veth.as_deref().unwrap_or("no interface"))
     }
 }
 
-impl Owner {
+impl SpoofOwner {
     /// Whether it belongs to `network`; `None` if it does not say, because a Go plugin made it.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.network {
@@ -143,7 +143,7 @@ impl Owner {
     }
 
     /// Whether it is this attachment's.
-    pub fn is(&self, container_id: &str, ifname: &str) -> bool {
+    pub fn matches(&self, container_id: &str, ifname: &str) -> bool {
         self.id_ifname == Id::new(container_id, ifname).0
     }
 
@@ -151,7 +151,7 @@ impl Owner {
     /// attachments (container ID, interface name); or it names none, is not valid, and is dead for
     /// sure: its interface is gone.
     pub fn is_garbage(&self, network: &str, valid: &[(&str, &str)], link_exists: impl Fn(&str) -> bool) -> bool {
-        if valid.iter().any(|(container_id, ifname)| self.is(container_id, ifname)) {
+        if valid.iter().any(|(container_id, ifname)| self.matches(container_id, ifname)) {
             return false;
         }
         match (self.belongs_to(network), &self.host_veth) {

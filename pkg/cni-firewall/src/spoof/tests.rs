@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use super::*;
-use crate::play::{GoBridge, nft, on_a_host, ruleset, shell};
 use crate::testing::new_netns;
+use crate::testing::{GoBridge, nft, on_a_host, ruleset, shell};
 
 const MAC: Mac = Mac([2, 0, 0, 0, 0, 0x0a]);
 /// The remaining objects when the last attachment has gone.
@@ -300,7 +300,7 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
             assert!(listed, "nft can list what it could not write");
             let owners = spoof.list().unwrap();
             assert_eq!(owners.len(), 1, "{owners:?}");
-            assert!(owners[0].is(&container, "eth0") && !owners[0].is(&format!("{container}c"), "eth0"));
+            assert!(owners[0].matches(&container, "eth0") && !owners[0].matches(&format!("{container}c"), "eth0"));
             assert_eq!(owners[0].belongs_to(&"n".repeat(200)), Some(true));
             assert_eq!(owners[0].belongs_to(&"n".repeat(199)), Some(false));
             if id_len % 2 == 0 { spoof.purge(&long_network).map(drop) } else { spoof.purge_owner(&owners[0]) }.unwrap();
@@ -330,7 +330,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
             [("go-eth0", Some("veth7"), None), ("half-eth0", None, None), ("ours-eth0", Some("veth0"), Some(true)),]
         );
         let garbage = |network: &str, valid: &[(&str, &str)], link: &str| -> Vec<String> {
-            let gone = |owner: &&Owner| owner.is_garbage(network, valid, |name| name == link);
+            let gone = |owner: &&SpoofOwner| owner.is_garbage(network, valid, |name| name == link);
             owners.iter().filter(gone).map(|owner| owner.id_ifname.clone()).collect()
         };
         assert_eq!(garbage("net", &[], "veth7"), ["ours-eth0"]);
@@ -478,10 +478,10 @@ fn rules_of_a_living_interface_are_not_replaced_or_undone() {
         assert!(spoof.ensure(&mark("c1"), "veth1", MAC).is_err());
         spoof.undo(&mark("c1"), "veth1").unwrap();
         assert_eq!(ruleset(), before);
-        assert!(spoof.find_living(&mark("c1"), "veth1").unwrap().is_some());
-        assert_eq!(spoof.find_living(&mark("c1"), "veth0").unwrap(), None, "the interface itself");
+        assert!(spoof.find_conflicting_interface(&mark("c1"), "veth1").unwrap().is_some());
+        assert_eq!(spoof.find_conflicting_interface(&mark("c1"), "veth0").unwrap(), None, "the interface itself");
         netlink.delete_link(first.index).unwrap();
-        assert_eq!(spoof.find_living(&mark("c1"), "veth1").unwrap(), None);
+        assert_eq!(spoof.find_conflicting_interface(&mark("c1"), "veth1").unwrap(), None);
         spoof.ensure(&mark("c1"), "veth1", MAC).unwrap();
         spoof.undo(&mark("c1"), "veth1").unwrap();
         assert_eq!(ruleset(), SHARED);

@@ -41,7 +41,7 @@ use std::path::{Path, PathBuf};
 use crate::Error;
 use crate::disk::{absent_is_fine, look, metadata, read, sync};
 use crate::kept::{Kept, exists};
-use crate::report::{Comparison, Forgotten, Installed, KeptSets, Recovered, RolledBack};
+use crate::report::{Comparison, ForgetReport, Installed, KeptSets, RecoveryReport, RollbackReport};
 use crate::set::{self, ABSENT, Program, Set};
 use crate::staging;
 use crate::state::State;
@@ -107,7 +107,7 @@ impl Folder {
     /// A program is not what its list says, cannot be copied here or does not run here. Nothing was
     /// changed then, or, if a rename failed half-way, all was put back; the message says if even
     /// that failed.
-    pub fn install(&self, set: &Set) -> Result<(Recovered, Installed), Error> {
+    pub fn install(&self, set: &Set) -> Result<(RecoveryReport, Installed), Error> {
         // By checksum: the programs of the multi-call archive are hard links of one file.
         let mut contents = BTreeMap::new();
         for program in set.programs() {
@@ -116,7 +116,11 @@ impl Folder {
         self.then_purge(|| self.install_these(set, &contents))
     }
 
-    fn install_these(&self, set: &Set, contents: &BTreeMap<&str, Vec<u8>>) -> Result<(Recovered, Installed), Error> {
+    fn install_these(
+        &self,
+        set: &Set,
+        contents: &BTreeMap<&str, Vec<u8>>,
+    ) -> Result<(RecoveryReport, Installed), Error> {
         let (recovered, current) = self.recover()?;
         let ours = current > 0 && self.list(current)? == set.programs();
         if ours && self.differences(set.programs())?.is_empty() {
@@ -152,7 +156,7 @@ impl Folder {
     /// # Errors
     /// A program cannot be put back or removed. The other programs are still processed, and the
     /// next command tries again.
-    pub fn rollback(&self) -> Result<RolledBack, Error> {
+    pub fn rollback(&self) -> Result<RollbackReport, Error> {
         self.then_purge(|| match self.state()? {
             Some(State::Installed(generation)) if self.kept(generation)?.is_some() => self.begin_rollback(generation),
             Some(State::Installing(generation)) => {
@@ -166,7 +170,7 @@ impl Folder {
                 if current > 0 {
                     self.list(current)?; // without it a kept set would look like none
                 }
-                Ok(RolledBack::NothingKept { original: self.original()?.is_some() })
+                Ok(RollbackReport::NothingKept { original: self.original()?.is_some() })
             }
         })
     }
@@ -176,15 +180,15 @@ impl Folder {
     ///
     /// # Errors
     /// As [`Folder::rollback`].
-    pub fn rollback_to_original(&self) -> Result<(Recovered, RolledBack), Error> {
+    pub fn rollback_to_original(&self) -> Result<(RecoveryReport, RollbackReport), Error> {
         self.then_purge(|| {
             if self.state()? == Some(State::Restoring) {
-                return Ok((Recovered::Nothing, self.finish_rollback(Which::Original)?));
+                return Ok((RecoveryReport::Nothing, self.finish_rollback(Which::Original)?));
             }
             let (recovered, current) = self.recover()?;
             self.add_to_original(current)?;
             if self.original()?.is_none() {
-                return Ok((recovered, RolledBack::NothingKept { original: false }));
+                return Ok((recovered, RollbackReport::NothingKept { original: false }));
             }
             State::Restoring.write(&self.own)?;
             Ok((recovered, self.finish_rollback(Which::Original)?))
@@ -195,12 +199,12 @@ impl Folder {
     ///
     /// # Errors
     /// They cannot be removed; the next command tries again.
-    pub fn forget(&self) -> Result<(Recovered, Forgotten), Error> {
+    pub fn forget(&self) -> Result<(RecoveryReport, ForgetReport), Error> {
         self.then_purge(|| {
             let (recovered, current) = self.recover()?;
             let kept = self.kept_sets()?;
             if kept == KeptSets::default() {
-                return Ok((recovered, Forgotten::NothingKept));
+                return Ok((recovered, ForgetReport::NothingKept));
             }
             if current == 0 {
                 self.drop_original()?;
@@ -208,7 +212,7 @@ impl Folder {
                 State::Forgetting(current).write(&self.own)?;
                 self.finish_forget(current)?;
             }
-            Ok((recovered, Forgotten::Dropped(kept)))
+            Ok((recovered, ForgetReport::Dropped(kept)))
         })
     }
 
@@ -250,35 +254,35 @@ impl Folder {
 
     /// Undoes or finishes what a killed command has begun; returns the generation that is installed
     /// then, or 0.
-    fn recover(&self) -> Result<(Recovered, u64), Error> {
+    fn recover(&self) -> Result<(RecoveryReport, u64), Error> {
         let because = |what: &'static str| move |error: Error| Error::new(format!("{what}: {error}"));
         match self.state()? {
             None => {
                 // A rollback may have been killed just before, or an older cni-install has rolled
                 // back.
                 self.drop_original_if_held()?;
-                Ok((Recovered::Nothing, 0))
+                Ok((RecoveryReport::Nothing, 0))
             }
-            Some(State::Installed(generation)) => Ok((Recovered::Nothing, generation)),
+            Some(State::Installed(generation)) => Ok((RecoveryReport::Nothing, generation)),
             Some(State::Installing(generation)) => {
                 let before =
                     self.undo(generation).map_err(because("failed to undo an installation that was interrupted"))?;
-                Ok((Recovered::InstallUndone, before))
+                Ok((RecoveryReport::InstallUndone, before))
             }
             Some(State::RollingBack(generation)) => {
                 let done = self.finish_rollback(Which::Previous(generation));
                 done.map_err(because("failed to finish a rollback that was interrupted"))?;
                 // The generation is still installed if a file had to stay.
-                Ok((Recovered::RollbackFinished, self.state()?.map_or(0, |_| generation)))
+                Ok((RecoveryReport::RollbackFinished, self.state()?.map_or(0, |_| generation)))
             }
             Some(State::Restoring) => {
                 let done = self.finish_rollback(Which::Original);
                 done.map_err(because("failed to finish a rollback that was interrupted"))?;
-                Ok((Recovered::RollbackFinished, 0))
+                Ok((RecoveryReport::RollbackFinished, 0))
             }
             Some(State::Forgetting(generation)) => {
                 self.finish_forget(generation).map_err(because("failed to finish a forget that was interrupted"))?;
-                Ok((Recovered::ForgetFinished, generation))
+                Ok((RecoveryReport::ForgetFinished, generation))
             }
         }
     }
@@ -300,12 +304,12 @@ impl Folder {
         Ok(0)
     }
 
-    fn begin_rollback(&self, generation: u64) -> Result<RolledBack, Error> {
+    fn begin_rollback(&self, generation: u64) -> Result<RollbackReport, Error> {
         State::RollingBack(generation).write(&self.own)?;
         self.finish_rollback(Which::Previous(generation))
     }
 
-    fn finish_rollback(&self, which: Which) -> Result<RolledBack, Error> {
+    fn finish_rollback(&self, which: Which) -> Result<RollbackReport, Error> {
         let kept = match which {
             Which::Previous(generation) => self.kept_or_fail(generation)?,
             Which::Original => {
@@ -320,7 +324,7 @@ impl Folder {
             Which::Previous(_) | Which::Original => State::remove(&self.own)?,
         }
         self.drop_original_if_held()?;
-        if let RolledBack::Done { kept, .. } = &mut done {
+        if let RollbackReport::Done { kept, .. } = &mut done {
             *kept = still;
         }
         Ok(done)

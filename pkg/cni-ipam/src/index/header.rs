@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 
 use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
-use crate::host::Moment;
+use crate::host::Timestamp;
 
 /// Changes with the format of the page, of the slots, or of [`hash`]. An index of another format is
 /// not read, and is rebuilt.
@@ -80,7 +80,7 @@ pub(crate) struct Header {
     pub(crate) boot: u64,
     /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if
     /// there is none.
-    pub(crate) earlier: Option<Moment>,
+    pub(crate) earlier: Option<Timestamp>,
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
 }

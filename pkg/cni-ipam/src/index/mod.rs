@@ -49,7 +49,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::host::{Host, Moment};
+use crate::host::{Host, Timestamp};
 use crate::ranges::{Range, number};
 use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_payload};
@@ -295,13 +295,13 @@ impl Index {
 
     /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if
     /// there is none.
-    pub(crate) fn earlier(&self) -> Option<Moment> {
+    pub(crate) fn earlier(&self) -> Option<Timestamp> {
         self.header.earlier
     }
 
     /// Says from when on there are reservations that could be reclaimed. Written with the next
     /// change.
-    pub(crate) fn set_earlier(&mut self, earlier: Option<Moment>) {
+    pub(crate) fn set_earlier(&mut self, earlier: Option<Timestamp>) {
         self.header.earlier = earlier;
     }
 

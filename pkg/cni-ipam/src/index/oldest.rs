@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use super::record::{Record, to_payload};
 use super::table::{Key, TableError};
 use super::{Index, hash};
-use crate::host::Moment;
+use crate::host::Timestamp;
 use crate::ranges::{RangeSet, RangeSets};
 
 /// How many are found.
@@ -28,7 +28,7 @@ pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
 /// The addresses of a set that have been taken longest, as far as these records tell, the oldest
 /// first.
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
-    let mut oldest: Vec<(Moment, IpAddr)> = Vec::with_capacity(OLDEST + 1);
+    let mut oldest: Vec<(Timestamp, IpAddr)> = Vec::with_capacity(OLDEST + 1);
     for record in records {
         // What had just changed when the folder was read was new then.
         let since = if record.ctime == (0, 0) { (i64::MAX, 0) } else { record.ctime };

@@ -32,9 +32,9 @@ pub(crate) struct Folder {
 
 /// How a reservation went.
 #[derive(Debug)]
-pub(crate) enum Linked {
+pub(crate) enum LinkOutcome {
     /// It is ours now.
-    Made(Record),
+    NewReservation(Record),
     /// There is something of that name.
     Exists,
 }
@@ -51,7 +51,7 @@ impl Folder {
         content: &str,
         boot: u64,
         announce: &mut dyn FnMut(&Record),
-    ) -> io::Result<Linked> {
+    ) -> io::Result<LinkOutcome> {
         let step = Step::begin();
         let record = |file: &File| -> io::Result<Record> {
             let metadata = file.metadata()?;
@@ -71,11 +71,11 @@ impl Folder {
             Ok(())
         });
         let made = match placed {
-            Ok(Some(file)) => record(&file).map(Linked::Made).inspect_err(|_| drop(self.unlink(&name))),
-            Ok(None) => Ok(Linked::Exists),
+            Ok(Some(file)) => record(&file).map(LinkOutcome::NewReservation).inspect_err(|_| drop(self.unlink(&name))),
+            Ok(None) => Ok(LinkOutcome::Exists),
             Err(error) => Err(error),
         };
-        let taken = if matches!(made, Ok(Linked::Exists)) { ", which exists" } else { "" };
+        let taken = if matches!(made, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
         step.end(format_args!("create {}/{address}{taken}", self.path.display()), &made);
         made
     }

@@ -10,7 +10,7 @@
 //! or an address that is not a regular file, is never removed.
 
 mod folder;
-mod held;
+mod lookup;
 mod reboot;
 mod release;
 mod reserve;
@@ -36,14 +36,14 @@ use crate::host::Host;
 use crate::index::header::Stamp;
 use crate::index::table::TableError;
 use crate::index::{self, Index};
-use crate::lock::{self, Guard, Missing};
+use crate::lock::{self, Guard, MissingFolder};
 use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
-pub use held::Listed;
+pub use lookup::Listed;
 pub use reboot::RebootPolicy;
 pub use release::Collected;
-pub use reserve::{Lease, Made, RepeatPolicy};
+pub use reserve::{Lease, NewReservation, RepeatPolicy};
 pub use status::Usage;
 
 /// Where the folders of all networks lie unless the configuration says otherwise.
@@ -264,7 +264,7 @@ impl Store {
     /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names
     /// the holder. Code 5 if the folder or its lock cannot be made or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
-        match self.acquire(Missing::Create, OnSigterm::Kill, limit, machine)? {
+        match self.acquire(MissingFolder::Create, OnSigterm::Kill, limit, machine)? {
             Some(locked) => Ok(locked),
             None => Err(Error::new(Code::INTERNAL, format!("{} was neither found nor made", self.path.display()))),
         }
@@ -275,7 +275,7 @@ impl Store {
     /// # Errors
     /// As [`lock`](Store::lock).
     pub fn lock_existing(&self, limit: Duration, machine: &dyn Machine) -> Result<Option<Locked>> {
-        self.acquire(Missing::Leave, OnSigterm::Kill, limit, machine)
+        self.acquire(MissingFolder::Leave, OnSigterm::Kill, limit, machine)
     }
 
     /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from
@@ -283,8 +283,8 @@ impl Store {
     ///
     /// # Errors
     /// As [`lock`](Store::lock), and code 5 after trying all of them.
-    pub fn undo(&self, made: &[Made], limit: Duration, machine: &dyn Machine) -> Result<()> {
-        match self.acquire(Missing::Leave, OnSigterm::Finish, limit, machine)? {
+    pub fn undo(&self, made: &[NewReservation], limit: Duration, machine: &dyn Machine) -> Result<()> {
+        match self.acquire(MissingFolder::Leave, OnSigterm::Finish, limit, machine)? {
             Some(mut locked) => locked.undo(made),
             None => Ok(()),
         }
@@ -292,7 +292,7 @@ impl Store {
 
     fn acquire(
         &self,
-        missing: Missing,
+        missing: MissingFolder,
         on_sigterm: OnSigterm,
         limit: Duration,
         machine: &dyn Machine,

@@ -20,7 +20,7 @@ use nix::sys::statfs::{BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, Fs
 use cni::Result;
 
 use super::{Locked, Store, Trouble, Trust};
-use crate::host::Moment;
+use crate::host::Timestamp;
 use crate::index::table::TableError;
 use crate::index::{self, Record};
 
@@ -49,14 +49,14 @@ pub(super) fn is_local(folder: &File) -> bool {
     fstatfs(folder.as_fd()).is_ok_and(|stat| LOCAL.contains(&stat.filesystem_type()))
 }
 
-fn oldest<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Moment> {
+fn oldest<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Timestamp> {
     records.map(|record| record.ctime).min()
 }
 
 impl Locked {
     /// From when on some of these records could be reclaimed: what a new index remembers, so that
     /// no verb has to look for them again.
-    pub(super) fn earlier_in(&self, records: &[Record]) -> Option<Moment> {
+    pub(super) fn earlier_in(&self, records: &[Record]) -> Option<Timestamp> {
         let host = &self.store.options.host;
         let oldest = oldest(records.iter().filter(|record| record.is_of_earlier_boot(host)));
         oldest.filter(|_| is_local(&self.folder.file))

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 
 use cni::{Code, Error, Result};
 
-use super::held::Held;
+use super::lookup::Reserved;
 use super::{Locked, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
 use crate::index::{Content, Holder, Index, Record, hash};
@@ -34,7 +34,7 @@ impl Locked {
     /// # Errors
     /// Code 5, after trying everything.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        let Held { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
+        let Reserved { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
         Error::join(errors).map(|()| removed)

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use cni::{Code, Error, Result};
 
-use super::folder::Linked;
+use super::folder::LinkOutcome;
 use super::{Locked, Owner, Trouble};
 use crate::allocator::{self, Occupied, Requested};
 use crate::index::table::TableError;
@@ -30,12 +30,12 @@ pub enum RepeatPolicy {
 pub struct Lease {
     /// The range that each address is of, and the address.
     pub addresses: Vec<(Range, IpAddr)>,
-    made: Vec<Made>,
+    made: Vec<NewReservation>,
 }
 
 /// A reservation made by this process: enough to take back this one and no other.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Made {
+pub struct NewReservation {
     address: IpAddr,
     inode: u64,
     content: String,
@@ -44,7 +44,7 @@ pub struct Made {
 impl Lease {
     /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it
     /// found.
-    pub fn made(&self) -> Vec<Made> {
+    pub fn made(&self) -> Vec<NewReservation> {
         self.made.clone()
     }
 }
@@ -104,7 +104,11 @@ impl Locked {
                 .map(|(set, pick)| (set, pick.address))
                 .collect();
             let records = if new.is_empty() { Vec::new() } else { locked.carry_out(owner, &new)? };
-            let made = |record: Record| Made { address: record.address, inode: record.inode, content: owner.content() };
+            let made = |record: Record| NewReservation {
+                address: record.address,
+                inode: record.inode,
+                content: owner.content(),
+            };
             let addresses = sets.sets().iter().zip(&picked);
             let addresses = addresses.filter_map(|(set, pick)| Some((set.find(pick.address)?.clone(), pick.address)));
             Ok(Lease { addresses: addresses.collect(), made: records.into_iter().map(made).collect() })
@@ -207,7 +211,7 @@ impl Locked {
         let mut announced = Ok(());
         for (position, address) in picked {
             match self.create(owner, *address, &mut announced) {
-                Ok(Linked::Made(record)) => made.push(record),
+                Ok(LinkOutcome::NewReservation(record)) => made.push(record),
                 outcome => {
                     let name = |address: &IpAddr| format!("{}/{address}", self.folder.path.display());
                     for record in &made {
@@ -254,7 +258,7 @@ impl Locked {
         owner: &Owner,
         address: IpAddr,
         announced: &mut Result<(), TableError>,
-    ) -> std::io::Result<Linked> {
+    ) -> std::io::Result<LinkOutcome> {
         // A reservation on a shared disk survives a reboot of the machine with the disk, even if
         // that machine has the same ID.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
@@ -267,7 +271,7 @@ impl Locked {
             }
         };
         match self.folder.create(address, &content, boot, &mut announce)? {
-            Linked::Exists if crate::index::read(&self.folder.file, address)? == Content::Blank => {
+            LinkOutcome::Exists if crate::index::read(&self.folder.file, address)? == Content::Blank => {
                 self.folder.unlink(&address.to_string())?;
                 self.folder.create(address, &content, boot, &mut announce)
             }
@@ -280,7 +284,7 @@ impl Locked {
     ///
     /// # Errors
     /// Code 5, after trying all of them.
-    pub fn undo(&mut self, made: &[Made]) -> Result<()> {
+    pub fn undo(&mut self, made: &[NewReservation]) -> Result<()> {
         use std::os::unix::fs::MetadataExt;
         let (mut still, mut errors) = (Vec::new(), Vec::new());
         for made in made {

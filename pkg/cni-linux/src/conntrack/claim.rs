@@ -57,7 +57,7 @@ impl fmt::Display for Protocol {
 
 /// A port of the host, of one family, and the container that answers there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Claim {
+pub struct ClaimedPort {
     /// The protocol.
     pub protocol: Protocol,
     /// The host's address; `None` is every one.
@@ -68,9 +68,9 @@ pub struct Claim {
     pub container: SocketAddr,
 }
 
-impl Claim {
+impl ClaimedPort {
     /// Whether some packet is claimed by both.
-    pub fn overlaps(&self, other: &Claim) -> bool {
+    pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())
             && match (self.host_ip, other.host_ip) {
@@ -80,7 +80,7 @@ impl Claim {
     }
 }
 
-impl fmt::Display for Claim {
+impl fmt::Display for ClaimedPort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.host_ip {
             Some(host_ip) => write!(f, "{} port {} of {host_ip}", self.protocol, self.host_port),

@@ -25,7 +25,7 @@ use crate::netlink::wire::{Message, attribute, attributes, new_attribute, new_ne
 mod claim;
 mod text;
 
-pub use claim::{Claim, Protocol};
+pub use claim::{ClaimedPort, Protocol};
 
 /// How often a dump that the kernel reports as incomplete is repeated. Entries missed after that
 /// stay, which does no other harm.
@@ -48,7 +48,7 @@ const CTA_TUPLE_PROTO: u16 = 2;
 
 /// Which of the connections to a claimed port are forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Forget {
+pub enum FlushScope {
     /// Those that another peer than the claim's container answers: at its ADD.
     Others,
     /// Those that are answered by the claim's container: at its DEL.
@@ -101,7 +101,7 @@ impl Conntrack {
     ///
     /// # Errors
     /// The first; of those that could be read all the others have been tried.
-    pub fn forget(&mut self, claims: &[Claim], forget: Forget) -> Result<usize> {
+    pub fn forget(&mut self, claims: &[ClaimedPort], forget: FlushScope) -> Result<usize> {
         let tracked = count();
         if claims.is_empty() || tracked == Some(0) {
             return Ok(0);
@@ -174,13 +174,13 @@ fn count() -> Option<u64> {
 }
 
 /// Whether the entry is one that `forget` says.
-fn is_wrong(entry: &Entry, claims: &[Claim], forget: Forget, local: &mut Local) -> Result<bool> {
+fn is_wrong(entry: &Entry, claims: &[ClaimedPort], forget: FlushScope, local: &mut Local) -> Result<bool> {
     let mut wrong = false;
     for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
         let meant = match forget {
             // Another claim of the container may have the same port at another address of the host.
-            Forget::Others => !claims.iter().any(|other| is_served(entry, other)),
-            Forget::Own => is_served(entry, claim),
+            FlushScope::Others => !claims.iter().any(|other| is_served(entry, other)),
+            FlushScope::Own => is_served(entry, claim),
         };
         let here = claim.host_ip.is_some() || (meant && local.has(entry.destination.ip())?);
         wrong |= meant && here;
@@ -189,14 +189,14 @@ fn is_wrong(entry: &Entry, claims: &[Claim], forget: Forget, local: &mut Local) 
 }
 
 /// Whether the entry's first packet was one for the claim, according to the entry.
-fn is_about(entry: &Entry, claim: &Claim) -> bool {
+fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
     (entry.protocol, entry.destination.port()) == (claim.protocol, claim.host_port)
         && entry.destination.is_ipv4() == claim.container.is_ipv4()
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
 /// Whether the entry is about the claim and its container answers.
-fn is_served(entry: &Entry, claim: &Claim) -> bool {
+fn is_served(entry: &Entry, claim: &ClaimedPort) -> bool {
     is_about(entry, claim) && entry.answered_by == claim.container.ip()
 }
 
@@ -226,7 +226,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn of(claims: &[Claim]) -> Wanted {
+    fn of(claims: &[ClaimedPort]) -> Wanted {
         const AF_INET: u8 = 2;
         const AF_INET6: u8 = 10;
         let family = match (claims.iter().any(|c| c.container.is_ipv4()), claims.iter().any(|c| c.container.is_ipv6()))

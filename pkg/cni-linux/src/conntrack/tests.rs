@@ -9,9 +9,9 @@ use proptest::prelude::*;
 use super::*;
 use crate::testing::{in_new_netns, output};
 
-fn claim(host_ip: Option<&str>, port: u16, container: &str) -> Claim {
+fn claim(host_ip: Option<&str>, port: u16, container: &str) -> ClaimedPort {
     let host_ip = host_ip.map(|host_ip| host_ip.parse().unwrap());
-    Claim { protocol: Protocol::Udp, host_ip, host_port: port, container: container.parse().unwrap() }
+    ClaimedPort { protocol: Protocol::Udp, host_ip, host_port: port, container: container.parse().unwrap() }
 }
 
 /// Makes the kernel track connections: it does so only where a rule needs it.
@@ -58,14 +58,14 @@ fn only_foreign_connections_to_the_claimed_port_are_deleted() {
         assert_eq!(tracked(&[53, 54]).len(), all.len(), "{:?}", tracked(&[53, 54]));
         let mut conntrack = Conntrack::open().unwrap();
         let one = claim(Some("192.0.2.1"), 53, "10.0.0.2:53");
-        assert_eq!(conntrack.forget(&[one], Forget::Own).unwrap(), 0, "not its own");
-        assert_eq!(conntrack.forget(&[one], Forget::Others).unwrap(), 1);
+        assert_eq!(conntrack.forget(&[one], FlushScope::Own).unwrap(), 0, "not its own");
+        assert_eq!(conntrack.forget(&[one], FlushScope::Others).unwrap(), 1);
         assert_eq!(tracked(&[53]), ["127.0.0.1:53", "192.0.2.2:53", "192.0.2.77:53", "[fd00::1]:53"]);
         let every = [claim(None, 53, "10.0.0.2:53"), claim(None, 99, "10.0.0.2:53")];
-        assert_eq!(conntrack.forget(&every, Forget::Others).unwrap(), 2);
+        assert_eq!(conntrack.forget(&every, FlushScope::Others).unwrap(), 2);
         assert_eq!(tracked(&[53, 54]), ["192.0.2.1:54", "192.0.2.77:53", "[fd00::1]:53"], "elsewhere, and other ports");
         let v6 = claim(None, 53, "[fd00::2]:53");
-        assert_eq!(conntrack.forget(&[v6], Forget::Others).unwrap(), 1);
+        assert_eq!(conntrack.forget(&[v6], FlushScope::Others).unwrap(), 1);
     });
 }
 
@@ -77,10 +77,10 @@ fn of_its_own_connections_those_it_answers_are_forgotten() {
         let mut conntrack = Conntrack::open().unwrap();
         // Nothing is translated here, so each address answers for itself.
         let own = claim(None, 53, "192.0.2.2:53");
-        assert_eq!(conntrack.forget(&[own], Forget::Own).unwrap(), 1);
+        assert_eq!(conntrack.forget(&[own], FlushScope::Own).unwrap(), 1);
         assert_eq!(tracked(&[53]), ["192.0.2.1:53"]);
-        assert_eq!(conntrack.forget(&[claim(None, 53, "192.0.2.1:53")], Forget::Others).unwrap(), 0);
-        assert_eq!(conntrack.forget(&[], Forget::Others).unwrap(), 0);
+        assert_eq!(conntrack.forget(&[claim(None, 53, "192.0.2.1:53")], FlushScope::Others).unwrap(), 0);
+        assert_eq!(conntrack.forget(&[], FlushScope::Others).unwrap(), 0);
     });
 }
 
@@ -115,9 +115,9 @@ fn text_and_list_agree() {
         assert!(expected.iter().all(|line| text.iter().any(|found| found == line)), "{text:?}");
         // What the text names is what is deleted.
         let mut conntrack = Conntrack::open().unwrap();
-        let tcp = Claim { protocol: Protocol::Tcp, ..claim(None, 80, "10.0.0.2:80") };
-        assert_eq!(conntrack.forget(&[tcp], Forget::Others).unwrap(), 1);
-        assert_eq!(conntrack.forget(&[claim(None, 53, "127.0.0.9:5353")], Forget::Own).unwrap(), 1);
+        let tcp = ClaimedPort { protocol: Protocol::Tcp, ..claim(None, 80, "10.0.0.2:80") };
+        assert_eq!(conntrack.forget(&[tcp], FlushScope::Others).unwrap(), 1);
+        assert_eq!(conntrack.forget(&[claim(None, 53, "127.0.0.9:5353")], FlushScope::Own).unwrap(), 1);
         assert_eq!(plain(conntrack.entries(&wanted).unwrap()).iter().filter(|line| !line.contains("::1")).count(), 1);
     });
 }
@@ -133,7 +133,7 @@ fn in_a_long_table_too_those_to_the_port_are_forgotten() {
         }
         assert!(!text::is_cheaper(count().unwrap()), "{:?} entries", count());
         let mut conntrack = Conntrack::open().unwrap();
-        assert_eq!(conntrack.forget(&[claim(None, 53, "10.0.0.2:53")], Forget::Others).unwrap(), 1);
+        assert_eq!(conntrack.forget(&[claim(None, 53, "10.0.0.2:53")], FlushScope::Others).unwrap(), 1);
         assert_eq!(tracked(&[53]), Vec::<String>::new());
     });
 }

@@ -12,12 +12,12 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 
-/// Whether an interface takes every frame.
+/// Whether a flag of an interface is set: promiscuous, all-multicast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Promisc {
-    /// Every frame.
+pub enum LinkFlag {
+    /// It is.
     On,
-    /// Its own frames, and what other users of the interface want.
+    /// It is not, unless other users of the interface want it.
     Off,
 }
 
@@ -55,14 +55,14 @@ impl Netlink {
     }
 
     /// Sets the administrator's wish for promiscuous mode.
-    pub fn set_promisc(&self, index: u32, promisc: Promisc) -> Result<()> {
-        let flags = if promisc == Promisc::On { LinkFlags::Promisc } else { LinkFlags::empty() };
+    pub fn set_promisc(&self, index: u32, promisc: LinkFlag) -> Result<()> {
+        let flags = if promisc == LinkFlag::On { LinkFlags::Promisc } else { LinkFlags::empty() };
         self.set_flags(index, flags, LinkFlags::Promisc, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
     /// Sets the administrator's wish for all multicast frames.
-    pub fn set_allmulti(&self, index: u32, all: Promisc) -> Result<()> {
-        let flags = if all == Promisc::On { LinkFlags::Allmulti } else { LinkFlags::empty() };
+    pub fn set_allmulti(&self, index: u32, all: LinkFlag) -> Result<()> {
+        let flags = if all == LinkFlag::On { LinkFlags::Allmulti } else { LinkFlags::empty() };
         self.set_flags(index, flags, LinkFlags::Allmulti, |link| format!("failed to set all-multicast of {link}"))
     }
 
@@ -179,16 +179,16 @@ mod tests {
             netlink.set_mtu(bridge.index, 1400).unwrap();
             netlink.set_alias(bridge.index, "cni:n/c/eth0").unwrap();
             netlink.set_txqlen(bridge.index, 77).unwrap();
-            netlink.set_promisc(bridge.index, Promisc::On).unwrap();
-            netlink.set_allmulti(bridge.index, Promisc::On).unwrap();
+            netlink.set_promisc(bridge.index, LinkFlag::On).unwrap();
+            netlink.set_allmulti(bridge.index, LinkFlag::On).unwrap();
             netlink.set_up(bridge.index).unwrap();
             let link = netlink.link("br0").unwrap();
             assert_eq!((link.mac, link.mtu, link.txqlen), (Some(mac), 1400, 77));
             assert_eq!(link.alias.as_deref(), Some("cni:n/c/eth0"));
             assert!(link.up && link.promisc && link.allmulti && link.promiscuity == 1 && link.kind == LinkKind::Bridge);
             assert!(output("ip link show br0").contains("alias cni:n/c/eth0"));
-            netlink.set_promisc(bridge.index, Promisc::Off).unwrap();
-            netlink.set_allmulti(bridge.index, Promisc::Off).unwrap();
+            netlink.set_promisc(bridge.index, LinkFlag::Off).unwrap();
+            netlink.set_allmulti(bridge.index, LinkFlag::Off).unwrap();
             netlink.set_down(bridge.index).unwrap();
             netlink.set_alias(bridge.index, "").unwrap();
             netlink.set_name(bridge.index, "br1").unwrap();

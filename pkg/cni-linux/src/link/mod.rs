@@ -17,7 +17,7 @@ use netlink_packet_route::link::{
     BridgePortState, LinkAttribute, LinkExtentMask, LinkFlags, LinkHeader, LinkLayerType, LinkMessage, State,
 };
 
-pub use change::Promisc;
+pub use change::LinkFlag;
 pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
 use crate::error::{Cause, Error, Reason, Result};

@@ -74,7 +74,7 @@ impl Netlink {
 
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
-        let what = if step.is_heard() { request.name(flags) } else { String::new() };
+        let what = if step.is_logged() { request.name(flags) } else { String::new() };
         // A panic of another user leaves nothing half done: what it did not read has another
         // sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);

@@ -25,12 +25,12 @@ fn round_trip(netlink: &Netlink, route: Route) -> Route {
     netlink.add_route(&route).unwrap_or_else(|error| panic!("{route:?}: {error}"));
     let error = netlink.add_route(&route).unwrap_err();
     assert!(error.is_exists(), "{route:?}: {error}");
-    let rivals = netlink.find_rivals(&route).unwrap();
+    let rivals = netlink.list_conflicting(&route).unwrap();
     assert!(rivals.len() == 1 && rivals[0].is_same(&route), "{route:?} became {rivals:?}");
     for family in ["-4", "-6"] {
         output(&format!("ip {family} route flush table all proto boot"));
     }
-    assert!(netlink.find_rivals(&route).unwrap().is_empty());
+    assert!(netlink.list_conflicting(&route).unwrap().is_empty());
     rivals[0]
 }
 
@@ -79,7 +79,7 @@ fn a_rival_by_another_gateway_is_seen() {
             netlink.add_route(&route(dst, Some(first), oif)).unwrap();
             let late = route(dst, Some(second), oif);
             assert!(netlink.add_route(&late).unwrap_err().is_exists());
-            let rivals = netlink.find_rivals(&late).unwrap();
+            let rivals = netlink.list_conflicting(&late).unwrap();
             assert!(rivals.len() == 1 && !rivals[0].is_same(&late), "{rivals:?}");
             netlink.add_route(&Route { priority: Some(2000), ..late }).unwrap();
         }
@@ -104,7 +104,7 @@ fn an_empty_table_is_not_an_error_and_tables_are_separate() {
 fn a_route_over_several_gateways_is_listed_once_for_each() {
     with_bridge(|netlink, oif| {
         output("ip route add 10.5.0.0/24 nexthop via 10.1.0.1 nexthop via 10.1.0.9");
-        let rivals = netlink.find_rivals(&route("10.5.0.0/24", None, oif)).unwrap();
+        let rivals = netlink.list_conflicting(&route("10.5.0.0/24", None, oif)).unwrap();
         let gateways: Vec<_> = rivals.iter().map(|route| route.gw.unwrap().to_string()).collect();
         assert_eq!(gateways, ["10.1.0.1", "10.1.0.9"]);
     });
@@ -116,7 +116,7 @@ fn several_gateways_make_one_route_over_several_paths() {
         let paths = [route("10.5.0.0/24", Some("10.1.0.1"), oif), route("10.5.0.0/24", Some("10.1.0.9"), oif)];
         netlink.add_multipath_route(&paths).unwrap();
         assert_eq!(output("ip route show 10.5.0.0/24").matches("nexthop via").count(), 2);
-        assert_eq!(netlink.find_rivals(&paths[0]).unwrap().len(), 2);
+        assert_eq!(netlink.list_conflicting(&paths[0]).unwrap().len(), 2);
         let error = netlink.add_multipath_route(&paths).unwrap_err();
         assert!(error.is_exists() && error.to_string().contains("via 10.1.0.1 and 10.1.0.9"), "{error}");
     });
@@ -135,7 +135,7 @@ fn a_failure_says_which_route() {
 #[test]
 fn an_address_is_own_once_it_takes_packets_in() {
     with_bridge(|netlink, oif| {
-        let own = |ip: &str| netlink.is_own(ip.parse().unwrap()).unwrap();
+        let own = |ip: &str| netlink.is_local_address(ip.parse().unwrap()).unwrap();
         // No route at all, a route to others, and a default route that leads away.
         assert!(!own("fd00:9::1") && !own("10.1.0.200"));
         output("ip route add default via 10.1.0.1");
@@ -148,7 +148,7 @@ fn an_address_is_own_once_it_takes_packets_in() {
         let watch = Watch::open().unwrap();
         netlink.add_address(oif, "fd00:9::1/64".parse().unwrap(), Dad::Skip).unwrap();
         let deadline = Instant::now() + Duration::from_secs(30);
-        let check = || Ok(netlink.is_own("fd00:9::1".parse().unwrap())?.then_some(()));
+        let check = || Ok(netlink.is_local_address("fd00:9::1".parse().unwrap())?.then_some(()));
         watch.wait("the address", deadline, &machine(), check).unwrap();
         assert!(own("fd00:9::1") && !own("fd00:9::2"));
     });

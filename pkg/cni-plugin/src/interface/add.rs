@@ -10,12 +10,12 @@ use cni::skel::{Added, Call};
 use cni_linux::{Dad, Watch};
 
 use super::layer3::{self, Layer3};
-use super::{HostEnd, Interface, LinkState, Made, Release, Site, masquerade, name_taken};
+use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Release, masquerade, name_taken};
 
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
     let earlier = plugin.earlier(call)?;
-    let site = Site::open(call, conf, earlier)?;
+    let site = AttachmentContext::open(call, conf, earlier)?;
     let in_kernel = plugin.is_in_kernel(&site.conf)?;
     // The kernel would refuse this too, but only after links that are shared have been created for
     // it.
@@ -71,8 +71,8 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
 /// Layer 3: the host first, then the container's end, then, once frames pass, the announcement.
 fn bring_up<'a, I: Interface>(
     plugin: &I,
-    site: &Site<'a, I::Conf>,
-    made: &mut Made<I::Link>,
+    site: &AttachmentContext<'a, I::Conf>,
+    made: &mut CreatedLink<I::Link>,
     layer3: &mut Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {

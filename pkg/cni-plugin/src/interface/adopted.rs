@@ -41,7 +41,7 @@ impl PortMark {
     }
 
     /// Whether the port was given to the bridge by this attachment.
-    pub fn is(&self, mark: &AttachmentId) -> bool {
+    pub fn belongs_to(&self, mark: &AttachmentId) -> bool {
         self.mark == mark.alias()
     }
 }
@@ -99,7 +99,7 @@ mod tests {
         for before in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
             let port_mark = PortMark { mark: mark.alias(), addresses: (1, 2), before: before.to_owned() };
             assert_eq!(PortMark::parse(&port_mark.alias()), Some(port_mark.clone()));
-            assert!(port_mark.is(&mark));
+            assert!(port_mark.belongs_to(&mark));
         }
         assert_eq!(PortMark::parse("cni:net/c1/eth0"), None);
         assert_eq!(

@@ -13,7 +13,7 @@ use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Family, Link, Mac, Watch};
 
 use super::layer3::Layer3;
-use super::{HostEnd, Interface, LinkState, Site, masquerade};
+use super::{AttachmentContext, HostEnd, Interface, LinkState, masquerade};
 use crate::keys::Masquerading;
 
 /// How long states that settle by themselves are given.
@@ -23,7 +23,7 @@ const SETTLE: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Check<'a, C> {
     /// Both sides of the attachment.
-    pub site: Site<'a, C>,
+    pub site: AttachmentContext<'a, C>,
     /// The result of the list so far.
     pub prev: AddResult,
     /// CNI_IFNAME in the container.
@@ -58,7 +58,7 @@ fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Resu
 
 /// Both sides of an attachment, and the result of its ADD.
 struct Sides<'a, C> {
-    site: Site<'a, C>,
+    site: AttachmentContext<'a, C>,
     prev: AddResult,
     /// The place of CNI_IFNAME in `prev`.
     place: usize,
@@ -68,7 +68,7 @@ impl<'a, C> Sides<'a, C> {
     fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Sides<'a, C>> {
         let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
-        let site = Site::open(call, conf, None)?;
+        let site = AttachmentContext::open(call, conf, None)?;
         let place = container_interface(call, &prev)?;
         Ok(Sides { site, prev, place })
     }
@@ -113,7 +113,7 @@ fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
 }
 
 /// The container's end is gone. Is anything left of the attachment? If not, that is code 3.
-fn absent<I: Interface>(site: &Site<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
+fn absent<I: Interface>(site: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
     let msg = format!("Interface name {} not found", site.call.ifname);
     if let HostEnd::Veth { .. } = I::HOST_END {
         let host_names = prev
@@ -202,10 +202,10 @@ impl<'a, C> Check<'a, C> {
             let wanted = cni_linux::Route { dst: wanted.dst.network(), ..wanted };
             let is_it = |route: &cni_linux::Route| route.gw == wanted.gw && route.oif == wanted.oif;
             let container = &self.site.container;
-            let mut there = container.find_rivals(&wanted)?;
+            let mut there = container.list_conflicting(&wanted)?;
             if wanted.table_id() == MAIN_TABLE && !there.iter().any(is_it) {
                 there = container.list_all_routes(Family::of(wanted.dst.address()))?;
-                there.retain(|route| wanted.is_rival_of(&cni_linux::Route { table: wanted.table, ..*route }));
+                there.retain(|route| wanted.conflicts_with(&cni_linux::Route { table: wanted.table, ..*route }));
             }
             if !there.iter().any(is_it) {
                 return Err(failed(format!("Expected Route {wanted} not found in routing table")));
@@ -247,7 +247,7 @@ impl<'a, C> Check<'a, C> {
     }
 
     /// The end of the wait for states that settle by themselves, if it begins now.
-    pub fn settle_deadline(&self) -> Instant {
+    pub fn dad_deadline(&self) -> Instant {
         self.site.call.machine.now() + SETTLE
     }
 
@@ -255,8 +255,8 @@ impl<'a, C> Check<'a, C> {
     ///
     /// # Errors
     /// 101 if one is at `deadline`, or is a duplicate.
-    pub fn settle(&self, deadline: Instant) -> Result<()> {
-        let Site { container, netns, call, .. } = &self.site;
+    pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
+        let AttachmentContext { container, netns, call, .. } = &self.site;
         let unsettled = || -> cni_linux::Result<bool> {
             // The kernel's own link-local address is not part of the attachment, and may take its
             // time.
@@ -267,7 +267,7 @@ impl<'a, C> Check<'a, C> {
         if !self.layer3.ips.is_empty() && unsettled()? {
             let watch = Watch::open_in(netns)?;
             watch
-                .wait("duplicate address detection", deadline, call.machine.0, || {
+                .wait("duplicate address detection", deadline, call.machine, || {
                     Ok(if unsettled()? { None } else { Some(()) })
                 })
                 .map_err(|error| failed(format!("an address of {} is not usable: {error}", self.inner.name)))?;

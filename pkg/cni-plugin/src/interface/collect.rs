@@ -54,6 +54,6 @@ pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         };
         errors.extend(removed.err().map(Error::from));
     }
-    errors.extend(host.purge_unmarked(network, &listed, call.machine.0).err().map(Error::from));
+    errors.extend(host.purge_unmarked(network, &listed, call.machine).err().map(Error::from));
     Error::join(errors)
 }

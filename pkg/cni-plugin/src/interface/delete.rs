@@ -19,7 +19,7 @@ use cni::{Cidr, Error, Result};
 use cni_linux::{Link, Mac, Netlink, Netns};
 
 use super::adopted::take_off;
-use super::{Claim, HostEnd, Interface, PortMark, Release, give_back, masquerade, purge_addresses};
+use super::{HostEnd, Interface, Ownership, PortMark, Release, give_back, masquerade, purge_addresses};
 
 pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let mark = call.attachment();
@@ -81,11 +81,11 @@ impl<I: Interface> Links<'_, '_, I> {
             // Gone, unmounted, or a path that never was one: nothing can be inside it.
             Some(Err(error)) if error.is_no_netns() => None,
             Some(Err(error)) => {
-                let outside = self.by_mark(&host, Port::TakenOff);
+                let outside = self.by_mark(&host, DetachedPort::TakenOff);
                 return Err(Error::from(error).and(outside.err()));
             }
         };
-        let Some(netns) = netns else { return self.by_mark(&host, Port::GivenBack) };
+        let Some(netns) = netns else { return self.by_mark(&host, DetachedPort::GivenBack) };
         let inside = || -> Result<bool> {
             let container = host.open_in(&netns)?;
             let unnamed = self.remove_unnamed(&container);
@@ -98,8 +98,8 @@ impl<I: Interface> Links<'_, '_, I> {
         // exist either, both ends may have been renamed.
         let outside = match inside {
             Ok(true) => self.by_name(&host).map(drop),
-            Ok(false) => self.by_mark(&host, Port::GivenBack),
-            Err(_) => self.by_mark(&host, Port::TakenOff),
+            Ok(false) => self.by_mark(&host, DetachedPort::GivenBack),
+            Err(_) => self.by_mark(&host, DetachedPort::TakenOff),
         };
         Error::join([inside.err(), outside.err()].into_iter().flatten())
     }
@@ -125,7 +125,7 @@ impl<I: Interface> Links<'_, '_, I> {
             _ => None,
         };
         if let (Some(outer), Some(port_mark)) = (&outer, outer.as_ref().and_then(PortMark::of)) {
-            if port_mark.is(self.mark) {
+            if port_mark.belongs_to(self.mark) {
                 let (first, count) = port_mark.addresses;
                 let ours = self.prev.into_iter().flat_map(|prev| prev.ips.iter().skip(first).take(count));
                 let ours: Vec<Cidr> = ours.map(|ip| ip.address).collect();
@@ -145,11 +145,11 @@ impl<I: Interface> Links<'_, '_, I> {
             Some(_) => self.mark.is_on(alias),
             None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer.as_ref())?,
         };
-        self.remove_or_leave(container, inner, if ours { Claim::Ours } else { Claim::NotOurs })
+        self.remove_or_leave(container, inner, if ours { Ownership::Ours } else { Ownership::NotOurs })
     }
 
-    fn remove_or_leave(&self, container: &Netlink, inner: &Link, claim: Claim) -> Result<()> {
-        if claim == Claim::Ours {
+    fn remove_or_leave(&self, container: &Netlink, inner: &Link, claim: Ownership) -> Result<()> {
+        if claim == Ownership::Ours {
             return self.plugin.remove(self.call, container, inner);
         }
         self.call.notes.note(format_args!(
@@ -208,7 +208,7 @@ impl<I: Interface> Links<'_, '_, I> {
     /// Removes the host's end by its names, without a namespace. If no link has such a name, the
     /// end may have been renamed, or a port that another plugin created may still be on the bridge.
     /// Either can have any name, so all links are searched.
-    fn by_mark(&self, host: &Netlink, port: Port) -> Result<()> {
+    fn by_mark(&self, host: &Netlink, port: DetachedPort) -> Result<()> {
         if I::HOST_END == HostEnd::None {
             return Ok(());
         }
@@ -225,10 +225,10 @@ impl<I: Interface> Links<'_, '_, I> {
         for link in links {
             let done = if link.is_veth() && self.mark.is_on(link.alias.as_deref()) {
                 host.purge_link(link.index).map(drop)
-            } else if PortMark::of(&link).is_some_and(|port_mark| port_mark.is(self.mark)) {
+            } else if PortMark::of(&link).is_some_and(|port_mark| port_mark.belongs_to(self.mark)) {
                 match port {
-                    Port::GivenBack => give_back(host, &link),
-                    Port::TakenOff => take_off(host, &link),
+                    DetachedPort::GivenBack => give_back(host, &link),
+                    DetachedPort::TakenOff => take_off(host, &link),
                 }
             } else {
                 Ok(())
@@ -241,7 +241,7 @@ impl<I: Interface> Links<'_, '_, I> {
 
 /// What becomes of a port that another plugin made.
 #[derive(Clone, Copy)]
-enum Port {
+enum DetachedPort {
     /// It is off the bridge and has its former alias again.
     GivenBack,
     /// It is off the bridge, so that addresses that may still be in the container are unreachable.

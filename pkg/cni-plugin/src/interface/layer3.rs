@@ -4,14 +4,15 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
+use cni::machine::Machine;
 use cni::result::{AddResult, IpConfig, Route as ResultRoute};
 use cni::rollback::Notes;
-use cni::skel::{Call, MachineRef};
+use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Dad, Netlink, Route, Watch, announce, sysctl};
 
-use super::{Gateway, Layer3Policy, Site, SubnetRoute};
+use super::{AttachmentContext, Gateway, Layer3Policy, SubnetRoute};
 
 /// How long duplicate address detection may take.
 const DAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -207,7 +208,7 @@ impl Layer3 {
 ///
 /// # Errors
 /// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
-pub(super) fn prepare_namespace<C>(site: &Site<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
+pub(super) fn prepare_namespace<C>(site: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
     let ifname = &site.call.ifname;
     site.netns
         .run(|| {
@@ -256,7 +257,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         let mut paths = vec![*route];
         let mut places = vec![position];
         for (other, rival) in wanted.iter().enumerate().skip(position + 1) {
-            if rival.is_rival_of(route) {
+            if rival.conflicts_with(route) {
                 done.push(other);
                 places.push(other);
                 if !paths.iter().any(|path| path.is_same(rival)) {
@@ -267,7 +268,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         match if paths.len() == 1 { container.add_route(route) } else { container.add_multipath_route(&paths) } {
             Ok(()) => {}
             Err(error) if error.is_exists() => {
-                let rivals = container.find_rivals(route)?;
+                let rivals = container.list_conflicting(route)?;
                 if rivals.iter().any(|rival| rival.is_same(route)) {
                     continue;
                 }
@@ -299,9 +300,9 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
 ///
 /// # Errors
 /// 102 for an address that another host on the link has, 11 if it takes too long.
-pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: MachineRef<'_>) -> Result<()> {
+pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: &dyn Machine) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
-    let failed = watch.wait("duplicate address detection", deadline, machine.0, || {
+    let failed = watch.wait("duplicate address detection", deadline, machine, || {
         let addresses = container.list_addresses(index)?;
         if let Some(address) = addresses.iter().find(|address| address.dad_failed) {
             return Ok(Some(Some(address.cidr)));
@@ -329,10 +330,10 @@ pub(super) fn wait_for_own(
 ) -> Result<()> {
     // An IPv4 address takes them in from the start.
     for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
-        if !netlink.is_own(address)? {
+        if !netlink.is_local_address(address)? {
             let what = format!("{address} to become usable");
-            let check = || Ok(netlink.is_own(address)?.then_some(()));
-            match listen()?.wait(&what, call.machine.now() + OWN_DEADLINE, call.machine.0, check) {
+            let check = || Ok(netlink.is_local_address(address)?.then_some(()));
+            match listen()?.wait(&what, call.machine.now() + OWN_DEADLINE, call.machine, check) {
                 Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
                 waited => waited?,
             }

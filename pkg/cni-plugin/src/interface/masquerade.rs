@@ -9,20 +9,20 @@ use std::rc::Rc;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_firewall::masquerade::Former;
+use cni_firewall::masquerade::PreviousRules;
 use cni_firewall::{Backend, Masquerade};
 
-use super::Site;
+use super::AttachmentContext;
 use crate::keys::Masquerading;
 
 /// Masquerading on this host, for one call.
 pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
-    Masquerade::new(call.machine.0, call.notes.clone())
+    Masquerade::new(call.machine, call.notes.clone())
 }
 
 /// ADD: puts the rules in force, if they are wanted.
 pub(super) fn ensure<'a, C>(
-    site: &Site<'a, C>,
+    site: &AttachmentContext<'a, C>,
     wanted: Masquerading,
     addresses: &[Cidr],
     rollback: &mut Rollback<'a>,
@@ -31,7 +31,7 @@ pub(super) fn ensure<'a, C>(
     let (call, mark) = (site.call, &site.mark);
     // Registered before the effect, because one family may be done when the other fails. Rules that
     // an earlier ADD of the attachment made, into another namespace, stay.
-    let former = Rc::new(Former::default());
+    let former = Rc::new(PreviousRules::default());
     let (mine, its, before) = (mark.clone(), addresses.to_vec(), Rc::clone(&former));
     let undo = move || open(call).put_back(&mine, &its, &before);
     rollback.push(format!("put the masquerade rules of {} back as they were", mark.ifname), undo);

@@ -43,7 +43,7 @@ pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use check::{Check, failed};
 pub use collect::collect_links;
 pub use layer3::{Layer3, forwarding};
-pub use site::{Site, host_interface};
+pub use site::{AttachmentContext, host_interface};
 
 /// What is special about a plugin's link.
 pub trait Interface {
@@ -94,7 +94,11 @@ pub trait Interface {
     /// # Errors
     /// The plugin's and the kernel's. Each effect is behind its undo on `rollback`, so nothing
     /// needs cleaning here.
-    fn create<'a>(&self, site: &Site<'a, Self::Conf>, rollback: &mut Rollback<'a>) -> Result<Made<Self::Link>>;
+    fn create<'a>(
+        &self,
+        site: &AttachmentContext<'a, Self::Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<Self::Link>>;
 
     /// Sets up what the host does for the addresses, before the container gets them.
     ///
@@ -102,12 +106,12 @@ pub trait Interface {
     /// The kernel's.
     fn serve<'a>(
         &self,
-        _site: &Site<'a, Self::Conf>,
-        _made: &mut Made<Self::Link>,
+        _site: &AttachmentContext<'a, Self::Conf>,
+        _made: &mut CreatedLink<Self::Link>,
         _layer3: &Layer3,
         _rollback: &mut Rollback<'a>,
-    ) -> Result<Served> {
-        Ok(Served::default())
+    ) -> Result<HostState> {
+        Ok(HostState::default())
     }
 
     /// Waits until frames pass between host and container, whose interface has just been set up.
@@ -116,7 +120,12 @@ pub trait Interface {
     ///
     /// # Errors
     /// The kernel's; code 11 at the deadline.
-    fn wait_for_frames(&self, _site: &Site<'_, Self::Conf>, _made: &Made<Self::Link>, _watch: &Watch) -> Result<()> {
+    fn wait_for_frames(
+        &self,
+        _site: &AttachmentContext<'_, Self::Conf>,
+        _made: &CreatedLink<Self::Link>,
+        _watch: &Watch,
+    ) -> Result<()> {
         Ok(())
     }
 
@@ -124,12 +133,13 @@ pub trait Interface {
     ///
     /// # Errors
     /// The kernel's.
-    fn finish(&self, _site: &Site<'_, Self::Conf>, _made: &mut Made<Self::Link>) -> Result<()> {
+    fn finish(&self, _site: &AttachmentContext<'_, Self::Conf>, _made: &mut CreatedLink<Self::Link>) -> Result<()> {
         Ok(())
     }
 
     /// Returns an earlier plugin's result, if this plugin is to use that one's interface instead of
-    /// creating its own: then [`create`](Interface::create) finds it in [`Site::earlier`].
+    /// creating its own: then [`create`](Interface::create) finds it in
+    /// [`AttachmentContext::earlier`].
     ///
     /// # Errors
     /// A `prevResult` that is meant and cannot be read.
@@ -146,7 +156,7 @@ pub trait Interface {
         check.interface()?;
         check.layer3()?;
         check.masquerade(&check.layer3.ips)?;
-        check.settle(check.settle_deadline())
+        check.wait_for_dad(check.dad_deadline())
     }
 
     /// Whether DEL removes CNI_IFNAME, a link of this plugin's kind that neither a mark nor
@@ -163,7 +173,7 @@ pub trait Interface {
 
     /// DEL: says whose `inner`, which is CNI_IFNAME, is; `None` lets kind, mark and `prevResult`
     /// tell.
-    fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Claim> {
+    fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Ownership> {
         None
     }
 
@@ -226,7 +236,7 @@ pub enum HostEnd {
 
 /// Whose an interface in the container is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Claim {
+pub enum Ownership {
     /// This attachment's.
     Ours,
     /// Not this attachment's: DEL leaves the interface.
@@ -320,7 +330,7 @@ pub enum LinkState {
 
 /// A link that [`Interface::create`] has created.
 #[derive(Debug)]
-pub struct Made<L> {
+pub struct CreatedLink<L> {
     /// The index of CNI_IFNAME in the container; 0 if the kernel has no such link.
     pub index: u32,
     /// Its hardware address; zero if it has no Ethernet address.
@@ -335,7 +345,7 @@ pub struct Made<L> {
 
 /// What the host does for a container's addresses.
 #[derive(Debug, Default)]
-pub struct Served {
+pub struct HostState {
     /// The addresses that the host has got for it.
     pub added: Vec<IpAddr>,
     /// The host's link on which the container is a neighbour, if the host may know the addresses as

@@ -10,7 +10,7 @@ use cni_linux::{Mac, Netlink, Netns};
 
 /// Both sides of an attachment, for one ADD or CHECK.
 #[derive(Debug)]
-pub struct Site<'a, C> {
+pub struct AttachmentContext<'a, C> {
     /// The call.
     pub call: &'a Call<'a>,
     /// The plugin's configuration.
@@ -27,12 +27,12 @@ pub struct Site<'a, C> {
     pub earlier: Option<AddResult>,
 }
 
-impl<'a, C> Site<'a, C> {
-    pub(super) fn open(call: &'a Call<'_>, conf: C, earlier: Option<AddResult>) -> Result<Site<'a, C>> {
+impl<'a, C> AttachmentContext<'a, C> {
+    pub(super) fn open(call: &'a Call<'_>, conf: C, earlier: Option<AddResult>) -> Result<AttachmentContext<'a, C>> {
         let netns = Netns::open(call.netns()?)?;
         let host = Rc::new(Netlink::open()?);
         let container = host.open_in(&netns)?;
-        Ok(Site { call, conf, mark: call.attachment(), netns, host, container, earlier })
+        Ok(AttachmentContext { call, conf, mark: call.attachment(), netns, host, container, earlier })
     }
 
     /// CNI_IFNAME as a result lists it.

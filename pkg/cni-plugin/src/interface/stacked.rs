@@ -15,7 +15,7 @@ use cni_linux::{Link, Mac, Netlink, Stacked, StackedSpec};
 use serde::{Deserialize, Deserializer};
 
 use super::veth::undo_creation;
-use super::{Check, Made, Site, failed, taken};
+use super::{AttachmentContext, Check, CreatedLink, failed, taken};
 
 /// The choices of an interface that is to be created.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub struct Choices {
     /// The name of the master, or that of the default route's interface.
     pub master: Option<String>,
     /// Where the master is.
-    pub place: Place,
+    pub place: MasterNamespace,
     /// The MTU as configured; what it may be depends on the master's.
     pub mtu: i64,
     /// The hardware address, or one of the kernel's choice.
@@ -36,7 +36,7 @@ pub struct Choices {
 
 /// The namespace of a master.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Place {
+pub enum MasterNamespace {
     /// The host's.
     #[default]
     Host,
@@ -44,11 +44,11 @@ pub enum Place {
     Container,
 }
 
-impl<'de> Deserialize<'de> for Place {
+impl<'de> Deserialize<'de> for MasterNamespace {
     /// Reads `linkInContainer`.
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Place, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MasterNamespace, D::Error> {
         let inside = Option::<bool>::deserialize(deserializer)?.unwrap_or_default();
-        Ok(if inside { Place::Container } else { Place::Host })
+        Ok(if inside { MasterNamespace::Container } else { MasterNamespace::Host })
     }
 }
 
@@ -77,9 +77,9 @@ impl Choices {
     /// host, or if there is neither a `master` nor a default route.
     pub fn host_master(&self) -> Option<String> {
         match (&self.master, self.place) {
-            (_, Place::Container) => None,
-            (Some(name), Place::Host) => Some(name.clone()),
-            (None, Place::Host) => Some(self.find_master(&Netlink::open().ok()?).ok()?.name),
+            (_, MasterNamespace::Container) => None,
+            (Some(name), MasterNamespace::Host) => Some(name.clone()),
+            (None, MasterNamespace::Host) => Some(self.find_master(&Netlink::open().ok()?).ok()?.name),
         }
     }
 
@@ -98,9 +98,13 @@ impl Choices {
 ///
 /// # Errors
 /// Code 7 for the master and the MTU, with Go's texts; the kernel's.
-pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollback<'a>) -> Result<Made<()>> {
+pub fn create<'a, C>(
+    site: &AttachmentContext<'a, C>,
+    choices: &Choices,
+    rollback: &mut Rollback<'a>,
+) -> Result<CreatedLink<()>> {
     let container = Rc::new(site.container.clone());
-    let socket: &Netlink = if choices.place == Place::Host { &site.host } else { &container };
+    let socket: &Netlink = if choices.place == MasterNamespace::Host { &site.host } else { &container };
     let (master, stacked) = (choices.find_master(socket)?, choices.stacked);
     let spec = StackedSpec {
         name: &site.mark.host_name(0),
@@ -127,7 +131,7 @@ pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollb
         site.call.notes.note(format_args!("{} has its master's hardware address {mac}", site.call.ifname));
     }
     let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
-    Ok(Made { index: link.index, mac, result, interface: 0, link: () })
+    Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
 }
 
 fn is_of(link: &Link, stacked: Stacked) -> bool {
@@ -155,7 +159,7 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
     }
     check.interface()?;
     check.layer3()?;
-    check.settle(check.settle_deadline())
+    check.wait_for_dad(check.dad_deadline())
 }
 
 /// STATUS: whether the master exists. One that is in the container exists only with the container.
@@ -163,7 +167,7 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
 /// # Errors
 /// Code 50.
 pub fn ready(choices: &Choices) -> Result<()> {
-    if choices.place == Place::Container {
+    if choices.place == MasterNamespace::Container {
         return Ok(());
     }
     let ready = || choices.mtu(&choices.find_master(&Netlink::open()?)?).map(drop);

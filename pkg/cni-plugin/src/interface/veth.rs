@@ -7,9 +7,9 @@ use std::rc::Rc;
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
 use cni_linux::veth::HOST_NAME_ATTEMPTS;
-use cni_linux::{Link, Mac, Netlink, Taken, VethSpec, sysctl};
+use cni_linux::{Link, Mac, Netlink, TakenName, VethSpec, sysctl};
 
-use super::{Site, UNTOUCHED};
+use super::{AttachmentContext, UNTOUCHED};
 
 /// The choices of a pair that is to be created.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,7 +41,7 @@ pub struct Pair {
 ///
 /// # Errors
 /// 102 with Go's text if the container has an interface of that name.
-pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollback<'a>) -> Result<Pair> {
+pub fn create<'a, C>(site: &AttachmentContext<'a, C>, choices: &Choices, rollback: &mut Rollback<'a>) -> Result<Pair> {
     let (host, mark) = (&site.host, &site.mark);
     let (mac, peer_mac) = (made_up_mac()?, choices.mac.map_or_else(made_up_mac, Ok)?);
     let alias = mark.alias();
@@ -65,8 +65,8 @@ pub fn create<'a, C>(site: &Site<'a, C>, choices: &Choices, rollback: &mut Rollb
                 break (name, veth);
             }
             Err(error) => match error.taken() {
-                Some(Taken::ContainerName) => return Err(name_taken(&mark.ifname, &name)),
-                Some(Taken::HostName) if attempt < HOST_NAME_ATTEMPTS => {}
+                Some(TakenName::ContainerName) => return Err(name_taken(&mark.ifname, &name)),
+                Some(TakenName::HostName) if attempt < HOST_NAME_ATTEMPTS => {}
                 _ => return Err(Error::from(error).context("failed to make veth pair")),
             },
         }

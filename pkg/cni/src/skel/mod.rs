@@ -23,7 +23,7 @@ use crate::machine::Machine;
 use crate::release::release;
 use crate::result::{AddResult, pretty};
 use crate::rollback::{Notes, Rollback};
-use crate::steps::{Called, Quoted};
+use crate::steps::{CallTimer, Quoted};
 use crate::version::{Version, parse_triple};
 use crate::{Cidr, Code, Error, Result, ident};
 
@@ -148,26 +148,14 @@ pub struct Call<'m> {
     /// The whole environment, for delegates.
     pub environment: &'m Environment,
     /// The machine.
-    pub machine: MachineRef<'m>,
+    pub machine: &'m dyn Machine,
     /// Where remarks go.
     pub notes: Notes,
 }
 
-/// A borrowed [`Machine`] that can be printed.
-#[derive(Clone, Copy)]
-pub struct MachineRef<'m>(pub &'m dyn Machine);
-
-impl std::fmt::Debug for MachineRef<'_> {
+impl std::fmt::Debug for dyn Machine + '_ {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Machine")
-    }
-}
-
-impl<'m> std::ops::Deref for MachineRef<'m> {
-    type Target = dyn Machine + 'm;
-
-    fn deref(&self) -> &Self::Target {
-        self.0
     }
 }
 
@@ -260,7 +248,7 @@ pub fn dispatch(
 ) -> Result<(), Failed> {
     let mut version = Version::NEWEST;
     let mut network = String::new();
-    let called = Called::begin();
+    let called = CallTimer::begin();
     let known = Known { version: &mut version, network: &mut network };
     let outcome = unwinding(plugin, || serve(plugin, machine, environment, &mut streams, known));
     called.end(plugin.name(), environment, &network, &outcome);
@@ -336,7 +324,7 @@ fn serve(
         ifname: given(&environment.ifname),
         conf,
         environment,
-        machine: MachineRef(machine),
+        machine,
         notes: streams.notes.clone(),
     };
     // A path that cannot be opened is the plugin's to judge: some never look at it.

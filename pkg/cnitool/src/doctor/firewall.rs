@@ -12,12 +12,12 @@ use cni_linux::{Link, sysctl};
 use libcni::cache::Entry;
 use serde_json::Value;
 
-use super::{Ground, Seen};
+use super::{CheckOutcome, Context};
 use crate::inspect::result_of;
 
 /// A program's stdout, if it is there and succeeds.
-fn ask(ground: &Ground<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
-    let program = find(ground, program)?;
+fn ask(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
+    let program = find(context, program)?;
     let child = Child {
         program,
         args: args.iter().map(Into::into).collect(),
@@ -26,12 +26,12 @@ fn ask(ground: &Ground<'_, '_>, program: &str, args: &[&str]) -> Option<String> 
         timeout: Duration::from_secs(30),
         on_sigterm: OnSigterm::Kill,
     };
-    let output = ground.call.machine.run(&child).ok()?;
+    let output = context.call.machine.run(&child).ok()?;
     (output.status == Exit::Status(0)).then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-fn find(ground: &Ground<'_, '_>, program: &str) -> Option<PathBuf> {
-    let path = crate::cli::Variables(&ground.call.environment).find_os("PATH").unwrap_or_default();
+fn find(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
+    let path = crate::cli::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
     let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
     let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system);
     folders.map(|folder| folder.join(program)).find(|path| path.is_file())
@@ -53,13 +53,13 @@ struct Known {
 }
 
 impl Known {
-    fn of(ground: &Ground<'_, '_>, bridge: &Link) -> Known {
-        let attached = ground.picture.attached();
+    fn of(context: &Context<'_, '_>, bridge: &Link) -> Known {
+        let attached = context.snapshot.attached();
         let is_on_it = |entry: &&Entry| {
             let mut its = attached.iter().filter(|(_, link)| link.master == Some(bridge.index));
             its.any(|(mark, _)| mark.network == entry.network && mark.container_id == entry.attachment.container_id)
         };
-        let results = ground.picture.remembered.iter().filter(is_on_it).filter_map(result_of);
+        let results = context.snapshot.remembered.iter().filter(is_on_it).filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
             let (cidr, address) = (ip.address.network(), ip.address.address());
             [format!("{address}"), format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 }), format!("{cidr}")]
@@ -74,17 +74,17 @@ impl Known {
 
 /// Whether a policy drops what containers send, and nothing in its table speaks of their bridge or
 /// network.
-pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
-    let mut seen = Seen::new("policy");
-    let bridges: Vec<Known> = ground.picture.bridges().into_iter().map(|bridge| Known::of(ground, bridge)).collect();
+pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("policy");
+    let bridges: Vec<Known> = context.snapshot.bridges().into_iter().map(|bridge| Known::of(context, bridge)).collect();
     if bridges.is_empty() {
         return seen.well("no bridge has containers");
     }
     let mut blind = Vec::new();
-    match ask(ground, "nft", &["-j", "list", "chains"]).and_then(|text| serde_json::from_str::<Value>(&text).ok()) {
+    match ask(context, "nft", &["-j", "list", "chains"]).and_then(|text| serde_json::from_str::<Value>(&text).ok()) {
         Some(chains) => {
             for Dropping { family, table, chain } in dropping(&chains) {
-                let rules = ask(ground, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+                let rules = ask(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
                 for Known { bridge, .. } in bridges.iter().filter(|known| !known.is_spoken_of(&rules)) {
                     let what = format!(
                         "chain {family} {table} {chain} drops what is forwarded, and no rule of the table speaks of {bridge}: its \
@@ -112,7 +112,7 @@ pub(super) fn policy(ground: &Ground<'_, '_>) -> Seen {
         if !fs::read_to_string(names).unwrap_or_default().lines().any(|table| table == "filter") {
             continue;
         }
-        let Some(saved) = ask(ground, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
+        let Some(saved) = ask(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
             blind.push("iptables-legacy-save");
             continue;
         };
@@ -165,10 +165,10 @@ fn dropping(chains: &Value) -> Vec<Dropping> {
 
 /// Whether frames on a bridge go through iptables, which is right for Kubernetes and surprises
 /// everybody else.
-pub(super) fn bridge_netfilter(ground: &Ground<'_, '_>) -> Seen {
-    let mut seen = Seen::new("br_netfilter");
+pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
-    let drops = !policy(ground).findings.is_empty();
+    let drops = !policy(context).findings.is_empty();
     match value.as_deref() {
         None => seen.well("not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if drops => {
@@ -183,14 +183,14 @@ pub(super) fn bridge_netfilter(ground: &Ground<'_, '_>) -> Seen {
 
 /// Whether both variants of iptables hold rules: each sees its own alone, and what one accepts the
 /// other may drop.
-pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
-    let mut seen = Seen::new("iptables");
+pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("iptables");
     let mut variants = Vec::new();
     for program in ["iptables", "ip6tables"] {
         let names = format!("/proc/net/{}_names", if program == "iptables" { "ip_tables" } else { "ip6_tables" });
         let legacy_tables = fs::read_to_string(Path::new(&names)).unwrap_or_default();
         let rules = |variant: &str| -> usize {
-            let saved = ask(ground, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
+            let saved = ask(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
             saved.lines().filter(|line| line.starts_with("-A ")).count()
         };
         // Asking iptables-legacy would load its modules.
@@ -223,14 +223,14 @@ pub(super) fn variants(ground: &Ground<'_, '_>) -> Seen {
 }
 
 /// Whether the table of connections has room.
-pub(super) fn conntrack() -> Seen {
+pub(super) fn conntrack() -> CheckOutcome {
     let number = |name: &str| sysctl::read(name).ok()?.trim().parse::<u64>().ok();
     let count = number("net/netfilter/nf_conntrack_count");
     judge_conntrack(count.zip(number("net/netfilter/nf_conntrack_max")))
 }
 
-fn judge_conntrack(fill: Option<(u64, u64)>) -> Seen {
-    let mut seen = Seen::new("conntrack");
+fn judge_conntrack(fill: Option<(u64, u64)>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("conntrack");
     match fill {
         // No limit.
         Some((count, 0)) => seen.well(format!("{count} connections, no limit")),

@@ -18,7 +18,7 @@ use libcni::{NetworkList, Runtime};
 use serde_json::json;
 
 use crate::cli::{Failure, Shared, Variables, failed};
-use crate::inspect::{Picture, bridges_of, orphans};
+use crate::inspect::{Snapshot, bridges_of, orphans};
 use crate::node;
 use crate::report::{Colour, Format, paint, write, write_json};
 use crate::{Call, Exit, Streams};
@@ -42,16 +42,16 @@ pub(crate) enum Fix {
 }
 
 /// What one check saw.
-pub(crate) struct Seen {
+pub(crate) struct CheckOutcome {
     check: &'static str,
     findings: Vec<Finding>,
     /// Printed if nothing was found: what is well, or why the check could not look.
     well: String,
 }
 
-impl Seen {
-    fn new(check: &'static str) -> Seen {
-        Seen { check, findings: Vec::new(), well: String::new() }
+impl CheckOutcome {
+    fn new(check: &'static str) -> CheckOutcome {
+        CheckOutcome { check, findings: Vec::new(), well: String::new() }
     }
 
     fn found(&mut self, what: impl Into<String>, command: impl Into<String>) {
@@ -67,15 +67,15 @@ impl Seen {
         self.findings.push(Finding { check: self.check, what, fix });
     }
 
-    fn well(mut self, well: impl Into<String>) -> Seen {
+    fn well(mut self, well: impl Into<String>) -> CheckOutcome {
         self.well = well.into();
         self
     }
 }
 
 /// What the checks look at.
-struct Ground<'a, 'm> {
-    picture: Picture,
+struct Context<'a, 'm> {
+    snapshot: Snapshot,
     runtime: Runtime<'m>,
     conf_dir: std::path::PathBuf,
     shared: &'a Shared,
@@ -90,8 +90,8 @@ pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -
 
 fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let conf_folder = shared.conf_folder(&Variables(&call.environment));
-    let ground = Ground {
-        picture: Picture::take(shared, call, &streams.notes)?,
+    let context = Context {
+        snapshot: Snapshot::take(shared, call, &streams.notes)?,
         runtime: shared.runtime(call, &streams.notes),
         conf_dir: conf_folder.path().to_owned(),
         shared,
@@ -99,19 +99,19 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         notes: streams.notes.clone(),
     };
     let seen = vec![
-        places::networks(&ground)?,
-        places::folders(&ground),
-        places::status(&ground),
-        places::addresses(&ground)?,
-        traffic::forwarding(&ground),
-        traffic::links(&ground)?,
-        traffic::mtu(&ground)?,
-        traffic::rp_filter(&ground)?,
-        firewall::policy(&ground),
-        firewall::bridge_netfilter(&ground),
-        firewall::variants(&ground),
+        places::networks(&context)?,
+        places::folders(&context),
+        places::status(&context),
+        places::addresses(&context)?,
+        traffic::forwarding(&context),
+        traffic::links(&context)?,
+        traffic::mtu(&context)?,
+        traffic::rp_filter(&context)?,
+        firewall::policy(&context),
+        firewall::bridge_netfilter(&context),
+        firewall::variants(&context),
         firewall::conntrack(),
-        left_over(&ground)?,
+        left_over(&context)?,
     ];
     let count = seen.iter().map(|one| one.findings.len()).sum::<usize>();
     match shared.format() {
@@ -133,7 +133,7 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
     Ok(if count == 0 { Exit::Done } else { Exit::Failed })
 }
 
-fn text(seen: &[Seen], count: usize, streams: &Streams<'_>) -> String {
+fn text(seen: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
     let mut text = String::new();
     for one in seen.iter().filter(|one| one.findings.is_empty()) {
         text += &format!("  {:<14} {}\n", one.check, one.well);
@@ -155,15 +155,15 @@ fn text(seen: &[Seen], count: usize, streams: &Streams<'_>) -> String {
 }
 
 /// What inspect calls left over.
-fn left_over(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
-    let mut seen = Seen::new("left over");
-    for orphan in orphans::find(&ground.picture, ground.call)? {
+fn left_over(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+    let mut seen = CheckOutcome::new("left over");
+    for orphan in orphans::find(&context.snapshot, context.call)? {
         seen.found(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
     }
     Ok(seen.well("every link, rule, reservation, backup, lease and cache entry has its container"))
 }
 
-impl Ground<'_, '_> {
+impl Context<'_, '_> {
     /// Whether some container that is there was attached with this key switched on: by the
     /// configuration of its ADD where that is remembered, else by that of the network whose bridge
     /// it is on.
@@ -175,7 +175,7 @@ impl Ground<'_, '_> {
             };
             plugins.iter().any(|one| keys.iter().any(|key| one.get(key) == Some(&Json::Bool(true))))
         };
-        let (attached, bridges) = (self.picture.attached(), self.picture.bridges());
+        let (attached, bridges) = (self.snapshot.attached(), self.snapshot.bridges());
         let alive = |entry: &&Entry| {
             let is_its = |mark: &AttachmentId| {
                 mark.network == entry.network && entry.attachment.container_id == mark.container_id
@@ -184,8 +184,8 @@ impl Ground<'_, '_> {
         };
         let has_containers =
             |list: &&NetworkList| bridges_of(list).iter().any(|name| bridges.iter().any(|bridge| bridge.name == *name));
-        self.picture.remembered.iter().filter(alive).any(|entry| is_on(&entry.config))
-            || self.picture.networks.iter().filter(has_containers).any(|list| is_on(list.raw()))
+        self.snapshot.remembered.iter().filter(alive).any(|entry| is_on(&entry.config))
+            || self.snapshot.networks.iter().filter(has_containers).any(|list| is_on(list.raw()))
     }
 
     fn conf_files(&self) -> Result<Vec<libcni::ConfFile>, Error> {

@@ -9,14 +9,14 @@ use cni::Error;
 use cni::delegate::find_plugin;
 use libcni::cache::DEFAULT_DIR;
 
-use super::{Ground, Seen};
+use super::{CheckOutcome, Context};
 use crate::inspect::orphans::quoted;
 
 /// Whether the configurations load.
-pub(super) fn networks(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
-    let mut seen = Seen::new("networks");
+pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+    let mut seen = CheckOutcome::new("networks");
     let mut names: Vec<String> = Vec::new();
-    for file in ground.conf_files()? {
+    for file in context.conf_files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
             Err(error) => seen.found(error.to_string(), format!("cnitool validate {path}")),
@@ -28,31 +28,31 @@ pub(super) fn networks(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
         }
     }
     let well = match names.is_empty() {
-        true => format!("none is configured in {}", ground.conf_dir.display()),
-        false => format!("{} in {}", names.join(", "), ground.conf_dir.display()),
+        true => format!("none is configured in {}", context.conf_dir.display()),
+        false => format!("{} in {}", names.join(", "), context.conf_dir.display()),
     };
     Ok(seen.well(well))
 }
 
 /// Whether the plugins are there, and whether root alone decides what runs as root.
-pub(super) fn folders(ground: &Ground<'_, '_>) -> Seen {
-    let mut seen = Seen::new("folders");
+pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("folders");
     let mut looked_at: Vec<PathBuf> = Vec::new();
-    let mut look = |path: &Path, seen: &mut Seen| {
+    let mut look = |path: &Path, seen: &mut CheckOutcome| {
         if looked_at.iter().any(|known| known == path) {
             return;
         }
         looked_at.push(path.to_owned());
         judge(path, seen);
     };
-    look(&ground.conf_dir, &mut seen);
-    for list in &ground.picture.networks {
+    look(&context.conf_dir, &mut seen);
+    for list in &context.snapshot.networks {
         for plugin in list.plugins() {
             let mut kinds = vec![plugin.kind().to_owned()];
             let conf = list.request(plugin, None).and_then(cni::config::NetConf::parse);
             kinds.extend(conf.ok().map(|conf| conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty()));
             for kind in kinds {
-                match find_plugin(&kind, &ground.runtime.plugin_folders) {
+                match find_plugin(&kind, &context.runtime.plugin_folders) {
                     Ok(path) => {
                         if let Some(folder) = path.parent() {
                             look(folder, &mut seen);
@@ -62,7 +62,7 @@ pub(super) fn folders(ground: &Ground<'_, '_>) -> Seen {
                     Err(error) => {
                         let what = format!("network {}: {error}", list.name());
                         if !seen.findings.iter().any(|one| one.what == what) {
-                            let folder = ground.runtime.plugin_folders.first().cloned().unwrap_or_default();
+                            let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
                             seen.found(
                                 what,
                                 format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy())),
@@ -73,20 +73,20 @@ pub(super) fn folders(ground: &Ground<'_, '_>) -> Seen {
             }
         }
     }
-    for file in ground.conf_files().unwrap_or_default() {
+    for file in context.conf_files().unwrap_or_default() {
         look(&file.path, &mut seen);
     }
     for path in [DEFAULT_DIR, "/var/lib/cni/results", "/run/cni"] {
         look(Path::new(path), &mut seen);
     }
-    for (network, folder, _) in &ground.picture.reservations {
+    for (network, folder, _) in &context.snapshot.reservations {
         look(&folder.join(network), &mut seen);
     }
     seen.well("plugins are there, and only root can change them, the networks and the result cache")
 }
 
 /// A user who can write here can make root run a program, or take containers their addresses.
-fn judge(path: &Path, seen: &mut Seen) {
+fn judge(path: &Path, seen: &mut CheckOutcome) {
     // What is missing is made when it is needed, or is another check's affair.
     let Ok(metadata) = fs::metadata(path) else { return };
     let shown = quoted(&path.to_string_lossy());
@@ -114,12 +114,12 @@ const DAEMON: &str = "start the daemon: systemctl enable --now cni-dhcp.socket, 
                       not answer must be restarted";
 
 /// Whether each network's plugins can handle an ADD, by their STATUS.
-pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
-    let mut seen = Seen::new("status");
-    for list in &ground.picture.networks {
+pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("status");
+    for list in &context.snapshot.networks {
         // `folders` reports a missing plugin.
-        let there = list.plugins().iter().all(|one| find_plugin(one.kind(), &ground.runtime.plugin_folders).is_ok());
-        if let (true, Err(error)) = (there, ground.runtime.status(list)) {
+        let there = list.plugins().iter().all(|one| find_plugin(one.kind(), &context.runtime.plugin_folders).is_ok());
+        if let (true, Err(error)) = (there, context.runtime.status(list)) {
             let what = format!("network {}: {error}", list.name());
             match what.contains("DHCP daemon") {
                 true => seen.found_without_command(what, DAEMON),
@@ -132,10 +132,10 @@ pub(super) fn status(ground: &Ground<'_, '_>) -> Seen {
 
 /// Checks how full the ranges are, and whether the disk has room for a reservation. STATUS succeeds
 /// where the ranges or the disk are full.
-pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
-    let mut seen = Seen::new("addresses");
-    let place = crate::ipam::Place::default();
-    let desk = crate::ipam::Desk::new(ground.shared, ground.call, &place, &ground.notes);
+pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+    let mut seen = CheckOutcome::new("addresses");
+    let place = crate::ipam::StoreLocation::default();
+    let desk = crate::ipam::IpamContext::new(context.shared, context.call, &place, &context.notes);
     let mut fullest = 0;
     for (network, usage) in desk.usage()? {
         for set in usage {
@@ -152,7 +152,7 @@ pub(super) fn addresses(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
         let folder = quoted(&folder.to_string_lossy());
         seen.found(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
     }
-    for (network, file, what) in &ground.picture.unusual {
+    for (network, file, what) in &context.snapshot.unusual {
         let advice = format!(
             "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
             quoted(network)

@@ -7,15 +7,15 @@ use cni::Error;
 use cni_linux::route::Family;
 use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
 
-use super::{Ground, Seen};
+use super::{CheckOutcome, Context};
 use crate::inspect::orphans::quoted;
 use crate::inspect::result_of;
 
 /// Whether the host forwards, where containers rely on it. A bridge's ADD switches it on, and
 /// nothing switches it back.
-pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
-    let mut seen = Seen::new("forwarding");
-    if !ground.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
+pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut seen = CheckOutcome::new("forwarding");
+    if !context.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return seen.well("nothing needs it now; bridge switches it on when something does");
     }
     let mut require = |name: String| {
@@ -28,10 +28,10 @@ pub(super) fn forwarding(ground: &Ground<'_, '_>) -> Seen {
         }
     };
     require("net/ipv4/ip_forward".to_owned());
-    for bridge in ground.picture.bridges() {
+    for bridge in context.snapshot.bridges() {
         require(format!("net/ipv4/conf/{}/forwarding", bridge.name));
     }
-    let results = ground.picture.remembered.iter().filter_map(result_of);
+    let results = context.snapshot.remembered.iter().filter_map(result_of);
     let has_ipv6 = results.flat_map(|result| result.ips).any(|ip| !ip.address.is_ipv4());
     if has_ipv6 {
         require("net/ipv6/conf/all/forwarding".to_owned());
@@ -50,21 +50,21 @@ fn dotted(name: &str) -> String {
 }
 
 /// Whether bridges and host ends are up.
-pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
-    let mut seen = Seen::new("links");
-    let bridges = ground.picture.bridges();
+pub(super) fn links(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+    let mut seen = CheckOutcome::new("links");
+    let bridges = context.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
         let what = format!("bridge {} is down: nothing passes between its containers", bridge.name);
         seen.found(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
-    let attached = ground.picture.attached();
+    let attached = context.snapshot.attached();
     for (mark, link) in &attached {
         let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container_id, mark.ifname);
         if !link.up {
             seen.found(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
-        } else if link.oper_state == OperState::Down && is_container_up(ground, mark) == Some(false) {
+        } else if link.oper_state == OperState::Down && is_container_up(context, mark) == Some(false) {
             let what = format!("host link {whose} has no carrier: the container's end is down");
-            let netns = netns_of(ground, mark).unwrap_or_default();
+            let netns = netns_of(context, mark).unwrap_or_default();
             let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(&mark.ifname));
             seen.found(what, command);
         }
@@ -74,7 +74,7 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
         let is_unknown = |link: &&Link| {
             link.master == Some(bridge.index) && !attached.iter().any(|(_, one)| one.index == link.index)
         };
-        for link in ground.picture.links.iter().filter(is_unknown).filter(|link| !link.up) {
+        for link in context.snapshot.links.iter().filter(is_unknown).filter(|link| !link.up) {
             let what = format!("{}, a port of {}, is down", link.name, bridge.name);
             seen.found(what, format!("ip link set dev {} up", quoted(&link.name)));
         }
@@ -85,8 +85,8 @@ pub(super) fn links(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
     }))
 }
 
-fn netns_of(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<String> {
-    let entry = ground.picture.remembered.iter().find(|entry| {
+fn netns_of(context: &Context<'_, '_>, mark: &AttachmentId) -> Option<String> {
+    let entry = context.snapshot.remembered.iter().find(|entry| {
         let attachment = &entry.attachment;
         AttachmentId::new(&entry.network, &attachment.container_id, &attachment.ifname) == *mark
     })?;
@@ -94,22 +94,22 @@ fn netns_of(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<String> {
 }
 
 /// The container's end, if its namespace can be found.
-fn inside(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<Link> {
-    let netns = Netns::open(Path::new(&netns_of(ground, mark)?)).ok()?;
+fn inside(context: &Context<'_, '_>, mark: &AttachmentId) -> Option<Link> {
+    let netns = Netns::open(Path::new(&netns_of(context, mark)?)).ok()?;
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&mark.ifname).ok()?
 }
 
-fn is_container_up(ground: &Ground<'_, '_>, mark: &AttachmentId) -> Option<bool> {
-    inside(ground, mark).map(|link| link.up)
+fn is_container_up(context: &Context<'_, '_>, mark: &AttachmentId) -> Option<bool> {
+    inside(context, mark).map(|link| link.up)
 }
 
 /// Whether both ends of each pair agree, and whether what leaves the host fits through its way out.
-pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
-    let mut seen = Seen::new("mtu");
-    let uplink = uplink(&ground.picture.links)?;
+pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+    let mut seen = CheckOutcome::new("mtu");
+    let uplink = uplink(&context.snapshot.links)?;
     let mut told: Vec<String> = Vec::new();
-    for (mark, link) in &ground.picture.attached() {
-        let Some(inside) = inside(ground, mark) else { continue };
+    for (mark, link) in &context.snapshot.attached() {
+        let Some(inside) = inside(context, mark) else { continue };
         let whose = format!("{} {} {}", mark.network, mark.container_id, mark.ifname);
         if inside.mtu != link.mtu {
             let what = format!(
@@ -118,7 +118,7 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
             );
             seen.found(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inside.mtu));
         }
-        let bridge = ground.picture.links.iter().find(|other| Some(other.index) == link.master);
+        let bridge = context.snapshot.links.iter().find(|other| Some(other.index) == link.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !told.contains(&bridge.name)) {
             told.push(bridge.name.clone());
             let what = format!(
@@ -136,7 +136,7 @@ pub(super) fn mtu(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
                  ICMP is filtered; set \"mtu\": {} in the network for new containers",
                 mark.network, inside.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
-            let netns = netns_of(ground, mark).unwrap_or_default();
+            let netns = netns_of(context, mark).unwrap_or_default();
             let set =
                 format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(&mark.ifname), uplink.mtu);
             seen.found(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
@@ -161,10 +161,10 @@ fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
 
 /// Whether a strict filter drops what containers send: the answer would leave by another interface
 /// than the packet came in by.
-pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
-    let mut seen = Seen::new("rp_filter");
-    let (netlink, attached) = (Netlink::open()?, ground.picture.attached());
-    for bridge in ground.picture.bridges() {
+pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+    let mut seen = CheckOutcome::new("rp_filter");
+    let (netlink, attached) = (Netlink::open()?, context.snapshot.attached());
+    for bridge in context.snapshot.bridges() {
         let read = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
             value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
@@ -173,7 +173,7 @@ pub(super) fn rp_filter(ground: &Ground<'_, '_>) -> Result<Seen, Error> {
         if read("all").max(read(&bridge.name)) != 1 {
             continue;
         }
-        for entry in &ground.picture.remembered {
+        for entry in &context.snapshot.remembered {
             let Some(result) = result_of(entry) else { continue };
             let is_port = attached.iter().any(|(mark, link)| {
                 mark.network == entry.network

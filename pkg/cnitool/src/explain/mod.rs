@@ -15,8 +15,7 @@ use crate::cli::{Failure, Shared, failed};
 use crate::report::{Colour, Format, error_json, paint, write, write_json, write_raw};
 use crate::{Call, Exit, Streams, network};
 
-use cni::skel::MachineRef;
-use recorder::{Log, Ran, Recorder};
+use recorder::{Log, PluginRun, Recorder};
 use steps::Step;
 
 /// The arguments of `explain`.
@@ -58,7 +57,7 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         args: Vec::new(),
         environment: log.environment(&call.environment),
         folder: call.folder.clone(),
-        machine: MachineRef(&recorder),
+        machine: &recorder,
     };
     let mut result = Vec::new();
     let outcome = {
@@ -93,7 +92,7 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
 
 /// A plugin's call: a line that says how it went, one for each step, and after the one it failed by
 /// the request itself.
-fn text(ran: &Ran, streams: &Streams<'_>) -> String {
+fn text(ran: &PluginRun, streams: &Streams<'_>) -> String {
     let style = streams.stdout_style;
     let steps = steps::read(ran);
     let end = match &ran.error {
@@ -127,7 +126,7 @@ fn text(ran: &Ran, streams: &Streams<'_>) -> String {
     text
 }
 
-fn as_json(ran: &Ran) -> Value {
+fn as_json(ran: &PluginRun) -> Value {
     let step = |step: &Step| {
         json!({
             "program": step.program,

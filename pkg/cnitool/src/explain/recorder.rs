@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cni::machine::{Child, Exit, Machine, Output, RunError};
-use cni::skel::MachineRef;
 use cni::{Code, Error};
 
 /// Names that are tried for the log: two callers may read the same time.
@@ -71,7 +70,7 @@ impl Drop for Log {
 
 /// A plugin's call.
 #[derive(Debug)]
-pub(super) struct Ran {
+pub(super) struct PluginRun {
     pub(super) plugin: String,
     pub(super) verb: String,
     pub(super) ms: f64,
@@ -83,41 +82,41 @@ pub(super) struct Ran {
 
 /// The machine, and what was run on it.
 pub(super) struct Recorder<'a> {
-    machine: MachineRef<'a>,
+    machine: &'a dyn Machine,
     log: &'a Log,
-    ran: RefCell<Vec<Ran>>,
+    ran: RefCell<Vec<PluginRun>>,
 }
 
 impl<'a> Recorder<'a> {
-    pub(super) fn new(machine: MachineRef<'a>, log: &'a Log) -> Recorder<'a> {
+    pub(super) fn new(machine: &'a dyn Machine, log: &'a Log) -> Recorder<'a> {
         Recorder { machine, log, ran: RefCell::default() }
     }
 
-    pub(super) fn into_ran(self) -> Vec<Ran> {
+    pub(super) fn into_ran(self) -> Vec<PluginRun> {
         self.ran.into_inner()
     }
 }
 
 impl Machine for Recorder<'_> {
     fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
-        self.machine.0.is_own_netns(path)
+        self.machine.is_own_netns(path)
     }
 
     fn terminated(&self) -> bool {
-        self.machine.0.terminated()
+        self.machine.terminated()
     }
 
     fn now(&self) -> Instant {
-        self.machine.0.now()
+        self.machine.now()
     }
 
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let (before, begun) = (self.log.end(), Instant::now());
-        let output = self.machine.0.run(child);
+        let output = self.machine.run(child);
         // To the microsecond, as the log has it.
         let ms = (begun.elapsed().as_secs_f64() * 1e6).round() / 1e3;
         let verb = child.env.iter().flatten().find(|(key, _)| key == "CNI_COMMAND");
-        self.ran.borrow_mut().push(Ran {
+        self.ran.borrow_mut().push(PluginRun {
             plugin: child.program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             verb: verb.map(|(_, verb)| verb.to_string_lossy().into_owned()).unwrap_or_default(),
             ms,

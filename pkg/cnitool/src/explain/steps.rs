@@ -6,7 +6,7 @@
 
 use cni::steps::fields;
 
-use super::recorder::Ran;
+use super::recorder::PluginRun;
 
 /// A step.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -28,7 +28,7 @@ pub(super) struct Step {
 }
 
 /// The steps in the order in which they ended.
-pub(super) fn read(ran: &Ran) -> Vec<Step> {
+pub(super) fn read(ran: &PluginRun) -> Vec<Step> {
     let mut steps: Vec<Step> = ran.log.lines().filter_map(step).collect();
     // The plugin's own line says what is known.
     if steps.last().is_some_and(|step| step.program == ran.plugin && step.what.starts_with(&ran.verb)) {
@@ -97,8 +97,8 @@ mod tests {
 2026-11-21T02:16:03.018Z info cni-bridge pid=7 plugin=bridge verb=ADD network=n container=c ifname=eth0 code=100 ms=20.1 error=\"no\"
 ";
 
-    fn ran(error: Option<(Option<u64>, &str)>) -> Ran {
-        Ran {
+    fn ran(error: Option<(Option<u64>, &str)>) -> PluginRun {
+        PluginRun {
             plugin: "bridge".to_owned(),
             verb: "ADD".to_owned(),
             ms: 21.0,
@@ -128,7 +128,7 @@ T info cni-host-local pid=8 plugin=host-local verb=ADD network=n container=c ifn
 T debug cni-bridge pid=7 step=\"run /bin/host-local\" ms=2.000 end=\"exit status 1\" said=\"{}\" request=\"{}\"
 "
         .to_owned();
-        let marked = |ran: &Ran| read(ran).into_iter().find(|step| step.failed).map(|step| step.what);
+        let marked = |ran: &PluginRun| read(ran).into_iter().find(|step| step.failed).map(|step| step.what);
         assert_eq!(marked(&by_delegate).as_deref(), Some("ADD in all, code 11"));
         // One that keeps no log.
         by_delegate.log = by_delegate.log.lines().skip(1).collect();

@@ -12,9 +12,9 @@ use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
 
 use super::Fact;
-use super::picture::{Picture, plugins_of};
+use super::snapshot::{Snapshot, plugins_of};
 use crate::Call;
-use crate::target::Presence;
+use crate::target::NetnsPresence;
 
 /// An attachment in the result cache, and what was found of it.
 pub(crate) struct Attached {
@@ -27,7 +27,7 @@ pub(crate) struct Attached {
 }
 
 impl Attached {
-    pub(crate) fn look(picture: &Picture, entry: &Entry, call: &Call<'_>) -> Attached {
+    pub(crate) fn look(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>) -> Attached {
         let mark = entry.id();
         let netns = entry.attachment.netns.clone();
         let mut facts = Vec::new();
@@ -38,9 +38,9 @@ impl Attached {
                 AddResult::default()
             }
         };
-        host(picture, &mark, &result, &mut facts);
-        match Presence::of(&netns, call.machine) {
-            Presence::There => {
+        host(snapshot, &mark, &result, &mut facts);
+        match NetnsPresence::of(&netns, call.machine) {
+            NetnsPresence::There => {
                 facts.push(Fact::fine("namespace", netns.clone()));
                 let seen = container(&netns, &mark.ifname, &result, &mut facts);
                 if let Err(why) = seen.and_then(|()| device(&netns, entry, &mut facts)) {
@@ -48,12 +48,12 @@ impl Attached {
                 }
             }
             // `orphans` reports it as a leftover.
-            Presence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
-            Presence::Other(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
-            Presence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
+            NetnsPresence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
+            NetnsPresence::Other(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
+            NetnsPresence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
         }
-        rules(picture, &mark, entry, &mut facts);
-        stored(picture, &mark, &result, &mut facts);
+        rules(snapshot, &mark, entry, &mut facts);
+        stored(snapshot, &mark, &result, &mut facts);
         Attached {
             name: format!("{} {} {}", mark.network, mark.container_id, mark.ifname),
             network: mark.network,
@@ -72,29 +72,29 @@ fn result(entry: &Entry) -> Result<AddResult, String> {
 }
 
 /// The links on the host: those that have the mark, and those that the result names.
-fn host(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
-    let marked = picture.marked.iter().filter(|(whose, _)| whose.alias() == mark.alias()).map(|(_, link)| link);
+fn host(snapshot: &Snapshot, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
+    let marked = snapshot.marked.iter().filter(|(whose, _)| whose.alias() == mark.alias()).map(|(_, link)| link);
     let named = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
     let mut shown: Vec<u32> = Vec::new();
     for link in marked {
         shown.push(link.index);
-        facts.push(Fact::fine("host link", described(link, &picture.links)));
+        facts.push(Fact::fine("host link", described(link, &snapshot.links)));
     }
     let is_named = |ifb: &Link| result.interfaces.iter().any(|one| one.sandbox.is_empty() && one.name == ifb.name);
     let is_its = |whose: &Option<AttachmentId>, ifb: &Link| match whose {
         Some(whose) => whose.alias() == mark.alias(),
         None => is_named(ifb),
     };
-    for (_, ifb) in picture.ifbs.iter().filter(|(whose, ifb)| is_its(whose, ifb)) {
+    for (_, ifb) in snapshot.ifbs.iter().filter(|(whose, ifb)| is_its(whose, ifb)) {
         shown.push(ifb.index);
-        facts.push(Fact::fine("bandwidth", described(ifb, &picture.links)));
+        facts.push(Fact::fine("bandwidth", described(ifb, &snapshot.links)));
     }
     for interface in named {
-        match picture.links.iter().find(|link| link.name == interface.name) {
+        match snapshot.links.iter().find(|link| link.name == interface.name) {
             Some(link) if shown.contains(&link.index) => {}
             Some(link) => {
                 let what = if link.is_bridge() { "bridge" } else { "host link" };
-                facts.push(Fact::fine(what, described(link, &picture.links)));
+                facts.push(Fact::fine(what, described(link, &snapshot.links)));
             }
             None => {
                 let text = format!("{} is in the result and not on the host", interface.name);
@@ -255,15 +255,15 @@ fn table(table: Option<u32>) -> u32 {
 }
 
 /// The rules there are, and those that the configuration of the ADD asked for and that are not.
-fn rules(picture: &Picture, mark: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
+fn rules(snapshot: &Snapshot, mark: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
     let mut found = Vec::new();
-    for held in picture.rules.iter().filter(|held| held.owner.is(mark)) {
+    for held in snapshot.rules.iter().filter(|held| held.owner.matches(mark)) {
         found.push(held.purpose.to_string());
         let what = match held.purpose {
-            cni_firewall::survey::Purpose::Masquerade => "masquerade",
-            cni_firewall::survey::Purpose::PortMap => "host port",
-            cni_firewall::survey::Purpose::SpoofCheck => "macspoofchk",
-            cni_firewall::survey::Purpose::Forward => "firewall",
+            cni_firewall::container_rules::Purpose::Masquerade => "masquerade",
+            cni_firewall::container_rules::Purpose::PortMap => "host port",
+            cni_firewall::container_rules::Purpose::SpoofCheck => "macspoofchk",
+            cni_firewall::container_rules::Purpose::Forward => "firewall",
         };
         facts.push(Fact::fine(what, format!("{}  [{}]", held.text, held.place)));
     }
@@ -289,9 +289,9 @@ fn rules(picture: &Picture, mark: &AttachmentId, entry: &Entry, facts: &mut Vec<
 }
 
 /// What is on the disk.
-fn stored(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
+fn stored(snapshot: &Snapshot, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut held = Vec::new();
-    for (network, folder, reservations) in &picture.reservations {
+    for (network, folder, reservations) in &snapshot.reservations {
         for one in reservations.iter().filter(|one| *network == mark.network && one.id == mark.container_id) {
             if one.ifname.as_ref().is_none_or(|name| *name == mark.ifname) {
                 held.push(one.address);
@@ -301,12 +301,12 @@ fn stored(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mu
         }
     }
     // Only where the network reserves addresses at all.
-    let reserves = picture.reservations.iter().any(|(network, ..)| *network == mark.network);
+    let reserves = snapshot.reservations.iter().any(|(network, ..)| *network == mark.network);
     for ip in result.ips.iter().filter(|ip| reserves && !held.contains(&ip.address.address())) {
         let address = ip.address.address();
         facts.push(Fact::differs("reservation", format!("{address} is in the result and not reserved for it")));
     }
-    for (socket, lease) in &picture.leases {
+    for (socket, lease) in &snapshot.leases {
         if AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname) != *mark {
             continue;
         }
@@ -322,7 +322,7 @@ fn stored(picture: &Picture, mark: &AttachmentId, result: &AddResult, facts: &mu
             None => Fact::fine("lease", format!("{text}{end}  [{}]", socket.display())),
         });
     }
-    for saved in &picture.saved {
+    for saved in &snapshot.saved {
         let owner = saved.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
         let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
         let is_its = match owner {

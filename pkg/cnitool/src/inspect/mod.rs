@@ -5,7 +5,7 @@
 
 mod attachment;
 pub(crate) mod orphans;
-mod picture;
+mod snapshot;
 
 use clap::Args;
 use cni::{Code, Error};
@@ -17,7 +17,7 @@ use crate::{Call, Exit, Streams};
 
 pub(crate) use attachment::Attached;
 pub(crate) use orphans::Orphan;
-pub(crate) use picture::{Picture, bridges_of, result_of};
+pub(crate) use snapshot::{Snapshot, bridges_of, result_of};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]
@@ -65,18 +65,18 @@ pub(crate) fn run(
 }
 
 fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    let picture = Picture::take(shared, call, &streams.notes)?;
+    let snapshot = Snapshot::take(shared, call, &streams.notes)?;
     let is_meant = |network: &str, container: Option<&str>| {
         args.network.as_ref().is_none_or(|wanted| wanted == network)
             && args.container.as_ref().is_none_or(|wanted| container.is_some_and(|id| id.starts_with(wanted.as_str())))
     };
-    let attached: Vec<Attached> = picture
+    let attached: Vec<Attached> = snapshot
         .remembered
         .iter()
         .filter(|entry| is_meant(&entry.network, Some(&entry.attachment.container_id)))
-        .map(|entry| Attached::look(&picture, entry, call))
+        .map(|entry| Attached::look(&snapshot, entry, call))
         .collect();
-    let mut orphans = orphans::find(&picture, call)?;
+    let mut orphans = orphans::find(&snapshot, call)?;
     orphans.retain(|orphan| {
         let nobody_named = args.network.is_none() && args.container.is_none();
         nobody_named || is_meant(orphan.network.as_deref().unwrap_or_default(), orphan.container.as_deref())

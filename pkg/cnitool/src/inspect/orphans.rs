@@ -16,10 +16,10 @@ use libcni::cache::Entry;
 use plugin_dhcp::leases::Lease;
 use serde_json::{Value, json};
 
-use super::picture::{Picture, plugins_of};
+use super::snapshot::{Snapshot, plugins_of};
 use crate::Call;
-use crate::node::{Life, Witnesses};
-use crate::target::Presence;
+use crate::node::{Liveness, LivenessSources};
+use crate::target::NetnsPresence;
 
 /// Something left over.
 pub(crate) struct Orphan {
@@ -46,24 +46,24 @@ impl Orphan {
 }
 
 /// Everything that is left over.
-pub(crate) fn find(picture: &Picture, call: &Call<'_>) -> Result<Vec<Orphan>, Error> {
+pub(crate) fn find(snapshot: &Snapshot, call: &Call<'_>) -> Result<Vec<Orphan>, Error> {
     let mut orphans = Vec::new();
-    cached(picture, call, &mut orphans);
-    links(picture, &mut orphans);
-    devices(picture, &mut orphans);
-    rules(picture, &mut orphans);
-    reservations(picture, call, &mut orphans);
-    backups(picture, &mut orphans);
-    leases(picture, &mut orphans);
+    cached(snapshot, call, &mut orphans);
+    links(snapshot, &mut orphans);
+    devices(snapshot, &mut orphans);
+    rules(snapshot, &mut orphans);
+    reservations(snapshot, call, &mut orphans);
+    backups(snapshot, &mut orphans);
+    leases(snapshot, &mut orphans);
     // One command often removes several leftovers. Each leftover is listed.
     Ok(orphans)
 }
 
 /// A DEL by hand of whatever is left, where there is a network to ask.
-fn del(picture: &Picture, mark: &AttachmentId) -> Option<String> {
+fn del(snapshot: &Snapshot, mark: &AttachmentId) -> Option<String> {
     let AttachmentId { network, container_id: container, ifname } = mark;
     let plain = [network, container, ifname].iter().all(|word| word.bytes().all(is_plain));
-    (picture.is_configured(network) && plain && !container.starts_with('#'))
+    (snapshot.is_configured(network) && plain && !container.starts_with('#'))
         .then(|| format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"))
 }
 
@@ -87,14 +87,14 @@ pub(crate) fn quoted(word: &str) -> String {
 }
 
 fn is_over(entry: &Entry, call: &Call<'_>) -> Option<String> {
-    match Presence::of(&entry.attachment.netns, call.machine) {
-        Presence::Gone(why) => Some(format!("its namespace {} is gone: {why}", entry.attachment.netns)),
-        Presence::There | Presence::Other(_) | Presence::Unknown(_) => None,
+    match NetnsPresence::of(&entry.attachment.netns, call.machine) {
+        NetnsPresence::Gone(why) => Some(format!("its namespace {} is gone: {why}", entry.attachment.netns)),
+        NetnsPresence::There | NetnsPresence::Other(_) | NetnsPresence::Unknown(_) => None,
     }
 }
 
-fn cached(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
-    for entry in &picture.remembered {
+fn cached(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+    for entry in &snapshot.remembered {
         let Some(why) = is_over(entry, call) else { continue };
         let mark = entry.id();
         // Where its file is gone, DEL takes the configuration that is remembered.
@@ -111,18 +111,18 @@ fn cached(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
     }
 }
 
-fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
-    let ifbs = picture.ifbs.iter().filter_map(|(mark, ifb)| Some((mark.as_ref()?, ifb)));
-    for (mark, link) in picture.marked.iter().map(|(mark, link)| (mark, link)).chain(ifbs) {
-        let is_remembered = picture.remembered.iter().any(|entry| entry.id().alias() == mark.alias());
+fn links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+    let ifbs = snapshot.ifbs.iter().filter_map(|(mark, ifb)| Some((mark.as_ref()?, ifb)));
+    for (mark, link) in snapshot.marked.iter().map(|(mark, link)| (mark, link)).chain(ifbs) {
+        let is_remembered = snapshot.remembered.iter().any(|entry| entry.id().alias() == mark.alias());
         // In the alias, a hash replaces a long ID. The mark of the cache entry has the hash too.
         let is_hashed = link.alias.as_deref().is_some_and(|alias| {
-            picture.remembered.iter().any(|entry| entry.id().is_on(Some(&crate::node::mark_in(alias))))
+            snapshot.remembered.iter().any(|entry| entry.id().is_on(Some(&crate::node::mark_in(alias))))
         });
         if is_remembered || is_hashed {
             continue;
         }
-        let command = del(picture, mark).unwrap_or_else(|| format!("ip link delete dev {}", quoted(&link.name)));
+        let command = del(snapshot, mark).unwrap_or_else(|| format!("ip link delete dev {}", quoted(&link.name)));
         orphans.push(Orphan {
             kind: "link",
             what: format!("{}, marked {} {} {}", link.name, mark.network, mark.container_id, mark.ifname),
@@ -136,20 +136,20 @@ fn links(picture: &Picture, orphans: &mut Vec<Orphan>) {
 
 /// The ifbs without a mark, which the Go plugin or a killed ADD has created, and the devices that
 /// the kernel has given back to the host with a container's namespace.
-fn devices(picture: &Picture, orphans: &mut Vec<Orphan>) {
+fn devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     let mut push = |kind, what, why: &str, command| {
         let (network, container) = (None, None);
         orphans.push(Orphan { kind, what, network, container, why: why.to_owned(), command });
     };
-    for (_, ifb) in picture.ifbs.iter().filter(|(mark, _)| mark.is_none()) {
+    for (_, ifb) in snapshot.ifbs.iter().filter(|(mark, _)| mark.is_none()) {
         let names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
-        if !picture.remembered.iter().any(|entry| names(entry).contains(&ifb.name)) {
+        if !snapshot.remembered.iter().any(|entry| names(entry).contains(&ifb.name)) {
             let (what, command) = (format!("{}, without a mark", ifb.name), format!("ip link delete dev {}", ifb.name));
             push("link", what, "the result cache has no container whose limit it could be", command);
         }
     }
-    let configured = picture.networks.iter().map(NetworkList::raw);
-    let confs = configured.chain(picture.remembered.iter().map(|entry| entry.config.as_slice()));
+    let configured = snapshot.networks.iter().map(NetworkList::raw);
+    let confs = configured.chain(snapshot.remembered.iter().map(|entry| entry.config.as_slice()));
     let selected: Vec<Json> = confs.flat_map(|config| plugins_of(config, "host-device")).collect();
     // Of a device that is selected by its address or by the runtime the name is unknown.
     let can_be = |link: &Link, name: &str| {
@@ -158,7 +158,7 @@ fn devices(picture: &Picture, orphans: &mut Vec<Orphan>) {
             None => link.kind == LinkKind::Device,
         })
     };
-    for link in &picture.links {
+    for link in &snapshot.links {
         let Some(name) = link.alias.as_deref().filter(|name| cni::ident::check_interface_name(name).is_ok()) else {
             continue;
         };
@@ -174,10 +174,11 @@ fn devices(picture: &Picture, orphans: &mut Vec<Orphan>) {
     }
 }
 
-fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
-    for held in &picture.rules {
-        let known = picture.remembered.iter().map(Entry::id).chain(picture.marked.iter().map(|(mark, _)| mark.clone()));
-        if known.into_iter().any(|mark| held.owner.is(&mark)) {
+fn rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+    for held in &snapshot.rules {
+        let known =
+            snapshot.remembered.iter().map(Entry::id).chain(snapshot.marked.iter().map(|(mark, _)| mark.clone()));
+        if known.into_iter().any(|mark| held.owner.matches(&mark)) {
             continue;
         }
         let owner = &held.owner;
@@ -185,11 +186,11 @@ fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
             (Some(network), Some(id)) => {
                 let mark = AttachmentId::new(network, id, owner.ifname.as_deref().unwrap_or("eth0"));
                 // A truncated comment does not identify an attachment.
-                held.owner.is(&mark).then_some(mark)
+                held.owner.matches(&mark).then_some(mark)
             }
             _ => None,
         };
-        let command = mark.as_ref().and_then(|mark| del(picture, mark)).or_else(|| held.removal.clone());
+        let command = mark.as_ref().and_then(|mark| del(snapshot, mark)).or_else(|| held.removal.clone());
         let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
         // Without its network's configuration no DEL finds the network.
         let command = command.unwrap_or_else(|| match &mark {
@@ -210,14 +211,14 @@ fn rules(picture: &Picture, orphans: &mut Vec<Orphan>) {
     }
 }
 
-fn reservations(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
-    let marks = picture.marked.iter().map(|(mark, link)| (mark.alias(), link.name.clone())).collect();
-    let witnesses = Witnesses { remembered: &picture.remembered, marks: &marks, machine: call.machine };
-    for (network, folder, reservations) in &picture.reservations {
+fn reservations(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+    let marks = snapshot.marked.iter().map(|(mark, link)| (mark.alias(), link.name.clone())).collect();
+    let witnesses = LivenessSources { remembered: &snapshot.remembered, marks: &marks, machine: call.machine };
+    for (network, folder, reservations) in &snapshot.reservations {
         for one in reservations {
             // `cached` reports a cached attachment whose namespace is gone.
-            let Life::Unknown(why) = witnesses.judge(network, &one.id, one.ifname.as_deref()) else { continue };
-            let usual = folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || picture.is_configured(network);
+            let Liveness::Unknown(why) = witnesses.judge(network, &one.id, one.ifname.as_deref()) else { continue };
+            let usual = folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || snapshot.is_configured(network);
             let data_dir =
                 if usual { String::new() } else { format!(" --data-dir {}", quoted(&folder.to_string_lossy())) };
             orphans.push(Orphan {
@@ -232,23 +233,23 @@ fn reservations(picture: &Picture, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
     }
 }
 
-fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
-    for saved in &picture.saved {
+fn backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+    for saved in &snapshot.saved {
         let remove = || format!("rm {}", quoted(&saved.path.to_string_lossy()));
         let (network, container, command) = match &saved.owner {
             Some((network, id, ifname)) => {
                 let mark = AttachmentId::new(network, id, ifname);
-                if picture.is_known(&mark) {
+                if snapshot.is_known(&mark) {
                     continue;
                 }
-                (Some(network.clone()), Some(id.clone()), del(picture, &mark).unwrap_or_else(remove))
+                (Some(network.clone()), Some(id.clone()), del(snapshot, &mark).unwrap_or_else(remove))
             }
             None => {
                 let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
                 let is_its = |entry: &Entry| {
                     file == format!("{}_{}.json", entry.attachment.container_id, entry.attachment.ifname)
                 };
-                if picture.remembered.iter().any(is_its) {
+                if snapshot.remembered.iter().any(is_its) {
                     continue;
                 }
                 (None, None, remove())
@@ -265,11 +266,11 @@ fn backups(picture: &Picture, orphans: &mut Vec<Orphan>) {
     }
 }
 
-fn leases(picture: &Picture, orphans: &mut Vec<Orphan>) {
-    for (socket, lease) in &picture.leases {
+fn leases(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+    for (socket, lease) in &snapshot.leases {
         let Lease { network, container_id, ifname, address, .. } = lease;
         let mark = AttachmentId::new(network, container_id, ifname);
-        if picture.is_known(&mark) {
+        if snapshot.is_known(&mark) {
             continue;
         }
         // Without a network to ask, the plugin itself: its daemon releases the lease.
@@ -285,7 +286,7 @@ fn leases(picture: &Picture, orphans: &mut Vec<Orphan>) {
             network: Some(network.clone()),
             container: Some(container_id.clone()),
             why: "no runtime remembers its attachment".to_owned(),
-            command: del(picture, &mark).unwrap_or_else(by_plugin),
+            command: del(snapshot, &mark).unwrap_or_else(by_plugin),
         });
     }
 }

@@ -10,7 +10,7 @@ use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
-use super::Desk;
+use super::IpamContext;
 use crate::Streams;
 use crate::cli::Variables;
 use crate::node;
@@ -26,7 +26,7 @@ pub(super) struct Dhcp {
     socket: Option<PathBuf>,
 }
 
-impl Desk<'_, '_> {
+impl IpamContext<'_, '_> {
     pub(super) fn dhcp(&self, args: &Dhcp, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut found: Vec<Lease> = Vec::new();
         for socket in self.sockets(args)? {

@@ -11,9 +11,9 @@ use cni::Error;
 use cni_ipam::{Listed, Reservation};
 use serde_json::{Value, json};
 
-use super::{Desk, Judged, owner, seconds};
+use super::{CheckedReservation, IpamContext, owner, seconds};
 use crate::Streams;
-use crate::node::Life;
+use crate::node::Liveness;
 use crate::report::{Colour, Format, paint, write, write_json};
 
 /// The arguments of `gc`.
@@ -42,7 +42,7 @@ struct Decided {
     why: String,
 }
 
-impl Desk<'_, '_> {
+impl IpamContext<'_, '_> {
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
@@ -110,14 +110,14 @@ fn spare(decided: &mut [Decided], removed: &[IpAddr]) -> Vec<IpAddr> {
     spared
 }
 
-fn decide(args: &Collect, Judged { reservation, life }: Judged) -> Decided {
+fn decide(args: &Collect, CheckedReservation { reservation, life }: CheckedReservation) -> Decided {
     if args.keep.contains(&reservation.id) {
         return Decided { reservation, goes: false, why: "named with --keep".to_owned() };
     }
     let (goes, why) = match life {
-        Life::InUse(why) => (false, why),
-        Life::Over(why) => (true, why),
-        Life::Unknown(why) => match seconds(reservation.since) {
+        Liveness::InUse(why) => (false, why),
+        Liveness::Over(why) => (true, why),
+        Liveness::Unknown(why) => match seconds(reservation.since) {
             _ if !args.unknown => (false, format!("{why}; --unknown removes it")),
             Some(age) if age >= args.min_age => (true, why),
             Some(age) => (false, format!("{why}, but it is only {age} s old: an ADD may be under way")),
@@ -132,11 +132,11 @@ mod tests {
     use super::*;
     use std::time::{Duration, SystemTime};
 
-    fn decided(args: &Collect, life: Life, age: u64) -> (bool, String) {
+    fn decided(args: &Collect, life: Liveness, age: u64) -> (bool, String) {
         let since = SystemTime::now().checked_sub(Duration::from_secs(age));
         let address = "10.0.0.2".parse().unwrap();
         let reservation = Reservation { address, id: "c".into(), ifname: Some("eth0".into()), since };
-        let Decided { goes, why, .. } = decide(args, Judged { reservation, life });
+        let Decided { goes, why, .. } = decide(args, CheckedReservation { reservation, life });
         (goes, why)
     }
 
@@ -144,15 +144,15 @@ mod tests {
     fn unknown_reservations_go_only_on_request_and_if_old() {
         let plain = Collect { network: "n".into(), dry_run: false, unknown: false, min_age: 600, keep: Vec::new() };
         let why = || "because".to_owned();
-        assert_eq!(decided(&plain, Life::InUse(why()), 9999), (false, why()));
-        assert_eq!(decided(&plain, Life::Over(why()), 0), (true, why()));
-        assert!(!decided(&plain, Life::Unknown(why()), 9999).0);
+        assert_eq!(decided(&plain, Liveness::InUse(why()), 9999), (false, why()));
+        assert_eq!(decided(&plain, Liveness::Over(why()), 0), (true, why()));
+        assert!(!decided(&plain, Liveness::Unknown(why()), 9999).0);
         let all = Collect { unknown: true, ..plain };
-        assert_eq!(decided(&all, Life::InUse(why()), 9999), (false, why()));
-        assert_eq!(decided(&all, Life::Unknown(why()), 9999), (true, why()));
-        assert!(!decided(&all, Life::Unknown(why()), 500).0);
+        assert_eq!(decided(&all, Liveness::InUse(why()), 9999), (false, why()));
+        assert_eq!(decided(&all, Liveness::Unknown(why()), 9999), (true, why()));
+        assert!(!decided(&all, Liveness::Unknown(why()), 500).0);
         let kept = Collect { keep: vec!["c".into()], ..all };
-        assert!(!decided(&kept, Life::Over(why()), 9999).0);
+        assert!(!decided(&kept, Liveness::Over(why()), 9999).0);
     }
 
     #[test]

@@ -4,11 +4,11 @@
 use cni::Error;
 use serde_json::{Value, json};
 
-use super::Desk;
+use super::IpamContext;
 use crate::Streams;
 use crate::report::{Colour, Format, paint, table, write, write_json};
 
-impl Desk<'_, '_> {
+impl IpamContext<'_, '_> {
     pub(super) fn list(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
         let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];

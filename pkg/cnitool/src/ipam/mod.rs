@@ -27,7 +27,7 @@ use libcni::cache::Entry;
 use plugin_host_local::Pool;
 
 use crate::cli::{Failure, Shared, Variables, failed};
-use crate::node::{self, Life, Witnesses};
+use crate::node::{self, Liveness, LivenessSources};
 use crate::{Call, Exit, Streams, help};
 
 pub(crate) use dhcp::sockets;
@@ -39,7 +39,7 @@ pub(crate) struct Ipam {
     #[command(subcommand)]
     verb: Verb,
     #[command(flatten)]
-    place: Place,
+    place: StoreLocation,
 }
 
 #[derive(Debug, Subcommand)]
@@ -61,7 +61,7 @@ enum Verb {
 /// Where the reservations are.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Options of every ipam verb")]
-pub(crate) struct Place {
+pub(crate) struct StoreLocation {
     /// The folder of reservations [the networks' dataDir, else /var/lib/cni/networks]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     data_dir: Option<PathBuf>,
@@ -69,7 +69,7 @@ pub(crate) struct Place {
 
 /// Does what the arguments ask for.
 pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let desk = Desk::new(shared, call, &args.place, &streams.notes);
+    let desk = IpamContext::new(shared, call, &args.place, &streams.notes);
     let (doing, outcome) = match &args.verb {
         Verb::List => ("ipam list", desk.list(streams)),
         Verb::Show(args) => ("ipam show", desk.show(args, streams)),
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
 }
 
 /// What the verbs work with.
-pub(crate) struct Desk<'a, 'm> {
+pub(crate) struct IpamContext<'a, 'm> {
     shared: &'a Shared,
     call: &'a Call<'m>,
     data_dir: Option<&'a Path>,
@@ -99,9 +99,14 @@ pub(crate) struct Addresses {
     configured: bool,
 }
 
-impl<'a, 'm> Desk<'a, 'm> {
-    pub(crate) fn new(shared: &'a Shared, call: &'a Call<'m>, place: &'a Place, notes: &Notes) -> Desk<'a, 'm> {
-        Desk { shared, call, data_dir: place.data_dir.as_deref(), notes: notes.clone() }
+impl<'a, 'm> IpamContext<'a, 'm> {
+    pub(crate) fn new(
+        shared: &'a Shared,
+        call: &'a Call<'m>,
+        place: &'a StoreLocation,
+        notes: &Notes,
+    ) -> IpamContext<'a, 'm> {
+        IpamContext { shared, call, data_dir: place.data_dir.as_deref(), notes: notes.clone() }
     }
 
     /// Every network with reservations or with host-local in its configuration, by name.
@@ -222,7 +227,7 @@ impl<'a, 'm> Desk<'a, 'm> {
 
     /// The store under its lock, if it exists.
     pub(crate) fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
-        self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine.0)
+        self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine)
     }
 
     /// Returns what could be read, and what is unusual; notes what could not be read.
@@ -234,7 +239,7 @@ impl<'a, 'm> Desk<'a, 'm> {
     }
 
     /// Every reservation, judged; the marks are those of the host's links.
-    fn judged(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<Judged>, Error> {
+    fn judged(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<CheckedReservation>, Error> {
         let listing = self.shared.cache().list(network)?;
         for problem in &listing.problems {
             self.notes.note(format_args!("ignored: {problem}"));
@@ -245,9 +250,9 @@ impl<'a, 'm> Desk<'a, 'm> {
 }
 
 /// A reservation, and whether it is in use.
-struct Judged {
+struct CheckedReservation {
     reservation: Reservation,
-    life: Life,
+    life: Liveness,
 }
 
 fn judge(
@@ -256,11 +261,11 @@ fn judge(
     remembered: &[Entry],
     marks: &BTreeMap<String, String>,
     call: &Call<'_>,
-) -> Vec<Judged> {
-    let witnesses = Witnesses { remembered, marks, machine: call.machine };
+) -> Vec<CheckedReservation> {
+    let witnesses = LivenessSources { remembered, marks, machine: call.machine };
     let judged = |reservation: Reservation| {
         let life = witnesses.judge(network, &reservation.id, reservation.ifname.as_deref());
-        Judged { reservation, life }
+        CheckedReservation { reservation, life }
     };
     reservations.into_iter().map(judged).collect()
 }

@@ -8,9 +8,9 @@ use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
 use serde_json::json;
 
-use super::Desk;
+use super::IpamContext;
 use crate::Streams;
-use crate::node::Life;
+use crate::node::Liveness;
 use crate::report::{Format, REFUSED, write, write_json};
 
 /// The arguments of `release`.
@@ -32,7 +32,7 @@ pub(super) struct Release {
     force: bool,
 }
 
-impl Desk<'_, '_> {
+impl IpamContext<'_, '_> {
     pub(super) fn release(&self, args: &Release, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let nothing = || {
@@ -53,7 +53,7 @@ impl Desk<'_, '_> {
             return Err(unread.unwrap_or_else(nothing));
         }
         for held in self.judged(&addresses.network, chosen.clone())? {
-            if let (Life::InUse(why), false) = (&held.life, args.force) {
+            if let (Liveness::InUse(why), false) = (&held.life, args.force) {
                 let msg = format!("{} is in use: {why}", held.reservation);
                 let details =
                     "'cnitool del' or the runtime detaches it properly; --force releases it although it is in use";

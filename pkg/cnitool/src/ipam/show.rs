@@ -4,9 +4,9 @@ use clap::Args;
 use cni::Error;
 use serde_json::json;
 
-use super::{Desk, Judged, age, owner, seconds};
+use super::{CheckedReservation, IpamContext, age, owner, seconds};
 use crate::Streams;
-use crate::node::Life;
+use crate::node::Liveness;
 use crate::report::{Colour, Format, paint, table, write, write_json};
 
 /// The arguments of `show`.
@@ -16,7 +16,7 @@ pub(super) struct Show {
     network: String,
 }
 
-impl Desk<'_, '_> {
+impl IpamContext<'_, '_> {
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let (reservations, unusual) = match self.lock(&addresses)? {
@@ -24,13 +24,13 @@ impl Desk<'_, '_> {
             None => Default::default(),
         };
         let judged = self.judged(&addresses.network, reservations)?;
-        let outside = |held: &Judged| match &addresses.ranges {
+        let outside = |held: &CheckedReservation| match &addresses.ranges {
             Ok(ranges) => !ranges.sets().iter().any(|set| set.find(held.reservation.address).is_some()),
             Err(_) => false,
         };
         match self.shared.format() {
             Format::Json => {
-                let row = |held: &Judged| {
+                let row = |held: &CheckedReservation| {
                     json!({
                         "address": held.reservation.address,
                         "containerID": held.reservation.id,
@@ -69,9 +69,9 @@ impl Desk<'_, '_> {
                 let mut lines = table(&rows);
                 for (line, held) in lines.iter_mut().skip(1).zip(&judged) {
                     match held.life {
-                        Life::InUse(_) => {}
-                        Life::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
-                        Life::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
+                        Liveness::InUse(_) => {}
+                        Liveness::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
+                        Liveness::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
                     }
                 }
                 let unusual = unusual.iter().map(|(address, what)| format!("{address}: {what}"));

@@ -15,12 +15,12 @@ use serde_json::{Value, json};
 use super::Network;
 use crate::Streams;
 use crate::report::{Format, REFUSED, write, write_json};
-use crate::target::Presence;
+use crate::target::NetnsPresence;
 
 /// What a gc would do.
 struct Plan<'a> {
     network: &'a str,
-    judged: Vec<Judged>,
+    judged: Vec<CheckedAttachment>,
     /// The cache entries that cannot be read. Their attachments may be in use, and are not in
     /// `valid`.
     unreadable: Vec<String>,
@@ -32,7 +32,7 @@ struct Plan<'a> {
 }
 
 /// A remembered attachment and what becomes of it.
-struct Judged {
+struct CheckedAttachment {
     entry: Entry,
     keeps: bool,
     why: String,
@@ -71,7 +71,7 @@ impl Network<'_, '_> {
         let asks_plugins = list.version()? >= Version::V1_1_0;
         let remembered = self.runtime.stale(list, &ValidAttachments::default())?;
         let unreadable = remembered.problems;
-        let judged: Vec<Judged> = remembered.entries.into_iter().map(|entry| self.judge(entry)).collect();
+        let judged: Vec<CheckedAttachment> = remembered.entries.into_iter().map(|entry| self.judge(entry)).collect();
         let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.id());
         let kept = kept.map(|id| (id.container_id, id.ifname));
         // What is named need not be remembered: it may be another runtime's.
@@ -80,21 +80,21 @@ impl Network<'_, '_> {
         Ok(Plan { network: &self.command.network, judged, unreadable, valid, asks_plugins, acts })
     }
 
-    fn judge(&self, entry: Entry) -> Judged {
+    fn judge(&self, entry: Entry) -> CheckedAttachment {
         let attachment = &entry.attachment;
         let named = |(id, ifname): &(String, String)| *id == attachment.container_id && *ifname == attachment.ifname;
         let (keeps, why) = if self.command.keep.iter().any(named) {
             (true, "named with --keep".to_owned())
         } else {
-            match Presence::of(&attachment.netns, self.call.machine) {
-                Presence::There => (true, format!("{} exists", attachment.netns)),
-                Presence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
+            match NetnsPresence::of(&attachment.netns, self.call.machine) {
+                NetnsPresence::There => (true, format!("{} exists", attachment.netns)),
+                NetnsPresence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
                 // In doubt for the container.
-                Presence::Other(why) => (true, format!("{}: {why}", attachment.netns)),
-                Presence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
+                NetnsPresence::Other(why) => (true, format!("{}: {why}", attachment.netns)),
+                NetnsPresence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
             }
         };
-        Judged { entry, keeps, why }
+        CheckedAttachment { entry, keeps, why }
     }
 }
 
@@ -110,7 +110,7 @@ impl Plan<'_> {
 
     fn text(&self) -> String {
         let mut text = String::new();
-        for Judged { entry, keeps, why } in &self.judged {
+        for CheckedAttachment { entry, keeps, why } in &self.judged {
             let AttachmentId { container_id, ifname, .. } = entry.id();
             let verb = if *keeps { "keep" } else { "remove" };
             text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
@@ -140,10 +140,11 @@ impl Plan<'_> {
     }
 
     fn json(&self) -> Value {
-        let removed = self.judged.iter().filter(|judged| !judged.keeps).map(|Judged { entry, why, .. }| {
-            let AttachmentId { container_id, ifname, .. } = entry.id();
-            json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
-        });
+        let removed =
+            self.judged.iter().filter(|judged| !judged.keeps).map(|CheckedAttachment { entry, why, .. }| {
+                let AttachmentId { container_id, ifname, .. } = entry.id();
+                json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
+            });
         let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
         json!({
             "network": self.network,

@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::cli::{Failure, Variables, failed};
 use crate::report::{Format, write_json, write_raw};
-use crate::target::{Presence, absolute, container_id};
+use crate::target::{NetnsPresence, absolute, container_id};
 use crate::{Call, Streams};
 
 pub(crate) use options::{Attach, Collect, Command, Detach, Named};
@@ -162,15 +162,15 @@ impl Network<'_, '_> {
     /// Refuses the most common slip before any plugin runs: `cnitool add net blue` for
     /// /run/netns/blue.
     fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
-        let why = match Presence::of(&attachment.netns, self.call.machine) {
-            Presence::Gone(why) | Presence::Other(why) => why,
-            Presence::There | Presence::Unknown(_) => return Ok(()),
+        let why = match NetnsPresence::of(&attachment.netns, self.call.machine) {
+            NetnsPresence::Gone(why) | NetnsPresence::Other(why) => why,
+            NetnsPresence::There | NetnsPresence::Unknown(_) => return Ok(()),
         };
         let msg = format!("{} is not a network namespace: {why} (CNI_NETNS)", attachment.netns);
         let error = Error::new(Code::INVALID_ENVIRONMENT, msg);
         let typed = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();
         let named = format!("/run/netns/{typed}");
-        if !typed.contains('/') && Presence::of(&named, self.call.machine) == Presence::There {
+        if !typed.contains('/') && NetnsPresence::of(&named, self.call.machine) == NetnsPresence::There {
             return Err(error.with_details(format!("a path is expected; did you mean {named}?")));
         }
         Err(error.with_details("'ip netns add NAME' makes one at /run/netns/NAME"))

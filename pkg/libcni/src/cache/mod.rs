@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::request::{Extras, derive};
+use super::request::{AddedKeys, derive};
 use super::{Attachment, NetworkList, PluginConf};
 use cni::json::Json;
 use cni::result::AddResult;
@@ -107,7 +107,7 @@ impl Entry {
     pub fn request(&self, list: &NetworkList, plugin: &PluginConf) -> Result<Vec<u8>> {
         let result = self.result_as(list.version()?)?;
         let capability_args = Some(&self.attachment.capability_args);
-        derive(list, plugin, Extras { prev_result: result.as_deref(), capability_args, valid: None })
+        derive(list, plugin, AddedKeys { prev_result: result.as_deref(), capability_args, valid: None })
     }
 }
 

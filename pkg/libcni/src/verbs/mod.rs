@@ -10,7 +10,7 @@ use super::cache::{Entry, Listing, in_version};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::plugin::{Variables, blame};
-use super::request::{Extras, derive};
+use super::request::{AddedKeys, derive};
 use super::{Attachment, Runtime};
 use cni::config::ValidAttachments;
 use cni::delegate::find_plugin;
@@ -196,7 +196,7 @@ impl Runtime<'_> {
         errors.extend(self.cache.clean().err());
         if version >= Version::V1_1_0 {
             for plugin in list.plugins() {
-                let request = derive(list, plugin, Extras { valid: Some(valid), ..Extras::default() });
+                let request = derive(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
                 let outcome = request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, Variables::default(), &bytes));
                 if let Err(error) = outcome {
                     errors.push(error.context(format_args!("failed to GC plugin {}", plugin.kind())));
@@ -217,7 +217,7 @@ impl Runtime<'_> {
             return Ok(());
         }
         for plugin in list.plugins() {
-            let request = derive(list, plugin, Extras::default())?;
+            let request = derive(list, plugin, AddedKeys::default())?;
             self.run(plugin.kind(), Verb::Status, Variables::default(), &request)
                 .map_err(|error| blame(plugin, "status", error))?;
         }
@@ -232,7 +232,7 @@ impl Runtime<'_> {
         attachment: &Attachment,
         prev_result: Option<&RawValue>,
     ) -> Result<Vec<u8>> {
-        let extras = Extras { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
+        let extras = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
         self.run(plugin.kind(), verb, attachment.into(), &derive(list, plugin, extras)?)
     }
 }

@@ -14,17 +14,16 @@ use super::*;
 use crate::{Cache, DEFAULT_TIMEOUT};
 use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::rollback::Notes;
-use cni::skel::MachineRef;
 
 /// What a plugin was asked.
 #[derive(Clone, Debug)]
-struct Asked {
+struct PluginCall {
     plugin: String,
     env: BTreeMap<String, String>,
     stdin: serde_json::Value,
 }
 
-impl Asked {
+impl PluginCall {
     fn verb(&self) -> &str {
         &self.env["CNI_COMMAND"]
     }
@@ -34,7 +33,7 @@ impl Asked {
 #[derive(Default)]
 struct Script {
     answers: RefCell<BTreeMap<String, (i32, String)>>,
-    asked: RefCell<Vec<Asked>>,
+    asked: RefCell<Vec<PluginCall>>,
 }
 
 impl Machine for Script {
@@ -51,7 +50,7 @@ impl Machine for Script {
         let text = |text: &OsString| text.to_str().unwrap().to_owned();
         let env: BTreeMap<_, _> = child.env.iter().flatten().map(|(key, value)| (text(key), text(value))).collect();
         let plugin = child.program.file_name().unwrap().to_str().unwrap().to_owned();
-        let asked = Asked { plugin, env, stdin: serde_json::from_slice(child.stdin).unwrap() };
+        let asked = PluginCall { plugin, env, stdin: serde_json::from_slice(child.stdin).unwrap() };
         let answer = self.answers.borrow().get(&format!("{} {}", asked.plugin, asked.verb())).cloned();
         let (status, stdout) = answer.unwrap_or_else(|| (0, if asked.verb() == "ADD" { "{}" } else { "" }.to_owned()));
         self.asked.borrow_mut().push(asked);
@@ -82,7 +81,7 @@ impl Node {
     fn runtime(&self) -> Runtime<'_> {
         let said = Rc::clone(&self.said);
         Runtime {
-            machine: MachineRef(&self.script),
+            machine: &self.script,
             plugin_folders: vec![self.folder.path().to_owned()],
             environment: [("HOME", "/root"), ("CNI_IFNAME", "inherited"), ("CNI_ARGS", "old")]
                 .map(|(key, value)| (key.into(), value.into()))
@@ -101,7 +100,7 @@ impl Node {
         self.answer(call, 1, &format!(r#"{{"cniVersion":"1.0.0","code":{code},"msg":"{call} went wrong"}}"#));
     }
 
-    fn asked(&self) -> Vec<Asked> {
+    fn asked(&self) -> Vec<PluginCall> {
         self.script.asked.take()
     }
 

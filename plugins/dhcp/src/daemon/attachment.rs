@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use cni::result::AddResult;
 use cni_dhcp::lease::{Change, Session, Step};
-use cni_dhcp::message::Terms;
+use cni_dhcp::message::LeaseParameters;
 use nix::time::{ClockId, clock_gettime};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::network::{Exchange, Interface};
 use super::{Daemon, log};
-use crate::record::{Held, Record};
+use crate::record::{Record, RecordedLease};
 
 /// Timers are set no further ahead.
 const LONGEST: Duration = Duration::from_secs(3600);
@@ -35,7 +35,7 @@ pub(crate) enum Status {
 
 /// What a task is asked to do.
 #[derive(Debug)]
-pub(crate) enum Order {
+pub(crate) enum LeaseCommand {
     /// Give the lease up and end.
     Release(oneshot::Sender<()>),
     /// Look whether the interface is still there.
@@ -45,7 +45,7 @@ pub(crate) enum Order {
 /// A task, as others see it.
 #[derive(Clone, Debug)]
 pub(crate) struct Handle {
-    pub(crate) orders: mpsc::UnboundedSender<Order>,
+    pub(crate) orders: mpsc::UnboundedSender<LeaseCommand>,
     pub(crate) status: watch::Receiver<Status>,
     pub(crate) interface: Interface,
 }
@@ -73,7 +73,7 @@ pub(crate) struct Attachment {
     pub(crate) record: Record,
     pub(crate) session: Session,
     pub(crate) status: watch::Sender<Status>,
-    pub(crate) orders: mpsc::UnboundedReceiver<Order>,
+    pub(crate) orders: mpsc::UnboundedReceiver<LeaseCommand>,
     /// What the interface still lacks of a lease that replaced another.
     pub(crate) lacking: Option<Rc<AddResult>>,
 }
@@ -110,7 +110,7 @@ impl Attachment {
     /// Records what the attachment has. If that fails while the plugin still waits for its first
     /// lease, returns the error: no later daemon would know the lease, so nothing would release
     /// it. Afterwards it is only logged.
-    fn keep(&mut self, held: Held) -> Result<(), cni::Error> {
+    fn keep(&mut self, held: RecordedLease) -> Result<(), cni::Error> {
         self.record.held = held;
         self.record.error = None;
         match self.daemon.records.write(&self.record) {
@@ -126,7 +126,7 @@ impl Attachment {
     fn failed(&mut self, error: String) {
         if self.record.error.as_ref() != Some(&error) {
             self.record.error = Some(error);
-            if !matches!(self.record.held, Held::Nothing) {
+            if !matches!(self.record.held, RecordedLease::Nothing) {
                 self.note(self.daemon.records.write(&self.record));
             }
         }
@@ -187,7 +187,7 @@ impl Attachment {
                 }
                 Step::Failed => {
                     // The server may have leased the address, and its answer is lost.
-                    if matches!(self.record.held, Held::Requested(_)) {
+                    if matches!(self.record.held, RecordedLease::Requested(_)) {
                         self.release(key);
                     }
                     return End::Forgotten("no more tries".into());
@@ -248,11 +248,11 @@ impl Attachment {
             match self.orders.recv().await {
                 // The daemon ends; the record stays.
                 None => return End::Kept,
-                Some(Order::Look) if self.interface.is_gone() => {
+                Some(LeaseCommand::Look) if self.interface.is_gone() => {
                     return End::Forgotten("the interface has gone".into());
                 }
-                Some(Order::Look) => {}
-                Some(Order::Release(done)) => {
+                Some(LeaseCommand::Look) => {}
+                Some(LeaseCommand::Release(done)) => {
                     self.release(key);
                     return End::Released(done);
                 }
@@ -262,10 +262,10 @@ impl Attachment {
 
     /// Sends the release. The server's answer is not waited for, as there is none.
     fn release(&mut self, key: &str) {
-        let terms: Option<Terms> = match (&self.session.lease(), &self.record.held) {
+        let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.held) {
             (Some(lease), _) => Some(lease.terms.clone()),
-            (None, Held::Requested(terms)) => Some(terms.clone()),
-            (None, Held::Bound(_) | Held::Nothing) => None,
+            (None, RecordedLease::Requested(terms)) => Some(terms.clone()),
+            (None, RecordedLease::Bound(_) | RecordedLease::Nothing) => None,
         };
         if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
             log(format_args!("{key}: releasing lease"));
@@ -288,14 +288,14 @@ impl Attachment {
             // Before the request: if the daemon ends now, the address can still be released. The
             // record of a lost lease stays, because with it a restarted daemon goes on searching.
             Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return Ok(()),
-            Change::Offered(terms) => return self.keep(Held::Requested(terms)),
+            Change::Offered(terms) => return self.keep(RecordedLease::Requested(terms)),
             Change::Lost(network) => {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
                 self.note(self.interface.delete(network));
                 self.lacking = None;
                 // A daemon that is restarted now must not take the lease for a good one.
-                if let Held::Bound(lease) = &mut self.record.held {
+                if let RecordedLease::Bound(lease) = &mut self.record.held {
                     lease.terms.seconds = 0;
                 }
                 self.failed(why.clone());
@@ -309,7 +309,7 @@ impl Attachment {
             matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
         let regained = matches!(*self.status.borrow(), Status::Lost(_));
         let result = Rc::new(lease.terms.result(self.record.priority));
-        self.keep(Held::Bound(lease.clone()))?;
+        self.keep(RecordedLease::Bound(lease.clone()))?;
         if moved || regained {
             self.lacking = Some(Rc::clone(&result));
             self.complete(key);

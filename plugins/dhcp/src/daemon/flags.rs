@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cni_dhcp::lease::Limits;
-use cni_dhcp::message::Answers;
+use cni_dhcp::message::ReplyMode;
 
 /// What becomes of the leases when a signal ends the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub(crate) struct Flags {
     pub(crate) pidfile: Option<PathBuf>,
     pub(crate) host_prefix: String,
     pub(crate) socket: PathBuf,
-    pub(crate) answers: Answers,
+    pub(crate) answers: ReplyMode,
     pub(crate) limits: Limits,
     pub(crate) on_exit: OnExit,
 }
@@ -32,7 +32,7 @@ impl Flags {
             pidfile: None,
             host_prefix: String::new(),
             socket: "/run/cni/dhcp.sock".into(),
-            answers: Answers::Unicast,
+            answers: ReplyMode::Unicast,
             limits: Limits::default(),
             on_exit: OnExit::Keep,
         };
@@ -52,7 +52,7 @@ impl Flags {
                         other => return Err(format!("invalid boolean value {other:?} for -{name}")),
                     };
                     match name {
-                        "broadcast" => flags.answers = if on { Answers::Broadcast } else { Answers::Unicast },
+                        "broadcast" => flags.answers = if on { ReplyMode::Broadcast } else { ReplyMode::Unicast },
                         _ => flags.on_exit = if on { OnExit::Release } else { OnExit::Keep },
                     }
                     continue;
@@ -117,7 +117,7 @@ mod tests {
         let one = parse(&["-hostprefix", "/host", "-timeout=2s", "--broadcast", "-pidfile", "/p"]).unwrap();
         let two = parse(&["--hostprefix=/host", "--timeout", "2000ms", "-broadcast=true", "--pidfile=/p"]).unwrap();
         assert_eq!(one, two);
-        assert_eq!((one.answers, one.limits.answer), (Answers::Broadcast, Duration::from_secs(2)));
+        assert_eq!((one.answers, one.limits.answer), (ReplyMode::Broadcast, Duration::from_secs(2)));
         assert_eq!(parse(&[]).unwrap().limits, Limits::default());
     }
 

@@ -21,8 +21,8 @@ use std::time::Duration;
 use cni::config::NetConf;
 use cni::result::AddResult;
 use cni_dhcp::lease::{Limits, Session};
-use cni_dhcp::message::{Answers, Client};
-use cni_dhcp::rpc::{CONNECTED, CmdArgs, Conversation, Method, write_response};
+use cni_dhcp::message::{Client, ReplyMode};
+use cni_dhcp::rpc::{CONNECTED, CmdArgs, Connection, Method, write_response};
 use cni_linux::{Mac, Watch};
 use libcni::cache::DEFAULT_DIR;
 use tokio::io::unix::AsyncFd;
@@ -32,9 +32,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 
 use crate::conf::Conf;
-use crate::record::{Held, Record, Records, key};
+use crate::record::{Record, RecordedLease, Records, key};
 pub(crate) use attachment::now;
-use attachment::{Attachment, Handle, Order, Status};
+use attachment::{Attachment, Handle, LeaseCommand, Status};
 use flags::Flags;
 use network::Interface;
 
@@ -50,7 +50,7 @@ const CLOSING_THREADS: usize = 4;
 /// What all tasks share.
 pub(crate) struct Daemon {
     host_prefix: String,
-    answers: Answers,
+    answers: ReplyMode,
     limits: Limits,
     records: Records,
     attachments: RefCell<HashMap<String, Handle>>,
@@ -125,7 +125,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
             daemon.release(&key).await;
         }
     }
-    let files = [Some(&path).filter(|_| owner == socket::Owner::Daemon), flags.pidfile.as_ref()];
+    let files = [Some(&path).filter(|_| owner == socket::SocketOwner::Daemon), flags.pidfile.as_ref()];
     files.into_iter().flatten().for_each(|file| drop(std::fs::remove_file(file)));
     Ok(())
 }
@@ -175,7 +175,7 @@ impl Daemon {
             };
             // A requested address waits for the DEL that releases it, or for the ADD that gets it
             // again.
-            if let Held::Bound(lease) = &record.held {
+            if let RecordedLease::Bound(lease) = &record.held {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
                 self.start(interface, record, session);
             }
@@ -214,20 +214,20 @@ impl Daemon {
                 tokio::time::sleep(COLLECT).await;
                 watch.get_ref().forget();
                 let attachments = self.attachments.borrow();
-                attachments.values().for_each(|handle| drop(handle.orders.send(Order::Look)));
+                attachments.values().for_each(|handle| drop(handle.orders.send(LeaseCommand::Look)));
             }
         }
     }
 
     /// Answers one connection: one call.
     async fn answer(self: Rc<Self>, stream: UnixStream) {
-        let mut conversation = Conversation::default();
+        let mut conversation = Connection::default();
         let mut greeted = false;
         let mut buffer = [0; 4096];
         loop {
             let received = conversation.request();
             // A client may have sent its call without waiting for the greeting.
-            if !greeted && conversation.is_greeted() {
+            if !greeted && conversation.handshake_done() {
                 greeted = true;
                 if write_all(&stream, CONNECTED).await.is_err() {
                     return;
@@ -312,7 +312,7 @@ impl Daemon {
             index: interface.index,
             priority: keys.priority,
             client: Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers },
-            held: Held::Nothing,
+            held: RecordedLease::Nothing,
             error: None,
         };
         Ok((interface, record))
@@ -344,7 +344,7 @@ impl Daemon {
         if let Some(handle) = handle {
             let (done, end) = oneshot::channel();
             // A task that has just ended has nothing left to release.
-            if handle.orders.send(Order::Release(done)).is_ok() {
+            if handle.orders.send(LeaseCommand::Release(done)).is_ok() {
                 let _ = end.await;
             }
         }

@@ -16,7 +16,7 @@ const FIRST: u8 = 3;
 
 /// Who created the socket, and removes its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Owner {
+pub(super) enum SocketOwner {
     /// The daemon.
     Daemon,
     /// systemd, which goes on listening when the daemon has ended.
@@ -24,10 +24,10 @@ pub(super) enum Owner {
 }
 
 /// Returns the socket to accept connections from.
-pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, Owner)> {
+pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketOwner)> {
     let (listener, owner) = match passed()? {
-        Some(listener) => (listener, Owner::Systemd),
-        None => (bind(path)?, Owner::Daemon),
+        Some(listener) => (listener, SocketOwner::Systemd),
+        None => (bind(path)?, SocketOwner::Daemon),
     };
     listener.set_nonblocking(true)?;
     Ok((UnixListener::from_std(listener)?, owner))

@@ -21,7 +21,7 @@ fn mapped(mapping: &str) -> String {
 #[test]
 fn defaults_are_go_s() {
     let conf = parse("").unwrap();
-    assert_eq!((conf.backend, conf.snat, conf.policy), (None, Snat::Hairpin, Policy::Judge));
+    assert_eq!((conf.backend, conf.snat, conf.policy), (None, Snat::Hairpin, Policy::RefuseIfAlive));
     assert_eq!(conf.set_mark, SetMark::Bit(13));
     assert!(conf.mappings.is_empty());
     for nothing in [r#","runtimeConfig":null"#, r#","runtimeConfig":{"portMappings":null}"#, &mapped("")] {

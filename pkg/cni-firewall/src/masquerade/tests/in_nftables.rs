@@ -3,7 +3,7 @@
 use std::thread;
 
 use super::*;
-use crate::play::{nft, on_a_host, ruleset};
+use crate::testing::{nft, on_a_host, ruleset};
 
 const KEY: &str = "net, if: eth0, id: c1";
 

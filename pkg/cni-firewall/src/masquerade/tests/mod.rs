@@ -10,7 +10,7 @@ use cni_testkit::program;
 
 use super::*;
 use crate::iptables::Variant;
-use crate::play::shell;
+use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, new_netns, skip};
 use cni_linux::netns::Netns;
 
@@ -98,7 +98,9 @@ impl Rig {
 
     #[track_caller]
     fn ensure(&self, mark: &AttachmentId, addresses: &[&str]) {
-        self.masquerade(|masquerade| masquerade.ensure(mark, None, &cidrs(addresses), &Former::default()).unwrap());
+        self.masquerade(|masquerade| {
+            masquerade.ensure(mark, None, &cidrs(addresses), &PreviousRules::default()).unwrap()
+        });
     }
 
     #[track_caller]
@@ -236,14 +238,14 @@ fn a_broken_iptables_is_skipped_unless_it_was_requested() {
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 1);
         let explicit = |masquerade: &Masquerade<'_>| {
             masquerade
-                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &Former::default())
+                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &PreviousRules::default())
                 .unwrap_err()
         };
         let error = rig.masquerade(explicit).to_string();
         assert!(error.contains("iptables-restore --noflush") && error.contains("no such table"), "{error}");
         rig.masquerade(|masquerade| {
             masquerade
-                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &Former::default())
+                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &PreviousRules::default())
                 .expect("without a program the rules are those of iptables-nft");
         });
     });
@@ -254,7 +256,9 @@ fn rules_of_the_other_backend_are_checked_and_removed_too() {
     with_each(|rig| {
         for backend in [Backend::Iptables, Backend::Nftables] {
             rig.masquerade(|masquerade| {
-                masquerade.ensure(&mark("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &Former::default()).unwrap()
+                masquerade
+                    .ensure(&mark("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &PreviousRules::default())
+                    .unwrap()
             });
             assert_eq!(rig.missing(&mark("c1", "eth0"), &[NET4]), Vec::<String>::new(), "{backend}");
             rig.purge(&mark("c1", "eth0"), &[]);

@@ -1,6 +1,6 @@
 //! CHECK: is everything in the tables as an ADD would have it?
 
-use super::super::{Claim, Forwarding};
+use super::super::{ClaimedPort, Forwarding};
 use super::shape::{self, DNAT, Jump, Section};
 use super::{Chains, IptablesPortMap, is_own, shared_rules};
 use crate::iptables::Rule;
@@ -36,11 +36,16 @@ impl IptablesPortMap<'_> {
     }
 }
 
-fn differences_of(nat: &mut Chains<'_>, wanted: &Forwarding, container: Cidr, claims: &[Claim]) -> Result<Vec<String>> {
+fn differences_of(
+    nat: &mut Chains<'_>,
+    wanted: &Forwarding,
+    container: Cidr,
+    claims: &[ClaimedPort],
+) -> Result<Vec<String>> {
     let mut differences = Vec::new();
     let chain = shape::chain(&wanted.mark);
     for (chain, words) in shared_rules(wanted) {
-        if !nat.rules(chain)?.iter().any(|rule| rule.is(&words)) {
+        if !nat.rules(chain)?.iter().any(|rule| rule.matches(&words)) {
             differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
         }
     }
@@ -54,14 +59,15 @@ fn differences_of(nat: &mut Chains<'_>, wanted: &Forwarding, container: Cidr, cl
     let rules: Vec<&Rule> = own.iter().chain(&others).flat_map(|section| section.rules()).collect();
     for claim in claims {
         for words in shape::forward(wanted, container, claim) {
-            if !rules.iter().any(|rule| rule.is(&words)) {
+            if !rules.iter().any(|rule| rule.matches(&words)) {
                 differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
             }
         }
         if !jumps.iter().filter_map(Jump::of).any(|jump| jump.serves(claim)) {
             differences.push(format!("chain {DNAT} has no rule that leads {claim} to {chain}"));
         }
-        let is_anothers = |first: &Claim| others.iter().any(|section| section.claims().any(|there| there == *first));
+        let is_anothers =
+            |first: &ClaimedPort| others.iter().any(|section| section.claims().any(|there| there == *first));
         if let Some(first) = shape::first(there, claim).filter(is_anothers) {
             differences.push(format!("chain {chain} leads {claim} to {} first", first.container));
         }

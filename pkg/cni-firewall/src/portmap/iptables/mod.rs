@@ -16,25 +16,25 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::conflict::Judge;
-use super::{Claim, Ensured, Forwarding, Holder, Policy, Removal, SetMark, Snat, older_mapping};
+use super::conflict::LivenessProbe;
+use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, Removal, SetMark, Snat, older_mapping};
 use crate::iptables::{Chains, Edit, FAMILIES, Iptables, Rule, Table, Variant};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
 mod check;
-mod former;
+mod conflicts;
 mod others;
-mod rivals;
+mod previous;
 pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-pub use former::Former;
-use former::is_own;
+pub use conflicts::UnreadTables;
 use others::displace;
-pub use rivals::Unseen;
+pub use previous::PreviousRules;
+use previous::is_own;
 use shape::{DNAT, Jump, MASQ, SETMARK, SNAT, Section};
 
 /// Host ports in the tables `nat` of the calling thread's network namespace.
@@ -60,15 +60,15 @@ impl<'m> IptablesPortMap<'m> {
     ///
     /// # Errors
     /// What the program said, and what kept the former state from being put back.
-    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<Ensured<Former>> {
-        let mut judge = Judge::default();
+    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
+        let mut judge = LivenessProbe::default();
         let link = judge.bearer(&wanted.mark)?;
         let mut families = Vec::new();
         for (container, _) in wanted.families() {
             let family = Family::of(container.address());
             families.push((family, self.variant(family)?));
         }
-        let (mut former, mut held) = (Former::default(), None);
+        let (mut previous, mut held) = (PreviousRules::default(), None);
         // Of each family what its last plan says.
         let mut remarks: Vec<(Family, Vec<String>)> = Vec::new();
         let done = self.iptables.change_all(&families, |nat| {
@@ -77,7 +77,7 @@ impl<'m> IptablesPortMap<'m> {
                 return Ok(Some(Edit::new()));
             };
             let variant = families.iter().find(|(of, _)| *of == family).map_or(Variant::Nft, |(_, variant)| *variant);
-            former.remember(nat, variant, wanted)?;
+            previous.remember(nat, variant, wanted)?;
             let plan = plan(nat, wanted, container, &claims, link.as_deref(), &mut judge)?;
             if plan.held.is_some() {
                 held = plan.held;
@@ -91,23 +91,23 @@ impl<'m> IptablesPortMap<'m> {
             Ok(changed) => (changed, Ok(())),
             Err((changed, error)) => (changed, Err(error)),
         };
-        former.keep(changed);
+        previous.keep(changed);
         // One family may have been changed before the other failed, or before another attachment
         // took a port of it.
-        let restored = if done.is_err() || held.is_some() { self.put_back(wanted, &former) } else { Ok(()) };
+        let restored = if done.is_err() || held.is_some() { self.put_back(wanted, &previous) } else { Ok(()) };
         match (done, restored, held) {
             (Err(error), Err(other), _) => Err(error.context(format_args!("{other}; and"))),
             (Err(error), ..) | (Ok(()), Err(error), _) => Err(error),
-            (Ok(()), Ok(()), Some(holder)) => Ok(Ensured::Held(holder)),
+            (Ok(()), Ok(()), Some(holder)) => Ok(EnsureOutcome::Held(holder)),
             (Ok(()), Ok(()), None) => {
                 let mut remarks: Vec<String> = remarks.into_iter().flat_map(|(_, remarks)| remarks).collect();
-                if let Err(error) = self.ensure_empty_chains(wanted, link.as_deref(), &mut former, &mut remarks) {
-                    return Err(match self.put_back(wanted, &former) {
+                if let Err(error) = self.ensure_empty_chains(wanted, link.as_deref(), &mut previous, &mut remarks) {
+                    return Err(match self.put_back(wanted, &previous) {
                         Err(other) => error.context(format_args!("{other}; and")),
                         Ok(()) => error,
                     });
                 }
-                Ok(Ensured::Done { former: (!former.is_empty()).then_some(former), remarks })
+                Ok(EnsureOutcome::Done { previous: (!previous.is_empty()).then_some(previous), remarks })
             }
         }
     }
@@ -123,17 +123,17 @@ impl<'m> IptablesPortMap<'m> {
         &mut self,
         wanted: &Forwarding,
         link: Option<&str>,
-        former: &mut Former,
+        previous: &mut PreviousRules,
         remarks: &mut Vec<String>,
     ) -> Result<()> {
         for (container, _) in wanted.every_family().filter(|(_, claims)| claims.is_empty()) {
             let family = Family::of(container.address());
             let Some(variant) = self.iptables.for_new_rules(family)? else { continue };
             let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
-            let mut judge = Judge::default();
+            let mut judge = LivenessProbe::default();
             let (mut last, mut writes) = (Vec::new(), false);
             let done = self.iptables.change(family, variant, |nat| {
-                former.remember(nat, variant, wanted)?;
+                previous.remember(nat, variant, wanted)?;
                 let plan = plan(nat, wanted, container, &[], link, &mut judge)?;
                 last = plan.remarks;
                 writes |= !plan.edit.is_empty();
@@ -141,7 +141,7 @@ impl<'m> IptablesPortMap<'m> {
             });
             remarks.append(&mut last);
             if !writes {
-                former.forget(family);
+                previous.forget(family);
             }
             match done {
                 Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
@@ -218,7 +218,7 @@ impl<'m> IptablesPortMap<'m> {
     fn everywhere(
         &mut self,
         chains: &[&str],
-        mut plan: impl FnMut(&mut Chains<'_>, &mut Edit) -> Result<Vec<Claim>>,
+        mut plan: impl FnMut(&mut Chains<'_>, &mut Edit) -> Result<Vec<ClaimedPort>>,
     ) -> Removal {
         let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
         for family in FAMILIES {
@@ -278,7 +278,7 @@ fn plan_removal(
     edit: &mut Edit,
     chain: &str,
     choose: impl Fn(&Section, &Named) -> bool,
-) -> Result<Vec<Claim>> {
+) -> Result<Vec<ClaimedPort>> {
     let Some(there) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
     let jumps = nat.leading_to(DNAT, chain)?;
     let comments = jumps.iter().filter_map(|rule| shape::read_comment(rule.comment()?));
@@ -298,7 +298,7 @@ fn plan_removal(
         edit.delete_chain(chain, &there);
         return Ok(claims);
     }
-    let still: Vec<Claim> = left.iter().flat_map(|section| section.claims()).collect();
+    let still: Vec<ClaimedPort> = left.iter().flat_map(|section| section.claims()).collect();
     // What does not say whose it is goes with the last of the others.
     for section in gone.iter().filter(|section| !section.is_silent()) {
         delete_section(edit, chain, section, &still);
@@ -312,7 +312,7 @@ fn plan_removal(
 /// Removes a section, but for what marks connections to a port that is still mapped: Go makes that
 /// once for all addresses, and iptables-legacy, which knows no handles, would remove the first rule
 /// that looks like it.
-fn delete_section(edit: &mut Edit, chain: &str, section: &Section, still: &[Claim]) {
+fn delete_section(edit: &mut Edit, chain: &str, section: &Section, still: &[ClaimedPort]) {
     let is_mapped = |rule: &Rule| {
         let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
         still.iter().any(|c| protocol == Some(c.protocol.name()) && port == Some(&c.host_port.to_string()))
@@ -322,7 +322,7 @@ fn delete_section(edit: &mut Edit, chain: &str, section: &Section, still: &[Clai
     }
 }
 
-fn is_needed(jump: &Rule, claims: &[Claim]) -> bool {
+fn is_needed(jump: &Rule, claims: &[ClaimedPort]) -> bool {
     Jump::of(jump).is_some_and(|jump| claims.iter().any(|claim| jump.serves(claim)))
 }
 
@@ -338,13 +338,13 @@ fn plan(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
     container: Cidr,
-    claims: &[Claim],
+    claims: &[ClaimedPort],
     link: Option<&str>,
-    judge: &mut Judge,
+    judge: &mut LivenessProbe,
 ) -> Result<Plan> {
     let mut plan = Plan::default();
     let ways = ways(nat, wanted, claims)?;
-    if wanted.policy == Policy::Judge {
+    if wanted.policy == Policy::RefuseIfAlive {
         displace(nat, wanted, (container, claims), &ways, (judge, &mut plan))?;
         if plan.held.is_some() {
             return Ok(plan);
@@ -356,7 +356,7 @@ fn plan(
 }
 
 /// The rules that all containers share, chain by chain.
-fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::Words)> {
+fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
     let mut rules = Vec::new();
     if let (SetMark::Bit(bit), true) = (&wanted.set_mark, wanted.snat != Snat::No) {
         rules.push((SETMARK, shape::set_mark(*bit)));
@@ -378,7 +378,7 @@ fn shared(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<
         }
     }
     for (chain, words) in rules {
-        let mut same = nat.rules(chain)?.iter().filter(|rule| rule.is(&words));
+        let mut same = nat.rules(chain)?.iter().filter(|rule| rule.matches(&words));
         if same.next().is_some() {
             for double in same {
                 edit.delete(chain, double);
@@ -396,7 +396,7 @@ fn shared(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<
 fn own(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
-    (container, claims): (Cidr, &[Claim]),
+    (container, claims): (Cidr, &[ClaimedPort]),
     ways: &[Rule],
     link: Option<&str>,
     plan: &mut Plan,
@@ -409,9 +409,9 @@ fn own(
     let sections = shape::sections(there.as_ref().map_or(&[], |there| there.rules.as_slice()));
     let (own, others): (Vec<&Section>, Vec<&Section>) =
         sections.iter().filter(|section| section.rules().next().is_some()).partition(|section| is_own(section, wanted));
-    let still: Vec<Claim> = others.iter().flat_map(|section| section.claims()).collect();
+    let still: Vec<ClaimedPort> = others.iter().flat_map(|section| section.claims()).collect();
     let in_place = own.iter().flat_map(|section| section.rules()).count() == new.len()
-        && own.iter().flat_map(|section| section.rules()).zip(&new).all(|(rule, words)| rule.is(words));
+        && own.iter().flat_map(|section| section.rules()).zip(&new).all(|(rule, words)| rule.matches(words));
     if !in_place {
         if others.is_empty() {
             edit.replace_chain(&chain);
@@ -423,7 +423,8 @@ fn own(
         }
     }
     let unmarked = others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
-    let ahead = unmarked.filter(|there| wanted.policy == Policy::Judge && claims.iter().any(|c| c.overlaps(there)));
+    let ahead =
+        unmarked.filter(|there| wanted.policy == Policy::RefuseIfAlive && claims.iter().any(|c| c.overlaps(there)));
     plan.remarks.extend(ahead.map(|there| older_mapping(&there)));
     let conditions = wanted.conditions(Family::of(container.address()));
     let jumps: Vec<&Rule> = ways.iter().filter(|rule| rule.target() == Some(&chain)).collect();
@@ -431,7 +432,7 @@ fn own(
     for words in shape::jumps(wanted, conditions) {
         // The kernel's form of conditions cannot be compared with the configured one, so they are
         // always written again.
-        let same = jumps.iter().enumerate().position(|(at, jump)| jump.is(&words) && !kept.contains(&at));
+        let same = jumps.iter().enumerate().position(|(at, jump)| jump.matches(&words) && !kept.contains(&at));
         match same.filter(|_| conditions.is_empty()) {
             Some(at) => kept.push(at),
             None => edit.append(DNAT, words),
@@ -447,7 +448,7 @@ fn own(
 
 /// Returns the rules of [`DNAT`] that could be about a claimed port or lead to the attachment's own
 /// chain.
-fn ways(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[Claim]) -> Result<Vec<Rule>> {
+fn ways(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
     nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))
 }

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 
-use super::super::conflict::{Fate, Judge};
-use super::super::{Claim, Forwarding, Holder};
+use super::super::conflict::{Liveness, LivenessProbe};
+use super::super::{ClaimedPort, Forwarding, Holder};
 use super::shape::{self, DNAT, Group, Jump, Section};
 use super::{Chains, Plan, is_needed};
 use crate::iptables::Rule;
@@ -20,9 +20,9 @@ use cni_linux::error::Result;
 pub(super) fn displace(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
-    (container, claims): (Cidr, &[Claim]),
+    (container, claims): (Cidr, &[ClaimedPort]),
     ways: &[Rule],
-    (judge, plan): (&mut Judge, &mut Plan),
+    (judge, plan): (&mut LivenessProbe, &mut Plan),
 ) -> Result<()> {
     let serves = |jump: &Jump| claims.iter().any(|claim| jump.serves(claim));
     // An administrator may lead from there to a chain of his own.
@@ -35,7 +35,7 @@ pub(super) fn displace(
             return Ok(());
         }
     }
-    let towards = nat.leading_towards(DNAT, shape::PREFIX, container.address()).and_then(|chains| {
+    let towards = nat.list_chains_for_address(DNAT, shape::PREFIX, container.address()).and_then(|chains| {
         for chain in chains.iter().filter(|chain| is_theirs(chain) && !about.contains(*chain)) {
             displace_of(nat, wanted, (container, claims), chain, (judge, plan))?;
             if plan.held.is_some() {
@@ -54,9 +54,9 @@ pub(super) fn displace(
 fn displace_of(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
-    (container, claims): (Cidr, &[Claim]),
+    (container, claims): (Cidr, &[ClaimedPort]),
     chain: &str,
-    (judge, plan): (&mut Judge, &mut Plan),
+    (judge, plan): (&mut LivenessProbe, &mut Plan),
 ) -> Result<()> {
     let jumps = nat.leading_to(DNAT, chain)?;
     let Some(there) = nat.chain(chain)?.cloned() else { return Ok(()) };
@@ -70,17 +70,17 @@ fn displace_of(
             let is_wanted = |holder: &Holder| claims.iter().any(|claim| claim.overlaps(&holder.claim));
             let fate = holder.as_ref().map(|holder| judge.fate(wanted, holder)).transpose()?;
             match (holder, fate) {
-                (Some(holder), Some(Fate::Alive)) if is_wanted(&holder) => {
+                (Some(holder), Some(Liveness::Alive)) if is_wanted(&holder) => {
                     plan.held = Some(holder);
                     return Ok(());
                 }
-                (Some(holder), Some(Fate::Dead)) => {
+                (Some(holder), Some(Liveness::Dead)) => {
                     remarks.push(holder.removal(wanted));
                     gone.extend(&group.rules);
                     continue;
                 }
-                (Some(holder), Some(Fate::Unknown)) if is_wanted(&holder) => remarks.push(holder.rivalry()),
-                (Some(holder), Some(Fate::Unknown)) => remarks.push(holder.doubt()),
+                (Some(holder), Some(Liveness::Unknown)) if is_wanted(&holder) => remarks.push(holder.rivalry()),
+                (Some(holder), Some(Liveness::Unknown)) => remarks.push(holder.doubt()),
                 _ => {}
             }
             left.push(group);
@@ -99,7 +99,7 @@ fn displace_of(
         plan.edit.delete_chain(chain, &there);
     } else {
         gone.iter().for_each(|rule| plan.edit.delete(chain, rule));
-        let still: Option<Vec<Claim>> = left.iter().map(|group| group.claim).collect();
+        let still: Option<Vec<ClaimedPort>> = left.iter().map(|group| group.claim).collect();
         // What is not understood may need any of the ways.
         let needless = |jump: &&Rule| still.as_ref().is_some_and(|still| !is_needed(jump, still));
         jumps.iter().filter(needless).for_each(|jump| plan.edit.delete(DNAT, jump));
@@ -129,7 +129,7 @@ impl<'t> Theirs<'t> {
 
     /// The other container whose mapping this is, if it claims what is wanted or leads to this
     /// container's address.
-    fn holder(&self, section: &Section, group: &Group, claims: &[Claim]) -> Option<Holder> {
+    fn holder(&self, section: &Section, group: &Group, claims: &[ClaimedPort]) -> Option<Holder> {
         let claim = group.claim?;
         let concerns = claim.container.ip() == self.address || claims.iter().any(|wanted| wanted.overlaps(&claim));
         let marked = section.alias().and_then(AttachmentId::parse);

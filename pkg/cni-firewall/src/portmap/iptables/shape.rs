@@ -21,7 +21,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use cni::hash::sha512_hex;
 
-use super::super::{Claim, Forwarding, Mapping, Protocol, SetMark, Snat};
+use super::super::{ClaimedPort, Forwarding, Mapping, Protocol, SetMark, Snat};
 use crate::iptables::Rule;
 use cni::AttachmentId;
 use cni::Cidr;
@@ -39,9 +39,9 @@ const PORTS: usize = 15;
 const COMMENT_MAX: usize = 255;
 
 /// A rule in words.
-pub(super) type Words = Vec<String>;
+pub(super) type RuleWords = Vec<String>;
 
-fn words<const N: usize>(words: [&str; N]) -> Words {
+fn words<const N: usize>(words: [&str; N]) -> RuleWords {
     words.map(str::to_owned).to_vec()
 }
 
@@ -62,12 +62,12 @@ pub(super) fn snat_chain(mark: &AttachmentId) -> String {
 }
 
 /// The rule by which a base chain leads to [`DNAT`].
-pub(super) fn entry() -> Words {
+pub(super) fn entry() -> RuleWords {
     words(["-m", "addrtype", "--dst-type", "LOCAL", "-j", DNAT])
 }
 
 /// The rule by which POSTROUTING leads to [`MASQ`].
-pub(super) fn masq_entry() -> Words {
+pub(super) fn masq_entry() -> RuleWords {
     words(["-m", "comment", "--comment", "CNI portfwd requiring masquerade", "-j", MASQ])
 }
 
@@ -77,12 +77,12 @@ fn bit(bit: u8) -> String {
 }
 
 /// The rule of [`MASQ`].
-pub(super) fn masquerade(mark_bit: u8) -> Words {
+pub(super) fn masquerade(mark_bit: u8) -> RuleWords {
     words(["-m", "mark", "--mark", &bit(mark_bit), "-j", "MASQUERADE"])
 }
 
 /// The rule of [`SETMARK`].
-pub(super) fn set_mark(mark_bit: u8) -> Words {
+pub(super) fn set_mark(mark_bit: u8) -> RuleWords {
     words(["-m", "comment", "--comment", "CNI portfwd masquerade mark", "-j", "MARK", "--set-xmark", &bit(mark_bit)])
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
 }
 
 /// A container's rules of [`DNAT`]: every port that is mapped in any family, as Go has it.
-pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<Words> {
+pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords> {
     let mut by_protocol: BTreeMap<Protocol, Vec<u16>> = BTreeMap::new();
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
         by_protocol.entry(*protocol).or_default().push(*host_port);
@@ -146,7 +146,7 @@ impl Jump {
     }
 
     /// Whether packets for this claim may pass it.
-    pub(super) fn serves(&self, claim: &Claim) -> bool {
+    pub(super) fn serves(&self, claim: &ClaimedPort) -> bool {
         self.protocol.is_none_or(|protocol| protocol == claim.protocol)
             && (self.ports.is_empty() || self.ports.contains(&claim.host_port))
     }
@@ -154,14 +154,14 @@ impl Jump {
 
 /// The rule that names the attachment of the rules after it. `link` is the host's end that has the
 /// mark, if there is one.
-pub(super) fn marker(mark: &AttachmentId, link: Option<&str>) -> Words {
+pub(super) fn marker(mark: &AttachmentId, link: Option<&str>) -> RuleWords {
     let mut marker = link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &mark.alias()]));
     marker
 }
 
 /// The rules of one mapping, the one that translates last.
-pub(super) fn forward(wanted: &Forwarding, container: Cidr, claim: &Claim) -> Vec<Words> {
+pub(super) fn forward(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
     let mut rules = Vec::new();
     let matches = |source: Option<String>| {
         let mut rule = source.map(|source| words(["-s", &source])).unwrap_or_default();
@@ -195,7 +195,7 @@ fn host(address: IpAddr) -> String {
 }
 
 /// What a rule that translates claims. `None` for any other.
-pub(super) fn read(rule: &Rule) -> Option<Claim> {
+pub(super) fn read(rule: &Rule) -> Option<ClaimedPort> {
     if rule.target() != Some("DNAT") {
         return None;
     }
@@ -204,7 +204,7 @@ pub(super) fn read(rule: &Rule) -> Option<Claim> {
         Some(text) => Some(text.split('/').next()?.parse().ok()?),
         None => None,
     };
-    Some(Claim {
+    Some(ClaimedPort {
         protocol: Protocol::by_name(rule.value("-p")?)?,
         host_ip,
         host_port: rule.value("--dport")?.parse().ok()?,
@@ -216,7 +216,7 @@ pub(super) fn read(rule: &Rule) -> Option<Claim> {
 #[derive(Clone, Debug)]
 pub(super) struct Group {
     /// What the rule at its end claims; `None` if there is none, or not one that is known here.
-    pub(super) claim: Option<Claim>,
+    pub(super) claim: Option<ClaimedPort>,
     /// All its rules.
     pub(super) rules: Vec<Rule>,
 }
@@ -252,7 +252,7 @@ impl Section {
         self.marker.iter().chain(self.groups.iter().flat_map(|group| &group.rules))
     }
 
-    pub(super) fn claims(&self) -> impl Iterator<Item = Claim> {
+    pub(super) fn claims(&self) -> impl Iterator<Item = ClaimedPort> {
         self.groups.iter().filter_map(|group| group.claim)
     }
 
@@ -263,7 +263,7 @@ impl Section {
 }
 
 /// The one of these rules that a packet for the claim meets first.
-pub(super) fn first(rules: &[Rule], claim: &Claim) -> Option<Claim> {
+pub(super) fn first(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
     rules.iter().filter_map(read).find(|there| there.overlaps(claim))
 }
 

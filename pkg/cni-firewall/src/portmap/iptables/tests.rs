@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use cni_testkit::program;
 
-use super::super::conflict::Then;
+use super::super::conflict::ConflictAction;
 use super::super::{Mapping, Protocol};
 use super::shape::{Section, sections};
 use super::*;
 use crate::iptables::{Folders, NetnsLock, split};
 use crate::nft::{self, Batch, Nft};
-use crate::play::shell;
+use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, skip};
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
@@ -86,7 +86,7 @@ fn unknown_rules_of_a_chain_stay_with_the_section_before_them() {
 #[test]
 fn a_jump_to_a_chain_covers_the_ports_it_names() {
     let of = |line: &str| Jump::of(&rules(&[line])[0]).unwrap();
-    let claim = |port| Claim {
+    let claim = |port| ClaimedPort {
         protocol: super::super::Protocol::Tcp,
         host_ip: None,
         host_port: port,
@@ -127,7 +127,7 @@ fn forwarding() -> Forwarding {
         set_mark: SetMark::Bit(13),
         conditions_v4: Vec::new(),
         conditions_v6: Vec::new(),
-        policy: Policy::Judge,
+        policy: Policy::RefuseIfAlive,
         links: Vec::new(),
     }
 }
@@ -139,7 +139,7 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
         let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
         let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
-        let Ensured::Done { former: Some(former), .. } = backend.ensure(&wanted).unwrap() else {
+        let EnsureOutcome::Done { previous: Some(previous), .. } = backend.ensure(&wanted).unwrap() else {
             panic!("nothing has changed")
         };
         assert!(backend.holds(&wanted.mark).unwrap());
@@ -151,7 +151,7 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
                 std::thread::sleep(Duration::from_millis(100));
                 drop(lock);
             });
-            backend.put_back(&wanted, &former).unwrap();
+            backend.put_back(&wanted, &previous).unwrap();
         });
         assert!(!backend.holds(&wanted.mark).unwrap());
     });
@@ -169,9 +169,9 @@ fn add_only_notes_that_a_legacy_program_it_reads_with_failed() {
         let folders = Folders::only([folder.path().to_owned()]);
         let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
-        let rivals = backend.rivals(&forwarding(), Unseen::Both, Then::Nothing).unwrap();
-        assert!(rivals.held.is_none() && !rivals.dead);
-        let [remark] = &rivals.remarks[..] else { panic!("{:?}", rivals.remarks) };
+        let conflicts = backend.conflicts(&forwarding(), UnreadTables::Both, ConflictAction::Keep).unwrap();
+        assert!(conflicts.held.is_none() && !conflicts.dead);
+        let [remark] = &conflicts.remarks[..] else { panic!("{:?}", conflicts.remarks) };
         for words in ["iptables-legacy has a table nat", "libip4tc.so.2", "who has ports in it is not known"] {
             assert!(remark.contains(words), "it should say `{words}`: {remark}");
         }
@@ -195,7 +195,7 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
         let (machine, wanted) = (machine(), Forwarding { mappings: Vec::new(), ..forwarding() });
         let look = || {
             let iptables = Iptables::open(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill).unwrap();
-            IptablesPortMap::new(iptables).rivals(&wanted, Unseen::Both, Then::Nothing).unwrap()
+            IptablesPortMap::new(iptables).conflicts(&wanted, UnreadTables::Both, ConflictAction::Keep).unwrap()
         };
         assert!(look().dead);
         let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };

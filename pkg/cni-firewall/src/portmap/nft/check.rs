@@ -1,6 +1,6 @@
 //! CHECK: is everything in the tables as an ADD would have it?
 
-use super::super::{Claim, Forwarding, Snat, conditions};
+use super::super::{ClaimedPort, Forwarding, Snat, conditions};
 use super::shape::{self, ALL, ENTRIES, HOSTPORTS, MASQUERADING};
 use super::{Identity, NftPortMap, State, identity};
 use crate::nft::Expr;
@@ -24,7 +24,7 @@ impl NftPortMap {
             let (mut mapped, mut masqueraded, mut by_go) = (Vec::new(), Vec::new(), false);
             for (chain, rules) in &state.rules {
                 for listed in identity.own(rules, &addresses, shape::container) {
-                    by_go |= identity.owner(&listed.rule) == identity::Owner::Container;
+                    by_go |= identity.owner(&listed.rule) == identity::Ownership::Container;
                     match shape::read(&listed.rule) {
                         Some((claim, _)) if *chain != MASQUERADING => mapped.push((claim, &listed.rule.exprs)),
                         _ => masqueraded.push(&listed.rule.exprs),
@@ -38,11 +38,11 @@ impl NftPortMap {
                     .map(|chain| format!("nft chain {table} {chain} has no rule that leads on to the mappings")),
             );
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
-            let is_it = |claim: &Claim, there: &Claim, rule: &Vec<Expr>| match &conditions {
+            let is_it = |claim: &ClaimedPort, there: &ClaimedPort, rule: &Vec<Expr>| match &conditions {
                 Some(conditions) if !by_go => *rule == [conditions.clone(), shape::forward(claim)].concat(),
                 Some(_) => there == claim,
                 // The program `nft` may have written the host address as a condition.
-                None => there == claim || Claim { host_ip: None, ..*there } == *claim,
+                None => there == claim || ClaimedPort { host_ip: None, ..*there } == *claim,
             };
             for claim in &claims {
                 if !mapped.iter().any(|(there, rule)| is_it(claim, there, rule)) {
@@ -57,8 +57,9 @@ impl NftPortMap {
                     differences.push(format!("nft chain {table} {HOSTPORTS} leads {claim} to {to} first"));
                 }
             }
-            let is_wanted = |there: &Claim, rule: &Vec<Expr>| claims.iter().any(|claim| is_it(claim, there, rule));
-            let asked_for = |there: &Claim, rule: &Vec<Expr>| claims.contains(there) || is_wanted(there, rule);
+            let is_wanted =
+                |there: &ClaimedPort, rule: &Vec<Expr>| claims.iter().any(|claim| is_it(claim, there, rule));
+            let asked_for = |there: &ClaimedPort, rule: &Vec<Expr>| claims.contains(there) || is_wanted(there, rule);
             for (claim, _) in mapped.iter().filter(|(there, rule)| !asked_for(there, rule)) {
                 let msg = format!("nft chain {table} {HOSTPORTS} also maps {claim} to {}", claim.container);
                 differences.push(format!("{msg}, which was not asked for"));

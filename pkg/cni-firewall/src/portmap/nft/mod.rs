@@ -16,25 +16,25 @@ use cni::Cidr;
 use cni::machine::Machine;
 
 use super::conditions;
-use super::conflict::Judge;
-use super::identity::{self, Identity, Witnessed};
-use super::{Claim, Ensured, Forwarding, Policy, Removal, Snat, older_mapping};
+use super::conflict::LivenessProbe;
+use super::identity::{self, Identity, LinkMark};
+use super::{ClaimedPort, EnsureOutcome, Forwarding, Policy, Removal, Snat, older_mapping};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
 mod check;
-mod former;
+mod conflicts;
 mod others;
+mod previous;
 mod program;
-mod rivals;
 pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-pub use former::Former;
 use others::Others;
+pub use previous::PreviousRules;
 use program::Written;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
@@ -106,25 +106,29 @@ impl NftPortMap {
     ///
     /// # Errors
     /// [`Refusal`]
-    pub fn ensure(&mut self, machine: &dyn Machine, wanted: &Forwarding) -> Result<Ensured<Former>, Refusal> {
+    pub fn ensure(
+        &mut self,
+        machine: &dyn Machine,
+        wanted: &Forwarding,
+    ) -> Result<EnsureOutcome<PreviousRules>, Refusal> {
         let mut written = Written::all(wanted)?;
         if !written.is_empty() {
             // The program needs the chains, and no port may be held.
-            if let Ensured::Held(holder) = self.transact(wanted, Stage::Prepare)? {
-                return Ok(Ensured::Held(holder));
+            if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare)? {
+                return Ok(EnsureOutcome::Held(holder));
             }
             self.write(machine, wanted, &mut written)?;
         }
         let ensured = self.transact(wanted, Stage::Whole(&written));
-        if !matches!(ensured, Ok(Ensured::Done { .. })) {
+        if !matches!(ensured, Ok(EnsureOutcome::Done { .. })) {
             self.discard(&written)?;
         }
         Ok(ensured?)
     }
 
-    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<Ensured<Former>> {
-        let mut judge = Judge::default();
-        let witnessed = if judge.bearer(&wanted.mark)?.is_some() { Witnessed::Yes } else { Witnessed::No };
+    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
+        let mut judge = LivenessProbe::default();
+        let witnessed = if judge.bearer(&wanted.mark)?.is_some() { LinkMark::Yes } else { LinkMark::No };
         repeat(|| self.attempt(wanted, stage, witnessed, &mut judge))
     }
 
@@ -132,13 +136,13 @@ impl NftPortMap {
         &mut self,
         wanted: &Forwarding,
         stage: Stage<'_>,
-        witnessed: Witnessed,
-        judge: &mut Judge,
-    ) -> Result<Ensured<Former>> {
+        witnessed: LinkMark,
+        judge: &mut LivenessProbe,
+    ) -> Result<EnsureOutcome<PreviousRules>> {
         let identity = Identity::new(&wanted.mark);
         let mut batch = Batch::new();
-        batch.only_at(self.nft.settle()?);
-        let (mut former, mut remarks) = (Former::default(), Vec::new());
+        batch.only_at(self.nft.wait_for_generation()?);
+        let (mut previous, mut remarks) = (PreviousRules::default(), Vec::new());
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
             let table = shape::table(family);
@@ -148,11 +152,11 @@ impl NftPortMap {
             // masquerading.
             let state = self.state(container, wanted, &identity, &claims)?;
             state.complete(&mut batch);
-            if wanted.policy == Policy::Judge {
+            if wanted.policy == Policy::RefuseIfAlive {
                 let others = Others { identity: &identity, container, claims: &claims, plain: compiled.as_deref() };
                 let judged = others.judge(&state, wanted, judge)?;
                 if let Some(holder) = judged.held {
-                    return Ok(Ensured::Held(holder));
+                    return Ok(EnsureOutcome::Held(holder));
                 }
                 judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
                 remarks.extend(judged.remarks);
@@ -161,12 +165,12 @@ impl NftPortMap {
                 Stage::Whole(written) => written.iter().find(|written| written.family == family),
                 Stage::Prepare => continue,
             };
-            if wanted.policy == Policy::Judge {
-                let overlaps = |there: &Claim| claims.iter().any(|claim| claim.overlaps(there));
+            if wanted.policy == Policy::RefuseIfAlive {
+                let overlaps = |there: &ClaimedPort| claims.iter().any(|claim| claim.overlaps(there));
                 let strays = state.strays(&identity, &wanted.addresses());
                 remarks.extend(strays.iter().filter(|there| overlaps(there)).map(older_mapping));
             }
-            let forward = |claim: &Claim| Some([compiled.clone()?, shape::forward(claim)].concat());
+            let forward = |claim: &ClaimedPort| Some([compiled.clone()?, shape::forward(claim)].concat());
             let mut new: Vec<(&str, Vec<Vec<Expr>>)> = vec![
                 (HOSTPORTS, claims.iter().filter_map(forward).collect()),
                 (MASQUERADING, shape::masquerades(container.address(), wanted.snat)),
@@ -177,7 +181,7 @@ impl NftPortMap {
                 if let Some(written) = written {
                     own.retain(|listed| !written.has_added(listed));
                 }
-                former.remember(family, chain, &own);
+                previous.remember(family, chain, &own);
                 if written.is_some_and(Written::is_in_place) {
                     continue;
                 }
@@ -204,12 +208,12 @@ impl NftPortMap {
                 // Either nothing has changed, or everything has and the answer was lost: the rules
                 // show which.
                 let Stage::Whole(written) = stage else { return Err(error) };
-                let undone = [self.discard(written), self.put_back(wanted, &former)];
+                let undone = [self.discard(written), self.put_back(wanted, &previous)];
                 Error::join([Err(error)].into_iter().chain(undone).filter_map(Result::err))?;
             }
             done => done?,
         }
-        Ok(Ensured::Done { former: changes.then_some(former), remarks })
+        Ok(EnsureOutcome::Done { previous: changes.then_some(previous), remarks })
     }
 
     /// Removes all rules of the attachment in both families, in one transaction, Go's too.
@@ -239,7 +243,7 @@ impl NftPortMap {
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
             let is_garbage = |rule: &Rule| {
                 identity::names_network(rule, network)
-                    && !valid.iter().any(|identity| identity.owner(rule) == identity::Owner::This)
+                    && !valid.iter().any(|identity| identity.owner(rule) == identity::Ownership::This)
             };
             let mut handles: Vec<u64> = Vec::new();
             for listed in rules.iter().filter(|listed| is_garbage(&listed.rule)) {
@@ -275,7 +279,7 @@ impl NftPortMap {
         let purged = repeat(|| {
             claims.clear();
             let mut batch = Batch::new();
-            batch.only_at(self.nft.settle()?);
+            batch.only_at(self.nft.wait_for_generation()?);
             for family in families {
                 let table = shape::table(family);
                 for chain in CONTAINERS {
@@ -314,7 +318,13 @@ impl NftPortMap {
 
     /// Reads the shared chains, and of the containers' rules those of this container, those about a
     /// claimed port and those about this container's address.
-    fn state(&mut self, container: Cidr, wanted: &Forwarding, identity: &Identity, claims: &[Claim]) -> Result<State> {
+    fn state(
+        &mut self,
+        container: Cidr,
+        wanted: &Forwarding,
+        identity: &Identity,
+        claims: &[ClaimedPort],
+    ) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
         let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };

@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 
-use super::super::conflict::{Fate, Judge};
-use super::super::{Claim, Forwarding, Holder};
+use super::super::conflict::{Liveness, LivenessProbe};
+use super::super::{ClaimedPort, Forwarding, Holder};
 use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 use super::{Identity, NftPortMap, State, identity};
 use crate::nft::{Expr, Listed, Rule, mentions};
@@ -17,14 +17,14 @@ use cni_linux::route::Family;
 pub(super) struct Others<'o> {
     pub(super) identity: &'o Identity,
     pub(super) container: Cidr,
-    pub(super) claims: &'o [Claim],
+    pub(super) claims: &'o [ClaimedPort],
     /// The compiled conditions; `None` if they are not compiled.
     pub(super) plain: Option<&'o [Expr]>,
 }
 
 /// The decision about them.
 #[derive(Default)]
-pub(super) struct Judged {
+pub(super) struct HolderDecision {
     /// The living container that has a wanted port, if any: then nothing must be changed.
     pub(super) held: Option<Holder>,
     /// The rules of dead containers: chain and handle.
@@ -33,23 +33,28 @@ pub(super) struct Judged {
 }
 
 impl Others<'_> {
-    pub(super) fn judge(&self, state: &State, wanted: &Forwarding, judge: &mut Judge) -> Result<Judged> {
-        let (mut judged, mut stale) = (Judged::default(), Vec::new());
+    pub(super) fn judge(
+        &self,
+        state: &State,
+        wanted: &Forwarding,
+        judge: &mut LivenessProbe,
+    ) -> Result<HolderDecision> {
+        let (mut judged, mut stale) = (HolderDecision::default(), Vec::new());
         for (chain, listed) in state.listed().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder(&listed.rule) else { continue };
             let is_wanted = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
             match judge.fate(wanted, &holder)? {
-                Fate::Alive if is_wanted => return Ok(Judged { held: Some(holder), ..judged }),
-                Fate::Alive => {}
-                Fate::Dead => {
+                Liveness::Alive if is_wanted => return Ok(HolderDecision { held: Some(holder), ..judged }),
+                Liveness::Alive => {}
+                Liveness::Dead => {
                     judged.displaced.push((chain, listed.handle));
                     judged.remarks.push(holder.removal(wanted));
                     if shape::container(&listed.rule) == Some(self.container.address()) {
                         stale.push(&listed.rule);
                     }
                 }
-                Fate::Unknown if is_wanted => judged.remarks.push(holder.rivalry()),
-                Fate::Unknown => judged.remarks.push(holder.doubt()),
+                Liveness::Unknown if is_wanted => judged.remarks.push(holder.rivalry()),
+                Liveness::Unknown => judged.remarks.push(holder.doubt()),
             }
         }
         // The stale owner's masquerading for this address is removed with its mappings.
@@ -85,18 +90,18 @@ impl Others<'_> {
 
 impl State {
     /// Returns the mappings to other addresses that name this container and no attachment.
-    pub(super) fn strays(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<Claim> {
+    pub(super) fn strays(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<ClaimedPort> {
         let rules = self.rules.iter().filter(|(chain, _)| *chain != MASQUERADING);
         let strays = rules.flat_map(|(_, rules)| identity.strays(rules, addresses, shape::container));
         strays.filter_map(|listed| Some(shape::read(&listed.rule)?.0)).collect()
     }
 
     /// Returns the first mapping of this container that a packet for the claim meets.
-    pub(super) fn first(&self, identity: &Identity, claim: &Claim) -> Option<Claim> {
+    pub(super) fn first(&self, identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
         let chain = |name| self.rules.iter().filter(move |(chain, _)| *chain == name).flat_map(|(_, rules)| rules);
         let mut mapped = chain(HOSTIP_HOSTPORTS)
             .chain(chain(HOSTPORTS))
-            .filter(|listed| identity.owner(&listed.rule) != identity::Owner::Other)
+            .filter(|listed| identity.owner(&listed.rule) != identity::Ownership::Other)
             .filter_map(|listed| Some(shape::read(&listed.rule)?.0));
         mapped.find(|there| there.overlaps(claim))
     }
@@ -109,7 +114,7 @@ impl State {
 impl NftPortMap {
     /// Reads the containers' rules about a claimed port and about this container's address, of one
     /// family. Does not read the shared chains.
-    pub(super) fn suspects(&mut self, container: Cidr, claims: &[Claim]) -> Result<State> {
+    pub(super) fn suspects(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
         let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };

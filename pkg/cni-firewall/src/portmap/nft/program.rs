@@ -14,7 +14,7 @@ use cni::machine::{Child, Exit, Machine, OnSigterm};
 use super::shape::{self, HOSTPORTS};
 use super::{Forwarding, Identity, NftPortMap, Refusal, conditions};
 use crate::nft::{Batch, Listed, Rule};
-use crate::portmap::{Claim, identity};
+use crate::portmap::{ClaimedPort, identity};
 use cni_linux::error::Result;
 use cni_linux::program;
 use cni_linux::route::Family;
@@ -27,7 +27,7 @@ pub(super) fn find() -> Option<PathBuf> {
 }
 
 /// The text of a family's mappings.
-pub(super) fn text(family: Family, conditions: &[String], claims: &[Claim], comment: &str) -> String {
+pub(super) fn text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: &str) -> String {
     let (table, ip) = (shape::table(family), if family == Family::V4 { "ip" } else { "ip6" });
     let mut text = String::new();
     for claim in claims {
@@ -46,7 +46,7 @@ pub(super) fn text(family: Family, conditions: &[String], claims: &[Claim], comm
 /// The mappings of one family, which the program writes.
 pub(super) struct Written {
     pub(super) family: Family,
-    claims: Vec<Claim>,
+    claims: Vec<ClaimedPort>,
     text: String,
     token: String,
     program: PathBuf,
@@ -140,7 +140,7 @@ impl NftPortMap {
         };
         let is_new = |listed: &&Listed| {
             !before.iter().any(|old| old.handle == listed.handle)
-                && identity.owner(&listed.rule) == identity::Owner::Container
+                && identity.owner(&listed.rule) == identity::Ownership::Container
                 && leads_here(&listed.rule)
         };
         let after = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn the_text_is_a_rule_for_each_mapping() {
-        let claim = Claim {
+        let claim = ClaimedPort {
             protocol: Protocol::Udp,
             host_ip: "fd00::1".parse().ok(),
             host_port: 53,

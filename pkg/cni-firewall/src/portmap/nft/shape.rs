@@ -19,7 +19,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Verdict};
 use super::super::super::nft::{self, BaseChain, Hook, Kind, Rule, Table};
-use super::super::{Claim, Protocol, Snat};
+use super::super::{ClaimedPort, Protocol, Snat};
 use cni_linux::route::Family;
 
 pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
@@ -62,7 +62,7 @@ fn jump(chain: &str) -> Expr {
 }
 
 /// The rule of a mapping, after its conditions.
-pub(super) fn forward(claim: &Claim) -> Vec<Expr> {
+pub(super) fn forward(claim: &ClaimedPort) -> Vec<Expr> {
     let mut exprs = claim.host_ip.map(expr::daddr).unwrap_or_default();
     exprs.extend(expr::l4proto(claim.protocol.number()));
     exprs.extend(expr::dport(claim.host_port));
@@ -97,7 +97,7 @@ pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
 
 /// What a rule of a mapping claims, and how many of its steps, from the first, are conditions.
 /// `None` for any other rule.
-pub(crate) fn read(rule: &Rule) -> Option<(Claim, usize)> {
+pub(crate) fn read(rule: &Rule) -> Option<(ClaimedPort, usize)> {
     let exprs = rule.exprs.as_slice();
     let at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
     let container = target(exprs, at)?;
@@ -120,13 +120,13 @@ pub(crate) fn read(rule: &Rule) -> Option<(Claim, usize)> {
         Some((host_ip, at)) => (Some(host_ip), at),
         None => (None, before),
     };
-    Some((Claim { protocol, host_ip, host_port, container }, conditions))
+    Some((ClaimedPort { protocol, host_ip, host_port, container }, conditions))
 }
 
 /// Whether a rule, as the kernel sends it, compares something with one of these ports: in every
 /// such rule stands an attribute `NFTA_DATA_VALUE` of two bytes, and attributes begin at multiples
 /// of four.
-pub(super) fn names_port(rule: &[u8], claims: &[Claim]) -> bool {
+pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
     let [len, kind] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
     let head = [len[0], len[1], kind[0], kind[1]];
     let is_claimed = |[high, low, ..]: [u8; 4]| {
@@ -207,7 +207,7 @@ mod tests {
             for protocol in Protocol::ALL {
                 let container: SocketAddr = container.parse().unwrap();
                 let host_ip = host_ip.map(|host_ip| host_ip.parse().unwrap());
-                let claim = Claim { protocol, host_ip, host_port: 8080, container };
+                let claim = ClaimedPort { protocol, host_ip, host_port: 8080, container };
                 let family = Family::of(container.ip());
                 let mut exprs = conditions::compile(&[conditions.to_owned()], family).unwrap();
                 let before = exprs.len();
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(read(&Rule::new(entry())), None);
         assert_eq!(container(&Rule::new(entry())), None);
         assert_eq!(read(&Rule::default()), None);
-        let mut exprs = forward(&Claim {
+        let mut exprs = forward(&ClaimedPort {
             protocol: Protocol::Tcp,
             host_ip: None,
             host_port: 1,

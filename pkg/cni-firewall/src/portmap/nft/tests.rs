@@ -2,8 +2,8 @@
 
 use super::super::{Mapping, Protocol, SetMark};
 use super::*;
-use crate::play::{nft, on_a_host, ruleset};
 use crate::testing::machine;
+use crate::testing::{nft, on_a_host, ruleset};
 
 fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwarding {
     let cidr = |text: String| text.parse().unwrap();
@@ -15,22 +15,22 @@ fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwardin
         set_mark: SetMark::Bit(13),
         conditions_v4: Vec::new(),
         conditions_v6: Vec::new(),
-        policy: Policy::Judge,
+        policy: Policy::RefuseIfAlive,
         links: Vec::new(),
     }
 }
 
-fn ensure(wanted: &Forwarding) -> Ensured<Former> {
+fn ensure(wanted: &Forwarding) -> EnsureOutcome<PreviousRules> {
     NftPortMap::open().unwrap().ensure(&machine(), wanted).unwrap()
 }
 
-fn is_changed(ensured: Ensured<Former>) -> bool {
-    matches!(ensured, Ensured::Done { former: Some(_), .. })
+fn is_changed(ensured: EnsureOutcome<PreviousRules>) -> bool {
+    matches!(ensured, EnsureOutcome::Done { previous: Some(_), .. })
 }
 
 /// What a removal that went well has found.
 #[track_caller]
-fn claims(removal: Removal) -> Vec<Claim> {
+fn claims(removal: Removal) -> Vec<ClaimedPort> {
     removal.outcome.unwrap();
     removal.claims
 }
@@ -110,7 +110,7 @@ fn what_rests_on_an_older_ruleset_is_not_done() {
         let table = shape::table(Family::V4);
         for (meddled, empty) in [(false, false), (true, false), (false, true), (true, true)] {
             let mut batch = Batch::new();
-            batch.only_at(socket.settle().unwrap());
+            batch.only_at(socket.wait_for_generation().unwrap());
             if meddled {
                 nft("add table ip x");
                 nft("delete table ip x");
@@ -137,7 +137,7 @@ fn concurrent_adds_of_one_port_all_see_each_other() {
         // each one before it.
         assert_eq!(ruleset().matches("dnat to").count(), 40);
         let late = ensure(&forwarding("late", "eth0", 99, 8080));
-        assert!(matches!(late, Ensured::Done { remarks, .. } if remarks.len() == 40));
+        assert!(matches!(late, EnsureOutcome::Done { remarks, .. } if remarks.len() == 40));
     });
 }
 
@@ -201,9 +201,11 @@ fn undo_keeps_earlier_rules_of_the_unchanged_family() {
         };
         let before = lines();
         wanted.conditions_v6 = ["ip6", "saddr", "!=", "fd00:9::/64"].map(str::to_owned).to_vec();
-        let Ensured::Done { former: Some(former), .. } = ensure(&wanted) else { panic!("nothing has changed") };
+        let EnsureOutcome::Done { previous: Some(previous), .. } = ensure(&wanted) else {
+            panic!("nothing has changed")
+        };
         assert_ne!(lines(), before);
-        NftPortMap::open().unwrap().put_back(&wanted, &former).unwrap();
+        NftPortMap::open().unwrap().put_back(&wanted, &previous).unwrap();
         assert_eq!(lines(), before);
     });
 }

@@ -90,8 +90,8 @@ fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
     }
     let made = match content {
         Some(content) => match locked.folder.create(address_ip, content, 7, &mut |_| ()).unwrap() {
-            folder::Linked::Made(record) => Some(record),
-            folder::Linked::Exists => return,
+            folder::LinkOutcome::NewReservation(record) => Some(record),
+            folder::LinkOutcome::Exists => return,
         },
         None => {
             locked.folder.unlink(address).unwrap();

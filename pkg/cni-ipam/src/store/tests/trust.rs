@@ -26,7 +26,7 @@ fn an_unnoticed_removal_is_found_before_reporting_exhaustion() {
     assert!(locked.begin().is_ok_and(|fresh| fresh));
     // Without the lock, in the few microseconds between the comparison and the mark.
     fs::remove_file(net.path("10.0.0.3")).unwrap();
-    let folder::Linked::Made(record) =
+    let folder::LinkOutcome::NewReservation(record) =
         locked.folder.create("10.0.0.6".parse().unwrap(), "e\r\neth0", 0, &mut |_| ()).unwrap()
     else {
         panic!("10.0.0.6 was free");

@@ -13,12 +13,12 @@ use cni_linux::route::Family;
 
 /// What an attachment had in each family that an ADD has looked at.
 #[derive(Clone, Debug, Default)]
-pub struct Former {
-    families: Vec<Had>,
+pub struct PreviousRules {
+    families: Vec<FamilyRules>,
 }
 
 #[derive(Clone, Debug)]
-struct Had {
+struct FamilyRules {
     family: Family,
     variant: Variant,
     /// In the container's own chain.
@@ -27,7 +27,7 @@ struct Had {
     jumps: Vec<Rule>,
 }
 
-impl Former {
+impl PreviousRules {
     /// Remembers the table as it is, unless it is remembered already.
     pub(super) fn remember(&mut self, nat: &mut Chains<'_>, variant: Variant, wanted: &Forwarding) -> Result<()> {
         let family = nat.family();
@@ -40,7 +40,7 @@ impl Former {
         let rules: Vec<Rule> = own.flat_map(Section::rules).cloned().collect();
         // Without a rule in it no attachment of this name has had the chain.
         let jumps = if rules.is_empty() { Vec::new() } else { nat.leading_to(DNAT, &chain)? };
-        self.families.push(Had { family, variant, rules, jumps });
+        self.families.push(FamilyRules { family, variant, rules, jumps });
         Ok(())
     }
 
@@ -76,10 +76,10 @@ impl IptablesPortMap<'_> {
     ///
     /// # Errors
     /// The first; the other family is restored anyway.
-    pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
+    pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         self.iptables.finish_on_sigterm();
         let mut failed = None;
-        for had in &former.families {
+        for had in &previous.families {
             let done = self.iptables.change(had.family, had.variant, |nat| {
                 let mut edit = Edit::new();
                 had.plan(nat, wanted, &mut edit)?;
@@ -93,7 +93,7 @@ impl IptablesPortMap<'_> {
     }
 }
 
-impl Had {
+impl FamilyRules {
     fn plan(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain(&wanted.mark);
         if self.rules.is_empty() {

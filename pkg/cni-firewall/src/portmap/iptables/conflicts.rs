@@ -1,6 +1,6 @@
 //! Finds rules here that concern an ADD with another backend or one without mappings.
 
-use super::super::conflict::{Judge, Rivals, Then};
+use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{Forwarding, Policy};
 use super::shape::DNAT;
 use super::{IptablesPortMap, Plan, displace, ways};
@@ -10,11 +10,11 @@ use cni_linux::route::Family;
 
 /// Which tables an ADD has not looked at itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unseen {
+pub enum UnreadTables {
     /// Those of both variants: it uses nf_tables.
     Both,
     /// Those of the variant in which it makes no rules.
-    TheOther,
+    OtherVariant,
 }
 
 impl IptablesPortMap<'_> {
@@ -23,15 +23,15 @@ impl IptablesPortMap<'_> {
     /// for each family that has a legacy table; to displace a dead container's rules, another one
     /// and a restore. If a legacy program fails, an ADD that only reads logs that. Where nothing is
     /// mapped iptables-legacy is not read.
-    pub fn rivals(&mut self, wanted: &Forwarding, unseen: Unseen, then: Then) -> Result<Rivals> {
-        let (mut rivals, mut judge) = (Rivals::default(), Judge::default());
+    pub fn conflicts(&mut self, wanted: &Forwarding, unread: UnreadTables, then: ConflictAction) -> Result<Conflicts> {
+        let (mut conflicts, mut judge) = (Conflicts::default(), LivenessProbe::default());
         if wanted.policy == Policy::Ignore {
-            return Ok(rivals);
+            return Ok(conflicts);
         }
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
-            let is_unseen = unseen == Unseen::Both || claims.is_empty();
-            let seen = if is_unseen { None } else { self.iptables.chosen(family)? };
+            let is_unread = unread == UnreadTables::Both || claims.is_empty();
+            let seen = if is_unread { None } else { self.iptables.chosen(family)? };
             for variant in self.iptables.holders(family, &[DNAT])? {
                 // Most containers map no port: they must not cost a process.
                 if Some(variant) == seen || (variant == Variant::Legacy && claims.is_empty()) {
@@ -43,15 +43,15 @@ impl IptablesPortMap<'_> {
                 };
                 // A program of the older iptables that this ADD does not otherwise need must not be
                 // what it fails by.
-                let is_optional = variant == Variant::Legacy && then == Then::Nothing;
+                let is_optional = variant == Variant::Legacy && then == ConflictAction::Keep;
                 match self.iptables.can_remove(family, variant) {
                     Ok(true) => {}
                     Ok(false) => {
-                        rivals.remarks.push(unknown("its programs are not there"));
+                        conflicts.remarks.push(unknown("its programs are not there"));
                         continue;
                     }
                     Err(error) if is_optional && !error.is_terminated() => {
-                        rivals.remarks.push(unknown(&error.to_string()));
+                        conflicts.remarks.push(unknown(&error.to_string()));
                         continue;
                     }
                     Err(error) => return Err(error),
@@ -64,15 +64,15 @@ impl IptablesPortMap<'_> {
                     Ok(plan)
                 };
                 let plan = match then {
-                    Then::Nothing => match self.iptables.read(family, variant) {
+                    ConflictAction::Keep => match self.iptables.read(family, variant) {
                         Ok(mut nat) => judged(&mut nat)?,
                         Err(error) if is_optional && !error.is_terminated() => {
-                            rivals.remarks.push(unknown(&error.to_string()));
+                            conflicts.remarks.push(unknown(&error.to_string()));
                             continue;
                         }
                         Err(error) => return Err(error),
                     },
-                    Then::Displace => {
+                    ConflictAction::Displace => {
                         let mut last = Plan::default();
                         self.iptables.change(family, variant, |nat| {
                             last = judged(nat)?;
@@ -81,13 +81,13 @@ impl IptablesPortMap<'_> {
                         last
                     }
                 };
-                rivals.dead |= !plan.edit.is_empty();
-                rivals.remarks.extend(plan.remarks.into_iter().map(|remark| format!("{remark} ({name}-{variant})")));
+                conflicts.dead |= !plan.edit.is_empty();
+                conflicts.remarks.extend(plan.remarks.into_iter().map(|remark| format!("{remark} ({name}-{variant})")));
                 if plan.held.is_some() {
-                    return Ok(Rivals { held: plan.held, ..rivals });
+                    return Ok(Conflicts { held: plan.held, ..conflicts });
                 }
             }
         }
-        Ok(rivals)
+        Ok(conflicts)
     }
 }

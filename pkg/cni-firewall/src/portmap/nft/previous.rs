@@ -9,11 +9,11 @@ use cni_linux::route::Family;
 
 /// The rules that an attachment had, chain by chain.
 #[derive(Clone, Debug, Default)]
-pub struct Former {
+pub struct PreviousRules {
     rules: Vec<(Family, &'static str, Vec<Listed>)>,
 }
 
-impl Former {
+impl PreviousRules {
     pub(super) fn remember(&mut self, family: Family, chain: &'static str, rules: &[&Listed]) {
         self.rules.push((family, chain, rules.iter().copied().cloned().collect()));
     }
@@ -36,16 +36,16 @@ impl NftPortMap {
     /// # Errors
     /// Rules with sets in them, which only the program `nft` can write, do not come back: that is
     /// the error when all else is done.
-    pub fn put_back(&mut self, wanted: &Forwarding, former: &Former) -> Result<()> {
+    pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         let identity = Identity::new(&wanted.mark);
         let lost = repeat(|| {
             let (mut batch, mut lost) = (Batch::new(), 0);
-            batch.only_at(self.nft.settle()?);
+            batch.only_at(self.nft.wait_for_generation()?);
             for (container, _) in wanted.every_family() {
                 let family = Family::of(container.address());
                 let table = shape::table(family);
                 for chain in CONTAINERS {
-                    let had = former.of(family, chain);
+                    let had = previous.of(family, chain);
                     let rules = self.nft.rules_commented(table, chain, &identity.comment)?;
                     let own = identity.own(&rules, &wanted.addresses(), shape::container);
                     let handle = |listed: &Listed| listed.handle;

@@ -32,14 +32,14 @@ pub struct Listed {
 }
 
 /// The reservations of one owner, as far as they can be read.
-pub(super) struct Held {
+pub(super) struct Reserved {
     /// The addresses whose files say so.
     pub(super) addresses: Vec<IpAddr>,
     /// Why the others could not be read.
     pub(super) errors: Vec<Error>,
 }
 
-impl Held {
+impl Reserved {
     /// All of them, or why that is not known.
     pub(super) fn all(self) -> Result<Vec<IpAddr>> {
         Error::join(self.errors).map(|()| self.addresses)
@@ -83,11 +83,11 @@ impl Locked {
     }
 
     /// The addresses whose files have the content that `hash` is of, each read and compared.
-    pub(super) fn held(&mut self, hash: u64, content: &[u8]) -> Result<Held, Trouble> {
+    pub(super) fn held(&mut self, hash: u64, content: &[u8]) -> Result<Reserved, Trouble> {
         let mut listed = self.index()?.held(hash)?;
         listed.sort_unstable();
         let exact = self.index()?.is_exact();
-        let mut held = Held { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
+        let mut held = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
         for address in listed {
             match self.read(address) {
                 Ok(Content::Text(text)) if text == content => held.addresses.push(address),
@@ -102,7 +102,7 @@ impl Locked {
 
     /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID
     /// alone.
-    pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Held, Trouble> {
+    pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
         let [exact, old] = owner.hashes();
         let held = self.held(exact, owner.content().trim().as_bytes())?;
         let none = held.addresses.is_empty() && held.errors.is_empty();

@@ -1,6 +1,6 @@
 //! Finds rules here that concern an ADD with iptables or one without mappings.
 
-use super::super::conflict::{Judge, Rivals, Then};
+use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{Forwarding, Policy, conditions};
 use super::{Identity, NftPortMap, Others, repeat, shape};
 use crate::nft::Batch;
@@ -10,20 +10,25 @@ use cni_linux::route::Family;
 impl NftPortMap {
     /// Judges the holders of the wanted ports and the rules to the container's addresses, in both
     /// families. Without nf_tables in the kernel there are none.
-    pub fn rivals(&mut self, wanted: &Forwarding, then: Then) -> Result<Rivals> {
+    pub fn conflicts(&mut self, wanted: &Forwarding, then: ConflictAction) -> Result<Conflicts> {
         if wanted.policy == Policy::Ignore {
-            return Ok(Rivals::default());
+            return Ok(Conflicts::default());
         }
-        let mut judge = Judge::default();
+        let mut judge = LivenessProbe::default();
         match repeat(|| self.judge_rivals(wanted, then, &mut judge)) {
-            Err(error) if error.is_unsupported() => Ok(Rivals::default()),
-            rivals => rivals,
+            Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
+            conflicts => conflicts,
         }
     }
 
-    fn judge_rivals(&mut self, wanted: &Forwarding, then: Then, judge: &mut Judge) -> Result<Rivals> {
-        let (identity, mut rivals, mut batch) = (Identity::new(&wanted.mark), Rivals::default(), Batch::new());
-        batch.only_at(self.nft.settle()?);
+    fn judge_rivals(
+        &mut self,
+        wanted: &Forwarding,
+        then: ConflictAction,
+        judge: &mut LivenessProbe,
+    ) -> Result<Conflicts> {
+        let (identity, mut conflicts, mut batch) = (Identity::new(&wanted.mark), Conflicts::default(), Batch::new());
+        batch.only_at(self.nft.wait_for_generation()?);
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
             let state = self.suspects(container, &claims)?;
@@ -33,16 +38,16 @@ impl NftPortMap {
             let others = Others { identity: &identity, container, claims: &claims, plain: plain.as_deref() };
             let judged = others.judge(&state, wanted, judge)?;
             if judged.held.is_some() {
-                return Ok(Rivals { held: judged.held, ..rivals });
+                return Ok(Conflicts { held: judged.held, ..conflicts });
             }
-            rivals.dead |= !judged.displaced.is_empty();
+            conflicts.dead |= !judged.displaced.is_empty();
             let table = shape::table(family);
             judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
-            rivals.remarks.extend(judged.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
+            conflicts.remarks.extend(judged.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
         }
-        if then == Then::Displace {
+        if then == ConflictAction::Displace {
             self.nft.commit(batch)?;
         }
-        Ok(rivals)
+        Ok(conflicts)
     }
 }

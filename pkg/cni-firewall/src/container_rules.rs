@@ -11,7 +11,7 @@ use super::forward;
 use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{self, Listed, Nft, Table};
-use super::portmap::identity::{self, Identity, Owner as Claimed};
+use super::portmap::identity::{self, Identity, Ownership};
 use super::portmap::iptables::shape as portmap_iptables;
 use super::portmap::nft::shape as portmap_nft;
 use super::spoof;
@@ -45,13 +45,13 @@ impl std::fmt::Display for Purpose {
 
 /// A rule of a container.
 #[derive(Clone, Debug)]
-pub struct Held {
+pub struct ContainerRule {
     /// What it is for.
     pub purpose: Purpose,
     /// Where it is: `nft ip cni_hostport hostports`, `iptables-legacy -t nat POSTROUTING`.
     pub place: String,
     /// Whose it is.
-    pub owner: Owner,
+    pub owner: RuleOwner,
     /// What it does.
     pub text: String,
     /// A command that removes this rule and nothing else, where it was read over netlink.
@@ -60,7 +60,7 @@ pub struct Held {
 
 /// Whose a rule is, as far as it says.
 #[derive(Clone, Debug)]
-pub struct Owner {
+pub struct RuleOwner {
     /// The network's name.
     pub network: Option<String>,
     /// The container's ID; of a long one the beginning.
@@ -86,9 +86,9 @@ enum Sign {
     Forward(String),
 }
 
-impl Owner {
+impl RuleOwner {
     /// Whether it is this attachment, or may be: some rules name the container alone.
-    pub fn is(&self, mark: &AttachmentId) -> bool {
+    pub fn matches(&self, mark: &AttachmentId) -> bool {
         match &self.sign {
             Sign::MasqueradeNft(comment) => {
                 comment.starts_with(&masquerade_nft::key(&mark.network, &mark.container_id, &mark.ifname))
@@ -96,7 +96,7 @@ impl Owner {
             Sign::MasqueradeIptables(comment) => {
                 *comment == masquerade_iptables::comment(&mark.network, &mark.container_id)
             }
-            Sign::PortMapNft(rule) => Identity::new(mark).owner(rule) != Claimed::Other,
+            Sign::PortMapNft(rule) => Identity::new(mark).owner(rule) != Ownership::Other,
             Sign::PortMapIptables(comment) => *comment == portmap_iptables::comment(mark),
             Sign::Forward(comment) => *comment == forward::owner::name(mark),
             Sign::Spoof(comment) => *comment == spoof::Id::new(&mark.container_id, &mark.ifname).comment(),
@@ -104,9 +104,14 @@ impl Owner {
     }
 
     /// The names out of a mark's alias.
-    fn marked(alias: &str, sign: Sign) -> Option<Owner> {
+    fn marked(alias: &str, sign: Sign) -> Option<RuleOwner> {
         let marked = AttachmentId::parse(alias)?;
-        Some(Owner { network: Some(marked.network), container: marked.container_id, ifname: Some(marked.ifname), sign })
+        Some(RuleOwner {
+            network: Some(marked.network),
+            container: marked.container_id,
+            ifname: Some(marked.ifname),
+            sign,
+        })
     }
 }
 
@@ -115,7 +120,7 @@ impl Owner {
 ///
 /// # Errors
 /// The kernel's; a kernel without nf_tables is not an error, as it has no rules there.
-pub fn survey(machine: &dyn Machine, notes: &Notes) -> Result<Vec<Held>> {
+pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<ContainerRule>> {
     let mut held = Vec::new();
     match Nft::open().and_then(|mut nft| in_nft(&mut nft, &mut held)) {
         Err(error) if error.is_unsupported() => {}
@@ -146,16 +151,21 @@ pub fn survey(machine: &dyn Machine, notes: &Notes) -> Result<Vec<Held>> {
 }
 
 /// An address that firewall accepts, of whose rules only the record names the owner.
-fn forwarded(place: String, owner: &str, address: std::net::IpAddr, ingress: &forward::Ingress) -> Option<Held> {
+fn forwarded(
+    place: String,
+    owner: &str,
+    address: std::net::IpAddr,
+    ingress: &forward::Ingress,
+) -> Option<ContainerRule> {
     let text = match ingress.bridge() {
         Some(bridge) => format!("{address} is accepted, {bridge} is {}", ingress.name()),
         None => format!("{address} is accepted"),
     };
-    let owner = Owner::marked(owner, Sign::Forward(owner.to_owned()))?;
-    Some(Held { purpose: Purpose::Forward, place, owner, text, removal: None })
+    let owner = RuleOwner::marked(owner, Sign::Forward(owner.to_owned()))?;
+    Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
-fn in_filter(filter: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) -> Result<()> {
+fn in_filter(filter: &mut Chains<'_>, variant: Variant, held: &mut Vec<ContainerRule>) -> Result<()> {
     let program = if filter.family() == Family::V4 { "iptables" } else { "ip6tables" };
     for rule in filter.rules(forward::iptables::OWNERS)? {
         let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
@@ -165,8 +175,8 @@ fn in_filter(filter: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) ->
     Ok(())
 }
 
-fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
-    let entry = |purpose, table: Table<'_>, chain: &str, listed: &Listed, owner, text| Held {
+fn in_nft(nft: &mut Nft, held: &mut Vec<ContainerRule>) -> Result<()> {
+    let entry = |purpose, table: Table<'_>, chain: &str, listed: &Listed, owner, text| ContainerRule {
         purpose,
         place: format!("nft {table} {chain}"),
         owner,
@@ -181,7 +191,7 @@ fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
             value.map(str::to_owned)
         };
         let [network, ifname, container] = ["net: ", "if: ", "id: "].map(name);
-        let owner = Owner { network, container, ifname, sign: Sign::MasqueradeNft(comment.clone()) };
+        let owner = RuleOwner { network, container, ifname, sign: Sign::MasqueradeNft(comment.clone()) };
         // The address has one family; in the other's words it is nothing.
         let text = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
         let text = text.into_iter().max_by_key(String::len).unwrap_or_default();
@@ -193,8 +203,8 @@ fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
             for listed in nft.rules(table, chain)? {
                 let Some(comment) = listed.rule.comment.clone() else { continue };
                 let sign = Sign::PortMapNft(Box::new(listed.rule.clone()));
-                let marked = identity::alias(&listed.rule).and_then(|alias| Owner::marked(&alias, sign.clone()));
-                let unmarked = Owner { network: None, container: Some(comment), ifname: None, sign };
+                let marked = identity::alias(&listed.rule).and_then(|alias| RuleOwner::marked(&alias, sign.clone()));
+                let unmarked = RuleOwner { network: None, container: Some(comment), ifname: None, sign };
                 let text = match portmap_nft::read(&listed.rule) {
                     Some((claim, _)) => format!("{claim} to {}", claim.container),
                     None => words(family, &listed.rule.exprs).join(" "),
@@ -220,31 +230,31 @@ fn in_nft(nft: &mut Nft, held: &mut Vec<Held>) -> Result<()> {
         let sign = Sign::Spoof(comment);
         // `ID-IFNAME`: neither part says where it ends, but an interface's name seldom has a dash.
         let (container, ifname) = id.rsplit_once('-').unwrap_or((&id, ""));
-        let unmarked = Owner {
+        let unmarked = RuleOwner {
             network: None,
             container: Some(container.to_owned()),
             ifname: Some(ifname.to_owned()),
             sign: sign.clone(),
         };
-        let owner = alias.and_then(|alias| Owner::marked(&alias, sign)).unwrap_or(unmarked);
+        let owner = alias.and_then(|alias| RuleOwner::marked(&alias, sign)).unwrap_or(unmarked);
         let text = "only the container's own MAC address passes".to_owned();
         held.push(entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
     }
     Ok(())
 }
 
-fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<Held>) -> Result<()> {
+fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<ContainerRule>) -> Result<()> {
     let program = match nat.family() {
         Family::V4 => format!("iptables-{variant}"),
         Family::V6 => format!("ip6tables-{variant}"),
     };
-    let names = |parsed: Option<(&str, &str)>, ifname, sign| Owner {
+    let names = |parsed: Option<(&str, &str)>, ifname, sign| RuleOwner {
         network: parsed.map(|(network, _)| network.to_owned()),
         container: parsed.map(|(_, container)| container.to_owned()),
         ifname,
         sign,
     };
-    let entry = |purpose, chain: &str, rule: &Rule, owner| Held {
+    let entry = |purpose, chain: &str, rule: &Rule, owner| ContainerRule {
         purpose,
         place: format!("{program} -t nat {chain}"),
         owner,
@@ -283,7 +293,7 @@ fn named_in(nat: &mut Chains<'_>, rule: &Rule) -> Result<Option<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::masquerade::Former;
+    use crate::masquerade::PreviousRules;
     use crate::testing::{in_new_netns, machine};
     use crate::{Backend, Masquerade, SpoofCheck};
     use cni_testkit::{probe, require};
@@ -296,7 +306,7 @@ mod tests {
             let (mine, other) = (AttachmentId::new("net", "c1", "eth0"), AttachmentId::new("net", "c2", "eth0"));
             let masquerade = Masquerade::new(&machine, Notes::silent());
             masquerade
-                .ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()], &Former::default())
+                .ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()], &PreviousRules::default())
                 .unwrap();
             let mut spoof = SpoofCheck::open().unwrap();
             spoof.ensure(&mine, "veth0", "02:00:00:00:00:01".parse().unwrap()).unwrap();
@@ -308,11 +318,11 @@ mod tests {
                 place: None,
             };
             let forward = crate::Forward::new(&machine, Notes::silent());
-            forward.ensure(&wanted, Backend::Nftables, &forward::Former::default()).unwrap();
-            let found = survey(&machine, &Notes::silent()).unwrap();
+            forward.ensure(&wanted, Backend::Nftables, &forward::PreviousRules::default()).unwrap();
+            let found = list_container_rules(&machine, &Notes::silent()).unwrap();
             assert_eq!(found.len(), 3, "{found:#?}");
             for held in &found {
-                assert!(held.owner.is(&mine) && !held.owner.is(&other), "{held:?}");
+                assert!(held.owner.matches(&mine) && !held.owner.matches(&other), "{held:?}");
                 assert_eq!(held.owner.container.as_deref(), Some("c1"));
                 assert_eq!(held.owner.ifname.as_deref(), Some("eth0"));
                 assert_eq!(held.owner.network.as_deref(), Some("net"));

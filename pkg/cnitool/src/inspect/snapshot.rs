@@ -10,7 +10,7 @@ use cni::json::Json;
 use cni::result::AddResult;
 use cni::rollback::Notes;
 use cni::version::Version;
-use cni_firewall::survey::{Held, survey};
+use cni_firewall::container_rules::{ContainerRule, list_container_rules};
 use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::NetworkList;
@@ -20,11 +20,11 @@ use plugin_tuning::{Saved, saved};
 
 use crate::Call;
 use crate::cli::{Shared, Variables};
-use crate::ipam::{Desk, Place, sockets};
+use crate::ipam::{IpamContext, StoreLocation, sockets};
 use crate::node;
 
 /// A node at one moment.
-pub(crate) struct Picture {
+pub(crate) struct Snapshot {
     pub(crate) networks: Vec<NetworkList>,
     pub(crate) remembered: Vec<Entry>,
     /// The links of the namespace of this process, which is taken for the host's.
@@ -33,7 +33,7 @@ pub(crate) struct Picture {
     pub(crate) marked: Vec<(AttachmentId, Link)>,
     /// bandwidth's ifbs, which stay when the container has gone; the Go plugin's have no mark.
     pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
-    pub(crate) rules: Vec<Held>,
+    pub(crate) rules: Vec<ContainerRule>,
     pub(crate) saved: Vec<Saved>,
     /// By network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
@@ -43,8 +43,8 @@ pub(crate) struct Picture {
     pub(crate) leases: Vec<(PathBuf, Lease)>,
 }
 
-impl Picture {
-    pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Picture, Error> {
+impl Snapshot {
+    pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
         let networks = node::networks(&shared.conf_folder(&Variables(&call.environment)))?;
         let listing = shared.cache().list_all()?;
         listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
@@ -69,8 +69,8 @@ impl Picture {
                 }
             }
         }
-        let place = Place::default();
-        let desk = Desk::new(shared, call, &place, notes);
+        let place = StoreLocation::default();
+        let desk = IpamContext::new(shared, call, &place, notes);
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
         for addresses in desk.all()? {
             let (held, odd) = match desk.lock(&addresses)? {
@@ -86,9 +86,9 @@ impl Picture {
         for socket in sockets(&networks) {
             leases.extend(list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
         }
-        let rules = survey(call.machine.0, notes)?;
+        let rules = list_container_rules(call.machine, notes)?;
         let remembered = listing.entries;
-        Ok(Picture { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual, leases })
+        Ok(Snapshot { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual, leases })
     }
 
     /// The host's end of each attachment that is known of: by our mark, else by the cached result,
