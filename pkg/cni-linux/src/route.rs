@@ -166,7 +166,7 @@ impl Netlink {
     /// Adds a route.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if a [rival](Route::is_rival_of) is there, be it identical: see
+    /// [`Error::is_exists`] if a [rival](Route::conflicts_with) is there, be it identical: see
     /// [`Netlink::list_conflicting`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
         self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
@@ -175,7 +175,7 @@ impl Netlink {
     }
 
     /// Adds one route over several gateways, among which the kernel spreads the traffic. `paths`
-    /// are [rivals](Route::is_rival_of): what they have in common is taken from the first.
+    /// are [rivals](Route::conflicts_with): what they have in common is taken from the first.
     ///
     /// # Errors
     /// [`Error::is_exists`] if a rival is there.
@@ -183,7 +183,7 @@ impl Netlink {
         self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
     }
 
-    /// Adds one route over one or several gateways before its [rivals](Route::is_rival_of), which
+    /// Adds one route over one or several gateways before its [rivals](Route::conflicts_with), which
     /// no packet takes then.
     ///
     /// # Errors

@@ -90,7 +90,7 @@ impl Netlink {
         Ok(saved.map(|message| SavedRoute(settable(message))).collect())
     }
 
-    /// Adds a route behind its [rivals](Route::is_rival_of); IPv6 makes one route over several
+    /// Adds a route behind its [rivals](Route::conflicts_with); IPv6 makes one route over several
     /// gateways of them. Does nothing if the very same route is there.
     pub fn append_route(&self, route: &SavedRoute) -> Result<()> {
         let added = self.request(Kind::NewRoute, &route.0, NLM_F_CREATE | NLM_F_APPEND);
