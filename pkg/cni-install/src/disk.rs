@@ -10,7 +10,7 @@ use nix::errno::Errno;
 
 /// Gives a file a second name: a hard link or, where the file system or the kernel's protection of
 /// links does not allow one, a copy.
-pub(crate) fn same(from: &Path, to: &Path) -> io::Result<()> {
+pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
     }

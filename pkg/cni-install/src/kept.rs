@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::Error;
-use crate::disk::{absent_is_fine, holds, metadata, put, read, same, sync};
+use crate::disk::{absent_is_fine, holds, link_or_copy, metadata, put, read, sync};
 use crate::set::{self, ABSENT, Program, SUMS, Set};
 
 /// A kept set, complete on the disk.
@@ -55,7 +55,7 @@ impl Kept {
                 Some(found) if found.is_dir() => {
                     return Err(Error::new(format!("{} is a folder", place.display())));
                 }
-                Some(_) => same(&place, &folder.join(name)).map_err(Error::io("keep", &place))?,
+                Some(_) => link_or_copy(&place, &folder.join(name)).map_err(Error::io("keep", &place))?,
                 None => {
                     absent.push_str(name);
                     absent.push('\n');
@@ -104,16 +104,15 @@ impl Kept {
         Ok(names)
     }
 
-    /// Adds this kept set to the one in `folder`, or begins one. The first file kept of a name
-    /// stays.
+    /// Merges this set into the one in `folder`, or creates it. A file that is already kept under a
+    /// name is not replaced.
     ///
-    /// The list of programs is written last. A run that was interrupted before has changed nothing
-    /// that counts.
+    /// The list of programs is written last: until then an interrupted run has no effect.
     pub(crate) fn add_to(&self, folder: &Path) -> Result<(), Error> {
         let known = Kept::read(folder)?;
         let since = known.as_ref().map_or(self.since, |known| known.since);
         let before = known.as_ref().map(Kept::names).unwrap_or_default();
-        // A cut-off run may have listed more of them.
+        // An interrupted run may have listed names in `ABSENT` whose programs are not in `SUMS`.
         let mut absent: BTreeSet<&str> =
             before.iter().copied().filter(|name| known.as_ref().is_some_and(|known| known.was_absent(name))).collect();
         let mut new = Vec::new();
@@ -141,7 +140,7 @@ impl Kept {
             }
             let (from, to) = (self.file(name), folder.join(name));
             absent_is_fine(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
-            same(&from, &to).map_err(Error::io("keep", &from))?;
+            link_or_copy(&from, &to).map_err(Error::io("keep", &from))?;
         }
         let absent: String = absent.iter().map(|name| format!("{name}\n")).collect();
         replace(folder, (ABSENT, &absent), since)?;

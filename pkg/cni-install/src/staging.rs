@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::disk::{absent_is_fine, put, same};
+use crate::disk::{absent_is_fine, link_or_copy, put};
 use crate::set::{Program, Set};
 
 /// Writes the new programs to the disk and runs each once, because the folder may be mounted
@@ -21,7 +21,7 @@ pub(crate) fn fill(staging: &Path, set: &Set, contents: &BTreeMap<&str, Vec<u8>>
         put(&first, content, 0o755).map_err(Error::io("write", &first))?;
         for name in names {
             let path = staging.join(name);
-            same(&first, &path).map_err(Error::io("write", &path))?;
+            link_or_copy(&first, &path).map_err(Error::io("write", &path))?;
         }
     }
     for program in set.programs() {

@@ -183,8 +183,8 @@ impl Netlink {
         self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
     }
 
-    /// Adds one route over one or several gateways before its [rivals](Route::conflicts_with), which
-    /// no packet takes then.
+    /// Adds one route over one or several gateways before its [rivals](Route::conflicts_with),
+    /// which no packet takes then.
     ///
     /// # Errors
     /// [`Error::is_exists`] if an identical one with the same protocol is there.

@@ -94,7 +94,7 @@ fn open(path: &Path) -> io::Result<File> {
         return Err(io::Error::other("it is not a regular file"));
     }
     if found.uid() != geteuid().as_raw() {
-        return Err(io::Error::other(format!("it belongs to user {}", found.uid())));
+        return Err(io::Error::other(format!("it must belong to root, but belongs to user {}", found.uid())));
     }
     if found.nlink() != 1 {
         return Err(io::Error::other(format!("it has {} hard links", found.nlink())));

@@ -60,7 +60,7 @@ enum Outcome {
     Plugins(Vec<(String, Rule)>),
 }
 
-/// What became of the rules that one plugin keeps for an attachment.
+/// The outcome for the rules that one plugin keeps for an attachment.
 enum Rule {
     Complete,
     Missing(Vec<String>),
@@ -72,7 +72,7 @@ enum Rule {
 
 impl Rule {
     /// The word for a document, and the sentences behind it.
-    fn told(&self) -> (&'static str, Vec<String>) {
+    fn describe(&self) -> (&'static str, Vec<String>) {
         match self {
             Rule::Complete => ("complete", Vec::new()),
             Rule::Missing(missing) => ("missing", missing.clone()),
@@ -89,6 +89,7 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
     restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
 }
 
+/// Restores the rules of all attachments in the result cache and prints the outcome of each.
 fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
     let cache = shared.cache();
     let Listing { entries, problems } = match &args.network {
@@ -97,8 +98,8 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
     };
     let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
     let attempt = |mut entry: Entry| {
-        entry.attachment.netns = netns(&entry);
-        let outcome = attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(Outcome::Failed);
+        entry.attachment.netns = find_netns(&entry);
+        let outcome = restore_attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(Outcome::Failed);
         (entry, outcome)
     };
     let all: Vec<(Entry, Outcome)> = entries.into_iter().map(attempt).collect();
@@ -119,7 +120,14 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
     Ok(exit)
 }
 
-fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, notes: &Notes) -> Result<Outcome> {
+/// Restores, or with `RestoreMode::Report` only examines, the rules of one attachment.
+fn restore_attachment(
+    entry: &Entry,
+    cache: &Cache,
+    mode: RestoreMode,
+    call: &Call<'_>,
+    notes: &Notes,
+) -> Result<Outcome> {
     if let Some(why) = absent(entry, call)? {
         return Ok(Outcome::Skipped(why));
     }
@@ -164,7 +172,7 @@ fn attachment(entry: &Entry, cache: &Cache, mode: RestoreMode, call: &Call<'_>, 
 
 /// The path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does not
 /// record it; the recorded result names the namespace of each interface.
-fn netns(entry: &Entry) -> String {
+fn find_netns(entry: &Entry) -> String {
     let recorded = &entry.attachment.netns;
     let inside = || Some(container_interface(entry).ok()??.sandbox);
     if recorded.is_empty() { inside().unwrap_or_default() } else { recorded.clone() }
@@ -230,7 +238,7 @@ fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
             Outcome::Plugins(rules) => {
                 lacking +=
                     usize::from(rules.iter().any(|(_, rule)| !matches!(rule, Rule::Complete | Rule::NotExamined)));
-                let told = rules.iter().map(|(plugin, rule)| (plugin.as_str(), rule.told()));
+                let told = rules.iter().map(|(plugin, rule)| (plugin.as_str(), rule.describe()));
                 told.map(|(plugin, (word, sentences))| (plugin, word, sentences)).collect()
             }
         };
@@ -249,7 +257,7 @@ fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
 
 fn as_json(all: &[(Entry, Outcome)], problems: &[String], mode: RestoreMode) -> Value {
     let rule = |(plugin, rule): &(String, Rule)| {
-        let (outcome, why) = rule.told();
+        let (outcome, why) = rule.describe();
         json!({"type": plugin, "outcome": outcome, "why": why})
     };
     let attachment = |(entry, outcome): &(Entry, Outcome)| {

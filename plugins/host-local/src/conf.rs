@@ -96,7 +96,7 @@ impl StoreLocation {
             DEFAULT_LIMIT
         });
         let earlier = earlier(conf).unwrap_or_else(|error| {
-            notes.note(format_args!("{error}; nothing is reclaimed"));
+            notes.note(format_args!("{error}; reservations from before the last boot are kept"));
             RebootPolicy::Keep
         });
         Ok(StoreLocation { data_dir: data_dir(conf)?, lock_timeout, earlier, again: RepeatPolicy::Refuse })

@@ -81,7 +81,9 @@ impl Plugin for Sbr {
         if missing.is_empty() { Ok(()) } else { Err(Error::new(Code::CHECK_FAILED, missing.join("; "))) }
     }
 
-    /// The routes end with the interface.
+    /// Removes the rules whose source is an address of the interface, from the configured table or,
+    /// if there is none, from all tables. The kernel removes the routes together with the
+    /// interface.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let netns = match call.netns.as_deref().map(Netns::open) {
             None => return Ok(()),

@@ -112,11 +112,14 @@ impl Visit {
         }
     }
 
-    /// The record as it is, if it is this attachment's in this namespace; else a new one. Go's
-    /// files do not say: what is saved there is believed, since with it lost the originals would be
-    /// too.
+    /// Returns the existing record if it belongs to this attachment in this namespace, otherwise an
+    /// empty one. Go's backup files do not name their attachment. They are used anyway, because the
+    /// original values are stored nowhere else.
+    ///
+    /// # Errors
+    /// 102 if the record belongs to another attachment of this boot.
     fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
-        let mut whose = Attachment { interface: link.map(Interface::from), ..self.whose.clone() };
+        let mut this = Attachment { interface: link.map(Interface::from), ..self.whose.clone() };
         let mut record = match &self.before {
             None => Record::default(),
             Some(Content::Garbage(why)) => {
@@ -125,8 +128,8 @@ impl Visit {
             }
             Some(Content::Record(record, _)) => match &record.attachment {
                 None => (**record).clone(),
-                Some(other) if (&other.container_id, &other.ifname) != (&whose.container_id, &whose.ifname) => {
-                    if other.namespace.boot_id == whose.namespace.boot_id {
+                Some(other) if (&other.container_id, &other.ifname) != (&this.container_id, &this.ifname) => {
+                    if other.namespace.boot_id == this.namespace.boot_id {
                         let (path, other_id) = (self.backup.path().display(), &other.container_id);
                         let msg =
                             format!("the backup {path} is that of container {other_id}, interface {}", other.ifname);
@@ -134,20 +137,20 @@ impl Visit {
                     }
                     Record::default()
                 }
-                Some(same) if same.namespace != whose.namespace => Record::default(),
+                Some(same) if same.namespace != this.namespace => Record::default(),
                 Some(same)
-                    if same.interface.is_some() && whose.interface.is_some() && same.interface != whose.interface =>
+                    if same.interface.is_some() && this.interface.is_some() && same.interface != this.interface =>
                 {
-                    of_another_interface(record)
+                    keep_sysctls_in_force(record)
                 }
                 Some(same) => {
-                    // Not looked at this time, or not at the first.
-                    whose.interface = whose.interface.or_else(|| same.interface.clone());
+                    // This ADD or the first one did not look the interface up.
+                    this.interface = this.interface.or_else(|| same.interface.clone());
                     (**record).clone()
                 }
             },
         };
-        record.attachment = Some(whose);
+        record.attachment = Some(this);
         Ok(record)
     }
 
@@ -197,10 +200,10 @@ fn has_value(found: &Found, notes: &mut Vec<String>) -> bool {
     !empty
 }
 
-/// The namespace's number is the same, but the interface is another one: either it was recreated,
-/// or the number was given to another namespace. What was saved of the interface is void; a
-/// sysctl's original still holds where what we wrote is still in force.
-fn of_another_interface(record: &Record) -> Record {
+/// Drops what was saved of the interface, and the sysctls whose value is no longer the one that was
+/// written. For a namespace with the same number but another interface: either the interface was
+/// recreated, or another namespace got the number.
+fn keep_sysctls_in_force(record: &Record) -> Record {
     let in_force = |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|now| saved.is_in_force(&now));
     Record { sysctls: record.sysctls.iter().filter(in_force).cloned().collect(), ..Record::default() }
 }

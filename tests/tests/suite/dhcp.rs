@@ -199,7 +199,7 @@ fn a_second_daemon_is_refused_and_the_first_is_named() {
     let program = bin_dir().join("dhcp").display().to_string();
     let second = lan.node.run(&[&program, "daemon", "-socketpath", &lan.socket().display().to_string()]);
     assert!(
-        !second.ok && second.stderr.contains(&format!("process {} (dhcp) listens there", daemon.0.id())),
+        !second.ok && second.stderr.contains(&format!("process {} (dhcp) already listens on it", daemon.0.id())),
         "{second:?}"
     );
 }

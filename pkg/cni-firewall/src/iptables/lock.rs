@@ -86,7 +86,7 @@ impl NetnsLock {
             }
             if machine.now() >= deadline {
                 let doing =
-                    format!("failed to lock {place} for a change of iptables, which is removed again and again");
+                    format!("failed to lock {place} for a change of iptables: other processes keep removing the file");
                 return Err(Error::new(doing, Cause::deadline(limit)));
             }
         }
@@ -131,7 +131,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
 /// Whether it is root's, or at least our own, with nothing allowed of `forbidden` to others.
 fn trusted(metadata: &Metadata, what: &str, forbidden: u32) -> io::Result<()> {
     if metadata.uid() != 0 && metadata.uid() != geteuid().as_raw() {
-        return Err(io::Error::other(format!("{what} belongs to user {}", metadata.uid())));
+        return Err(io::Error::other(format!("{what} must belong to root, but belongs to user {}", metadata.uid())));
     }
     match metadata.mode() & forbidden {
         0 => Ok(()),
@@ -285,10 +285,10 @@ mod tests {
             if let Err(error) = chown(path(folder), Some(65534), None) {
                 return skip(&format!("cannot give files away: {error}"));
             }
-            is_avoided(folder, "it belongs to user 65534");
+            is_avoided(folder, "it must belong to root, but belongs to user 65534");
             chown(path(folder), Some(0), None).unwrap();
             chown(folder, Some(65534), None).unwrap();
-            is_avoided(folder, "its folder belongs to user 65534");
+            is_avoided(folder, "its folder must belong to root, but belongs to user 65534");
         });
     }
 

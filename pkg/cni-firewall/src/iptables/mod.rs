@@ -221,7 +221,7 @@ impl<'m> Iptables<'m> {
             }
         }
         // If this is not known, reading the table will show it, or why it cannot be read.
-        if legacy_has(self.table, family).unwrap_or(true) {
+        if legacy_table_exists(self.table, family).unwrap_or(true) {
             holders.push(Variant::Legacy);
         }
         Ok(holders)
@@ -240,7 +240,7 @@ impl<'m> Iptables<'m> {
         let (mut nft, mut read) = (None, BTreeMap::new());
         match variant {
             Variant::Nft => nft = self.nft.as_mut(),
-            Variant::Legacy if legacy_has(self.table, family)? => {
+            Variant::Legacy if legacy_table_exists(self.table, family)? => {
                 let tool = self.tool(family, variant, ProgramKind::Save)?;
                 read = parse(&tool::save(self.runner, &tool, self.table)?);
             }
@@ -426,9 +426,9 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// Whether the kernel has made the legacy table for this namespace. That of the thread, not of the
-/// process.
-fn legacy_has(table: Table, family: Family) -> Result<bool> {
+/// Returns whether legacy iptables has this table in the network namespace of the calling thread,
+/// which may differ from the process's.
+fn legacy_table_exists(table: Table, family: Family) -> Result<bool> {
     use std::io::ErrorKind::{NotFound, PermissionDenied};
     let path = match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",

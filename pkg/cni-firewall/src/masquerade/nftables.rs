@@ -192,7 +192,8 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
     })
 }
 
-/// What is not in force, in sentences.
+/// Returns a sentence for each rule that is missing or differs. A kernel without nf_tables has none
+/// of the rules.
 pub(super) fn check(mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let key = key(&mark.network, &mark.container_id, &mark.ifname);
     let read = || {
@@ -215,7 +216,7 @@ pub(super) fn check(mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<Strin
             ));
         }
     }
-    // Of use only where there is something that should be led to.
+    // A missing jump is reported only if all rules are there.
     if missing.is_empty() && !hooked_in {
         missing.push(format!("nft chain {TABLE} {POSTROUTING} does not lead to {CHECKS}"));
     }

@@ -396,7 +396,10 @@ impl Batch {
         }
         let bytes = userdata::encode(comment, tags);
         if bytes.is_none() && self.fault.is_none() {
-            self.fault = Some(Error::new(what, Cause::text("comment and tags exceed what the kernel stores")));
+            self.fault = Some(Error::new(
+                what,
+                Cause::text("comment and tags are longer than the 256 bytes that the kernel stores"),
+            ));
         }
         bytes
     }

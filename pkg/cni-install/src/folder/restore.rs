@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::Folder;
 use crate::Error;
-use crate::disk::{holds, same};
+use crate::disk::{holds, link_or_copy};
 use crate::kept::{Kept, exists};
 use crate::report::RollbackReport;
 use crate::staging;
@@ -67,7 +67,9 @@ impl Folder {
                 return Ok(RestoreOutcome::Left);
             }
             let copy = staging.join(name);
-            same(&file, &copy).and_then(|()| fs::rename(&copy, &place)).map_err(Error::io("put back", &place))?;
+            link_or_copy(&file, &copy)
+                .and_then(|()| fs::rename(&copy, &place))
+                .map_err(Error::io("put back", &place))?;
         }
         Ok(RestoreOutcome::Restored)
     }

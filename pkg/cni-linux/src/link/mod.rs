@@ -337,9 +337,10 @@ fn number(value: &[u8]) -> Option<u32> {
     value.first_chunk().copied().map(u32::from_ne_bytes)
 }
 
-/// What made the link, and what it is as a bridge or as a bridge's port.
+/// Decodes IFLA_LINKINFO: the link's kind, and its attributes as a bridge, VRF, stacked link or
+/// bridge port.
 fn decode_info(link: &mut Link, infos: &[u8]) {
-    // The kinds come before the data that are to be read by them.
+    // The kernel sends each KIND before its DATA, and KIND decides how DATA is decoded.
     let mut is_port = false;
     for (kind, value) in attributes(infos) {
         match kind {

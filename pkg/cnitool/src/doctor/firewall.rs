@@ -78,7 +78,7 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
     let mut seen = CheckOutcome::new("policy");
     let bridges: Vec<Known> = context.snapshot.bridges().into_iter().map(|bridge| Known::of(context, bridge)).collect();
     if bridges.is_empty() {
-        return seen.well("no bridge has containers");
+        return seen.ok_summary("no bridge has containers");
     }
     let mut blind = Vec::new();
     match ask(context, "nft", &["-j", "list", "chains"]).and_then(|text| serde_json::from_str::<Value>(&text).ok()) {
@@ -93,7 +93,7 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
                     let insert =
                         |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
                     if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
-                        seen.found_without_command(what, ACCEPT);
+                        seen.problem_without_command(what, ACCEPT);
                         continue;
                     }
                     // iptables shows, and saves, only what it has made itself.
@@ -102,7 +102,7 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
                         ("ip6", "FORWARD") => by_iptables("ip6tables", bridge),
                         _ => format!("{} && {}", insert("iif"), insert("oif")),
                     };
-                    seen.found(what, command);
+                    seen.problem(what, command);
                 }
             }
         }
@@ -123,15 +123,15 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
                      reach nothing outside"
                 );
                 match is_plain(bridge) {
-                    true => seen.found(what, by_iptables(&format!("{program}-legacy"), bridge)),
-                    false => seen.found_without_command(what, ACCEPT),
+                    true => seen.problem(what, by_iptables(&format!("{program}-legacy"), bridge)),
+                    false => seen.problem_without_command(what, ACCEPT),
                 }
             }
         }
     }
     match blind.is_empty() {
-        true => seen.well("no policy drops what containers send"),
-        false => seen.well(format!("not looked at: {} is not installed or does not work", blind.join(", "))),
+        true => seen.ok_summary("no policy drops what containers send"),
+        false => seen.ok_summary(format!("not looked at: {} is not installed or does not work", blind.join(", "))),
     }
 }
 
@@ -170,14 +170,14 @@ pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
     let drops = !policy(context).findings.is_empty();
     match value.as_deref() {
-        None => seen.well("not loaded: frames between containers of one bridge do not pass iptables"),
+        None => seen.ok_summary("not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if drops => {
             let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above drops what containers of one bridge send each other too";
-            seen.found(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
+            seen.problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
             seen
         }
-        Some("1") => seen.well("frames between containers of one bridge pass iptables, as Kubernetes needs it"),
-        Some(_) => seen.well("frames between containers of one bridge do not pass iptables"),
+        Some("1") => seen.ok_summary("frames between containers of one bridge pass iptables, as Kubernetes needs it"),
+        Some(_) => seen.ok_summary("frames between containers of one bridge do not pass iptables"),
     }
 }
 
@@ -207,7 +207,7 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
                  its own; before a chain of {program}-legacy is emptied by hand its policy must be ACCEPT ({program}-legacy -S \
                  shows it), or the node may be cut off"
             );
-            seen.found_without_command(what, words);
+            seen.problem_without_command(what, words);
         }
         if legacy > 0 {
             variants.push(format!("{program}-legacy"));
@@ -217,8 +217,8 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
         }
     }
     match variants.is_empty() {
-        true => seen.well("iptables holds no rules in either variant"),
-        false => seen.well(format!("rules in {} alone", variants.join(" and "))),
+        true => seen.ok_summary("iptables holds no rules in either variant"),
+        false => seen.ok_summary(format!("rules in {} alone", variants.join(" and "))),
     }
 }
 
@@ -233,18 +233,18 @@ fn judge_conntrack(fill: Option<(u64, u64)>) -> CheckOutcome {
     let mut seen = CheckOutcome::new("conntrack");
     match fill {
         // No limit.
-        Some((count, 0)) => seen.well(format!("{count} connections, no limit")),
+        Some((count, 0)) => seen.ok_summary(format!("{count} connections, no limit")),
         Some((count, max)) => {
             let percent = count.saturating_mul(100) / max;
             if percent >= 80 {
                 let what = format!(
                     "{count} of {max} connections are tracked ({percent}%): of what comes beyond, packets are dropped"
                 );
-                seen.found(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
+                seen.problem(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
             }
-            seen.well(format!("{count} of {max} connections ({percent}%)"))
+            seen.ok_summary(format!("{count} of {max} connections ({percent}%)"))
         }
-        None => seen.well("not in use"),
+        None => seen.ok_summary("not in use"),
     }
 }
 

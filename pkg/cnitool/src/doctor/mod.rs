@@ -54,12 +54,12 @@ impl CheckOutcome {
         CheckOutcome { check, findings: Vec::new(), well: String::new() }
     }
 
-    fn found(&mut self, what: impl Into<String>, command: impl Into<String>) {
+    fn problem(&mut self, what: impl Into<String>, command: impl Into<String>) {
         self.push(what.into(), Fix::Command(command.into()));
     }
 
     /// The same, where no command is safe.
-    fn found_without_command(&mut self, what: impl Into<String>, words: impl Into<String>) {
+    fn problem_without_command(&mut self, what: impl Into<String>, words: impl Into<String>) {
         self.push(what.into(), Fix::Words(words.into()));
     }
 
@@ -67,7 +67,7 @@ impl CheckOutcome {
         self.findings.push(Finding { check: self.check, what, fix });
     }
 
-    fn well(mut self, well: impl Into<String>) -> CheckOutcome {
+    fn ok_summary(mut self, well: impl Into<String>) -> CheckOutcome {
         self.well = well.into();
         self
     }
@@ -158,9 +158,9 @@ fn text(seen: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
 fn left_over(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut seen = CheckOutcome::new("left over");
     for orphan in orphans::find(&context.snapshot, context.call)? {
-        seen.found(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
+        seen.problem(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
     }
-    Ok(seen.well("every link, rule, reservation, backup, lease and cache entry has its container"))
+    Ok(seen.ok_summary("every link, rule, reservation, backup, lease and cache entry has its container"))
 }
 
 impl Context<'_, '_> {

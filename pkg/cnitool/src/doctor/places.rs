@@ -19,10 +19,10 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
     for file in context.conf_files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
-            Err(error) => seen.found(error.to_string(), format!("cnitool validate {path}")),
+            Err(error) => seen.problem(error.to_string(), format!("cnitool validate {path}")),
             Ok(list) if names.iter().any(|name| name == list.name()) => {
                 let what = format!("{path} is never used: another file has the network {:?} too", list.name());
-                seen.found(what, format!("mv {path} {path}.unused"));
+                seen.problem(what, format!("mv {path} {path}.unused"));
             }
             Ok(list) => names.push(list.name().to_owned()),
         }
@@ -31,7 +31,7 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
         true => format!("none is configured in {}", context.conf_dir.display()),
         false => format!("{} in {}", names.join(", "), context.conf_dir.display()),
     };
-    Ok(seen.well(well))
+    Ok(seen.ok_summary(well))
 }
 
 /// Whether the plugins are there, and whether root alone decides what runs as root.
@@ -63,7 +63,7 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
                         let what = format!("network {}: {error}", list.name());
                         if !seen.findings.iter().any(|one| one.what == what) {
                             let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
-                            seen.found(
+                            seen.problem(
                                 what,
                                 format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy())),
                             );
@@ -82,7 +82,7 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
     for (network, folder, _) in &context.snapshot.reservations {
         look(&folder.join(network), &mut seen);
     }
-    seen.well("plugins are there, and only root can change them, the networks and the result cache")
+    seen.ok_summary("plugins are there, and only root can change them, the networks and the result cache")
 }
 
 /// A user who can write here can make root run a program, or take containers their addresses.
@@ -93,12 +93,12 @@ fn judge(path: &Path, seen: &mut CheckOutcome) {
     let mode = metadata.mode() & 0o7777;
     if mode & 0o022 != 0 {
         let who = if mode & 0o002 != 0 { "every user" } else { "its group" };
-        seen.found(format!("{shown} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {shown}"));
+        seen.problem(format!("{shown} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {shown}"));
     }
     // In a user namespace, root is the user who runs cnitool.
     let own = nix_uid();
     if metadata.uid() != 0 && metadata.uid() != own {
-        seen.found(
+        seen.problem(
             format!("{shown} belongs to user {} and not to root", metadata.uid()),
             format!("chown root {shown}"),
         );
@@ -122,12 +122,12 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
         if let (true, Err(error)) = (there, context.runtime.status(list)) {
             let what = format!("network {}: {error}", list.name());
             match what.contains("DHCP daemon") {
-                true => seen.found_without_command(what, DAEMON),
-                false => seen.found(what, format!("cnitool status {}", quoted(list.name()))),
+                true => seen.problem_without_command(what, DAEMON),
+                false => seen.problem(what, format!("cnitool status {}", quoted(list.name()))),
             }
         }
     }
-    seen.well("every network's plugins report that they can handle an ADD")
+    seen.ok_summary("every network's plugins report that they can handle an ADD")
 }
 
 /// Checks how full the ranges are, and whether the disk has room for a reservation. STATUS succeeds
@@ -144,20 +144,20 @@ pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             if percent >= 90 {
                 let what =
                     format!("network {network}: {} of {} addresses of {} are taken", set.used, set.total, set.set);
-                seen.found(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
+                seen.problem(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
             }
         }
     }
     for (network, folder, shortage) in desk.shortages()? {
         let folder = quoted(&folder.to_string_lossy());
-        seen.found(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
+        seen.problem(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
     }
     for (network, file, what) in &context.snapshot.unusual {
         let advice = format!(
             "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
             quoted(network)
         );
-        seen.found_without_command(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);
+        seen.problem_without_command(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);
     }
-    Ok(seen.well(format!("no range is more than {fullest}% full")))
+    Ok(seen.ok_summary(format!("no range is more than {fullest}% full")))
 }

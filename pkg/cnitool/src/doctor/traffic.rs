@@ -16,12 +16,12 @@ use crate::inspect::result_of;
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     let mut seen = CheckOutcome::new("forwarding");
     if !context.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
-        return seen.well("nothing needs it now; bridge switches it on when something does");
+        return seen.ok_summary("nothing needs it now; bridge switches it on when something does");
     }
     let mut require = |name: String| {
         if sysctl::read(&name).is_ok_and(|value| value == "0") {
             let dotted = dotted(&name);
-            seen.found(
+            seen.problem(
                 format!("{dotted} is 0: containers reach their bridge and nothing behind it"),
                 format!("sysctl -w {}=1", quoted(&dotted)),
             );
@@ -36,7 +36,7 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     if has_ipv6 {
         require("net/ipv6/conf/all/forwarding".to_owned());
     }
-    seen.well("the host forwards for containers")
+    seen.ok_summary("the host forwards for containers")
 }
 
 /// A value's name as sysctl(8) writes it.
@@ -49,24 +49,25 @@ fn dotted(name: &str) -> String {
     swapped.collect()
 }
 
-/// Whether bridges and host ends are up.
+/// Reports bridges, host links and unattributed bridge ports that are down, each with the command
+/// that sets it up.
 pub(super) fn links(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut seen = CheckOutcome::new("links");
     let bridges = context.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
         let what = format!("bridge {} is down: nothing passes between its containers", bridge.name);
-        seen.found(what, format!("ip link set dev {} up", quoted(&bridge.name)));
+        seen.problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
     let attached = context.snapshot.attached();
     for (mark, link) in &attached {
         let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container_id, mark.ifname);
         if !link.up {
-            seen.found(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
+            seen.problem(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
         } else if link.oper_state == OperState::Down && is_container_up(context, mark) == Some(false) {
             let what = format!("host link {whose} has no carrier: the container's end is down");
             let netns = netns_of(context, mark).unwrap_or_default();
             let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(&mark.ifname));
-            seen.found(what, command);
+            seen.problem(what, command);
         }
     }
     // The attachment of these ports is unknown, but the bridge belongs to a network.
@@ -76,10 +77,10 @@ pub(super) fn links(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
         };
         for link in context.snapshot.links.iter().filter(is_unknown).filter(|link| !link.up) {
             let what = format!("{}, a port of {}, is down", link.name, bridge.name);
-            seen.found(what, format!("ip link set dev {} up", quoted(&link.name)));
+            seen.problem(what, format!("ip link set dev {} up", quoted(&link.name)));
         }
     }
-    Ok(seen.well(match attached.len() {
+    Ok(seen.ok_summary(match attached.len() {
         1 => "1 host link, up".to_owned(),
         count => format!("{count} host links, all up"),
     }))
@@ -116,7 +117,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
                 "{whose}: {} in the container has an MTU of {}, its host end {} one of {}: larger packets are lost",
                 mark.ifname, inside.mtu, link.name, link.mtu
             );
-            seen.found(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inside.mtu));
+            seen.problem(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inside.mtu));
         }
         let bridge = context.snapshot.links.iter().find(|other| Some(other.index) == link.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !told.contains(&bridge.name)) {
@@ -125,7 +126,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
                 "bridge {} has an MTU of {}, its port {} one of {}: larger packets are lost",
                 bridge.name, bridge.mtu, link.name, link.mtu
             );
-            seen.found(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
+            seen.problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inside.mtu)
             && !told.contains(&mark.network)
@@ -139,10 +140,10 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
             let netns = netns_of(context, mark).unwrap_or_default();
             let set =
                 format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(&mark.ifname), uplink.mtu);
-            seen.found(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
+            seen.problem(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
         }
     }
-    Ok(seen.well("both ends of every pair agree, and fit through the way out"))
+    Ok(seen.ok_summary("both ends of every pair agree, and fit through the way out"))
 }
 
 /// The interface of the default route.
@@ -189,7 +190,7 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
                         entry.network, bridge.name
                     );
                     // 2 is the larger one whatever `all` says.
-                    seen.found(
+                    seen.problem(
                         what,
                         format!("sysctl -w {}=2", quoted(&dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name)))),
                     );
@@ -199,5 +200,5 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
         }
     }
     seen.findings.dedup_by(|one, other| one.fix == other.fix);
-    Ok(seen.well("no container's packets come in by another way than they are answered"))
+    Ok(seen.ok_summary("no container's packets come in by another way than they are answered"))
 }

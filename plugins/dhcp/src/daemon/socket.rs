@@ -55,7 +55,7 @@ fn bind(path: &Path) -> io::Result<StdListener> {
             Ok(other) => {
                 let pid = getsockopt(&other, PeerCredentials).map(|peer| peer.pid()).unwrap_or_default();
                 let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                Err(failed(io::Error::other(format!("process {pid} ({}) listens there", name.trim_end()))))
+                Err(failed(io::Error::other(format!("process {pid} ({}) already listens on it", name.trim_end()))))
             }
             // The process that listened has ended.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
