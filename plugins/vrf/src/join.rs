@@ -109,10 +109,13 @@ fn create(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
     })
 }
 
-/// What the kernel has kept is left as it is.
+/// Adds the addresses and routes again. What the kernel has kept is left as it is.
 fn put_back(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
     addresses.iter().try_for_each(|address| netlink.restore_address(address))?;
-    routes.iter().try_for_each(|route| netlink.append_route(route))
+    // The kernel accepts a gateway only if a route to it is there: behind ptp that is one of these.
+    let (through_gateway, direct): (Vec<_>, Vec<_>) =
+        routes.iter().partition(|route| route.routes().iter().any(|route| route.gw.is_some()));
+    direct.into_iter().chain(through_gateway).try_for_each(|route| netlink.append_route(route))
 }
 
 /// Removes a VRF unless an interface is in it.

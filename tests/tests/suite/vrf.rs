@@ -175,6 +175,23 @@ fn the_interface_moves_with_its_addresses_and_routes() {
     attachment.del_with(&prev).success();
 }
 
+/// As behind ptp, whose subnet is reached through the gateway.
+#[test]
+fn a_route_moves_behind_the_one_to_its_gateway() {
+    require!(probe::vrf());
+    let node = Node::new();
+    let (pod, _networks) = pod(&node);
+    pod.ip(&["route add 10.8.0.1 dev net1", "route add 10.8.0.0/24 via 10.8.0.1"]);
+    let attachment = attached(&node, &pod, json!({"table": 77}));
+    let result = attachment.add_after(&prev(&pod, &[V4])).success();
+    let moved = routes(&pod, "-4", "77");
+    for route in ["10.8.0.0/24 via 10.8.0.1 dev net1", "10.8.0.1 dev net1 scope link"] {
+        assert!(moved.iter().any(|there| there == route), "{route} is missing in {moved:#?}");
+    }
+    attachment.check(&result).success();
+    attachment.del_with(&result).success();
+}
+
 #[test]
 fn a_vrf_goes_with_its_last_interface() {
     require!(probe::vrf());
