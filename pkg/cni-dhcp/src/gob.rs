@@ -93,7 +93,7 @@ enum Type {
     Struct(Vec<(String, i64)>),
     List(i64),
     Map(i64, i64),
-    /// What a type's own method encodes: bytes.
+    /// The bytes that a type's own method encodes.
     Opaque,
 }
 

@@ -45,7 +45,7 @@ impl Default for Limits {
 /// A lease: its terms, and when it was requested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// What the server granted.
+    /// The lease's parameters, as the server granted them.
     pub terms: LeaseParameters,
     /// When the message was sent that the server answered: RFC 2131 counts from there.
     pub since: Duration,
@@ -93,7 +93,7 @@ pub enum Path {
     },
 }
 
-/// What to do next.
+/// The next thing that the caller has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Send this, and ask again.
@@ -106,12 +106,12 @@ pub enum Step {
     Failed,
 }
 
-/// What an answer, or the time, has changed.
+/// The change that an answer, or the time, has made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// An address is offered and will be requested.
     Offered(LeaseParameters),
-    /// There is a lease where there was none.
+    /// A lease was granted where there was none.
     Acquired,
     /// The lease is longer, with the same address.
     Extended,

@@ -21,7 +21,7 @@ const DEFAULT_LEASE: u32 = 3600;
 const MIN_LENGTH: usize = 300;
 /// The length of a message before its options.
 const HEADER: usize = 240;
-/// What precedes the options.
+/// The four bytes before the options.
 const MAGIC: u32 = 0x6382_5363;
 /// The scope of a route without a gateway.
 const LINK_SCOPE: u8 = 253;
@@ -36,7 +36,7 @@ pub enum ReplyMode {
     Broadcast,
 }
 
-/// What a client says of itself in every message.
+/// The identity that a client sends in every message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Client {
     /// Its hardware address.
@@ -51,7 +51,7 @@ pub struct Client {
     pub answers: ReplyMode,
 }
 
-/// What a client asks for.
+/// The message that a client sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
     /// Offers.
@@ -73,7 +73,7 @@ pub enum Ask {
         /// The leased address.
         address: Ipv4Addr,
     },
-    /// That the address be given back.
+    /// The client gives the address back.
     Release {
         /// The leased address.
         address: Ipv4Addr,
@@ -202,7 +202,7 @@ impl Client {
     }
 }
 
-/// What a server answers.
+/// A server's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
     /// An address could be had.

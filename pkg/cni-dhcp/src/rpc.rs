@@ -12,9 +12,9 @@ use crate::gob::{
     BYTES, Definition, Fields, GobError, INT, Reader, TEXT, UINT, Value, sized, write_definition, write_struct,
 };
 
-/// What a client sends before its call.
+/// The line that a client sends before its call.
 pub const CONNECT: &[u8] = b"CONNECT /_goRPC_ HTTP/1.0\n\n";
-/// What a daemon answers before its reply.
+/// The line that a daemon answers before its reply.
 pub const CONNECTED: &[u8] = b"HTTP/1.0 200 Connected to Go RPC\n\n";
 
 /// The calls.
@@ -40,7 +40,7 @@ impl Method {
     }
 }
 
-/// What the runtime gave the plugin.
+/// The arguments that the runtime gave the plugin.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CmdArgs {
     /// CNI_CONTAINERID.

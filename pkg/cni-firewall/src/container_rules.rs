@@ -19,10 +19,10 @@ use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// What a rule is for.
+/// The purpose of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Purpose {
-    /// What leaves the network goes with the host's address.
+    /// Packets that leave the network get the host's address as their source.
     Masquerade,
     /// A port of the host leads into the container.
     PortMap,
@@ -46,19 +46,19 @@ impl std::fmt::Display for Purpose {
 /// A rule of a container.
 #[derive(Clone, Debug)]
 pub struct ContainerRule {
-    /// What it is for.
+    /// The purpose of the rule.
     pub purpose: Purpose,
     /// Where it is: `nft ip cni_hostport hostports`, `iptables-legacy -t nat POSTROUTING`.
     pub place: String,
-    /// Whose it is.
+    /// The attachment that the rule belongs to.
     pub owner: RuleOwner,
-    /// What it does.
+    /// A description of the rule.
     pub text: String,
     /// A command that removes this rule and nothing else, where it was read over netlink.
     pub removal: Option<String>,
 }
 
-/// Whose a rule is, as far as it says.
+/// The attachment that a rule belongs to, as far as the rule names it.
 #[derive(Clone, Debug)]
 pub struct RuleOwner {
     /// The network's name.

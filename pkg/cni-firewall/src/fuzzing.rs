@@ -37,7 +37,7 @@ pub fn rule(words: Vec<String>) -> Rule {
     Rule { words, handle: None, whole: true, raw: None }
 }
 
-/// What an edit gives to `iptables-restore`.
+/// The text that an edit gives to `iptables-restore`.
 ///
 /// # Errors
 /// What cannot be written down.

@@ -29,7 +29,7 @@ use std::fmt;
 use cni_linux::error::Result;
 use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
 
-/// What keeps the rules.
+/// The tables that have the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// iptables, in the variant that the machine's owner has chosen.
@@ -47,7 +47,7 @@ impl Backend {
         }
     }
 
-    /// By its name in configurations.
+    /// Returns the backend that has this name in configurations.
     pub fn by_name(name: &str) -> Option<Backend> {
         [Backend::Iptables, Backend::Nftables].into_iter().find(|backend| backend.name() == name)
     }

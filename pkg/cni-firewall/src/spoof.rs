@@ -254,8 +254,8 @@ impl SpoofCheck {
         first
     }
 
-    /// What is not as [`ensure`](SpoofCheck::ensure) would have it, one sentence each; empty if all
-    /// is well. Rules made by Go pass, doubled ones too.
+    /// Returns a sentence for each rule that differs from what [`ensure`](SpoofCheck::ensure)
+    /// writes; empty if all is well. Accepts Go's rules, and doubled ones.
     pub fn check(&mut self, container_id: &str, ifname: &str, host_veth: &str, mac: Mac) -> Result<Vec<String>> {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
@@ -319,8 +319,8 @@ impl SpoofCheck {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// What there is of the attachment, PREROUTING's `rules` known, in an order in which the kernel
-    /// lets it be removed.
+    /// Returns the attachment's chains and rules, given the `rules` of PREROUTING, in an order in
+    /// which the kernel lets them be removed.
     fn everything(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump(listed.handle)).collect();
@@ -353,7 +353,7 @@ fn living(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<SpoofOwne
     Ok(None)
 }
 
-/// What all attachments share.
+/// Adds the table and the base chain that all attachments share.
 fn shared(batch: &mut Batch) {
     batch.ensure_table(TABLE, None);
     batch.ensure_base_chain(TABLE, PREROUTING, BASE, None);

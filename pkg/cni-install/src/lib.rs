@@ -35,7 +35,7 @@ pub use set::Set;
 /// Where runtimes look for plugins by default.
 const DEST: &str = "/opt/cni/bin";
 
-/// What went wrong: what was done, to what, and why.
+/// An error: the action, its object, and the cause.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Error(String);

@@ -30,7 +30,7 @@ impl fmt::Display for RecoveryReport {
     }
 }
 
-/// What an install did.
+/// The outcome of an install.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Installed {
     /// Nothing: the folder holds these very programs.
@@ -39,7 +39,7 @@ pub enum Installed {
     Replaced,
 }
 
-/// What a rollback did.
+/// The outcome of a rollback.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RollbackReport {
     /// Nothing: the set that was asked for is not kept.

@@ -14,9 +14,9 @@ use cni::{Code, Error, Result};
 
 use crate::ranges::{RangeSet, RangeSets, address, number};
 
-/// What is occupied, as the allocator asks for it.
+/// The addresses that are occupied, as the allocator asks for them.
 pub(crate) trait Occupied {
-    /// What goes wrong in answering.
+    /// The error of a look-up.
     type Error;
 
     /// The lowest free address from `from` on, in its family; `None` if there is none above.

@@ -52,7 +52,7 @@ pub fn read_forged_header(body: &[u8]) -> bool {
 pub struct CraftedEntry {
     /// Which slot it is put into.
     pub slot: u64,
-    /// What kind of entry it is.
+    /// The kind of the entry.
     pub tag: u8,
     /// 4, 6 or whatever.
     pub family: u8,
@@ -60,7 +60,7 @@ pub struct CraftedEntry {
     pub rank: u32,
     /// An address, a part of one, a hash.
     pub number: u128,
-    /// What it says.
+    /// The entry's content.
     pub payload: [u8; PAYLOAD],
 }
 
@@ -179,7 +179,7 @@ impl ConsistentIndex {
         }
     }
 
-    /// Who holds an address.
+    /// Returns the holder of an address.
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
@@ -187,7 +187,7 @@ impl ConsistentIndex {
         }
     }
 
-    /// What a holder has, sorted.
+    /// Returns the addresses of a holder, sorted.
     pub fn held(&self, hash: u64) -> Vec<IpAddr> {
         let mut held = self.0.held(hash).unwrap_or_default();
         held.sort_unstable();

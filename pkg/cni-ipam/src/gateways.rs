@@ -6,7 +6,8 @@ use cni::config::NetConf;
 use cni::json::Json;
 use serde::Deserialize;
 
-/// What host-local's keys say about gateways. A value of a wrong type is host-local's to report.
+/// The keys of host-local that are about gateways. A value of a wrong type is host-local's to
+/// report.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Keys {

@@ -30,7 +30,7 @@ impl Host {
         Host { uptime: root.join("proc/uptime"), ..host }
     }
 
-    /// From the texts of the two files. When the boot began stays unknown.
+    /// Reads the texts of the two files. The time of the boot stays unknown.
     pub fn new(machine_id: &str, boot_id: &str) -> Host {
         let known = |text: &str| {
             let text = text.trim();

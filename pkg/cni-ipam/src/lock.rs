@@ -18,7 +18,7 @@ use nix::libc::{O_CREAT, O_NONBLOCK};
 /// How long a verb waits for the lock unless the configuration says otherwise.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
 
-/// What to do if there is no folder yet.
+/// The reaction to a missing folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MissingFolder {
     /// ADD makes it.

@@ -124,12 +124,12 @@ impl From<Errno> for Cause {
 }
 
 impl Cause {
-    /// What has no errno.
+    /// A cause without an errno.
     pub fn text(text: impl Into<String>) -> Cause {
         Cause(Reason::Text(text.into()))
     }
 
-    /// What the kernel refused with, and its own explanation, if it gave one.
+    /// The errno that the kernel answered, and its own explanation, if it gave one.
     pub fn kernel(errno: i32, said: Option<String>) -> Cause {
         Cause(Reason::Kernel { source: io::Error::from_raw_os_error(errno), ack: said.map(Into::into) })
     }
@@ -181,7 +181,7 @@ impl Cause {
 }
 
 impl Error {
-    /// What was being done, to what, and why it failed.
+    /// An error: the action with its object, and the cause.
     pub fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
         Error { doing: doing.to_string(), cause: cause.into(), others: Vec::new() }
     }

@@ -2,7 +2,7 @@
 
 use crate::conntrack::{self, Entry, Protocol};
 
-/// What names an entry to the kernel.
+/// Returns the attributes that name an entry to the kernel.
 pub fn conntrack_key(entry: &Entry) -> &[u8] {
     entry.key()
 }

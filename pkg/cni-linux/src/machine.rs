@@ -28,7 +28,7 @@ use crate::child;
 use crate::netns::Netns;
 use crate::sys;
 
-/// What ends this process: a runtime's signal, a terminal's Ctrl-C, its hang-up.
+/// The signals that end this process: a runtime's SIGTERM, a terminal's Ctrl-C, its hang-up.
 const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
 /// [`ENDING`] as a set.

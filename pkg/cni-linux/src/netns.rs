@@ -75,8 +75,8 @@ impl Netns {
         &self.path
     }
 
-    /// What identifies it while it lives: device and inode. Numbers of dead namespaces are used
-    /// again.
+    /// Device and inode, which identify the namespace while it lives. Numbers of dead namespaces
+    /// are used again.
     pub fn id(&self) -> (u64, u64) {
         (self.device, self.inode)
     }

@@ -42,7 +42,7 @@ pub struct Qdisc {
     pub tbf: Option<Tbf>,
 }
 
-/// What a filter, or an action of it, does with a packet.
+/// The action of a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
     /// It leaves by the interface of that index.
@@ -160,8 +160,8 @@ impl Netlink {
         })
     }
 
-    /// What the filters of an interface's `ingress` qdisc do, in order. Redirections to an
-    /// interface that has gone are to index 0.
+    /// Returns the actions of the filters of an interface's `ingress` qdisc, in order. A
+    /// redirection to an interface that is gone has the index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
         let filters = self
             .dump(Kind::GetFilter, &Traffic::new(index, 0, INGRESS_HANDLE))
@@ -271,7 +271,7 @@ fn decode(reply: &Reply) -> Option<Qdisc> {
     Some(Qdisc { kind, tbf })
 }
 
-/// What a filter does. A message about what holds filters says nothing.
+/// Decodes the actions of a filter. A message about the container of filters has none.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let all = body.get(HEADER..).unwrap_or_default();
     let Some(options) = attribute(all, TCA_OPTIONS) else { return Vec::new() };

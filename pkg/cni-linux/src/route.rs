@@ -30,7 +30,7 @@ pub const MAIN_TABLE: u32 = 254;
 /// The table of this host's own addresses, which the kernel fills.
 pub const LOCAL_TABLE: u32 = 255;
 
-/// What IPv6 makes of metric 0.
+/// The metric that IPv6 uses for 0.
 const IPV6_DEFAULT_METRIC: u32 = 1024;
 
 /// A family of addresses.
@@ -86,7 +86,8 @@ pub struct Route {
     pub source: Option<IpAddr>,
     /// Whether the gateway is taken to be on the link although no route says so.
     pub onlink: bool,
-    /// Who made it: 3 ("boot") is what Go's plugins write, and [`Route::new`].
+    /// The program that made the route: 3 ("boot") is the number that Go's plugins write, and
+    /// [`Route::new`].
     pub protocol: u8,
 }
 

@@ -44,7 +44,7 @@ pub enum VlanFlags {
     Access,
 }
 
-/// Whose set of VLANs is meant.
+/// The set of VLANs that a request is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A port's, kept by its bridge.
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
     use crate::testing::in_new_netns;
 
-    /// What a kernel without VLAN filtering never sends.
+    /// A message that a kernel without VLAN filtering never sends.
     #[test]
     fn the_entries_of_one_port_are_read_out_of_a_message() {
         let mut body = vec![0; 16];

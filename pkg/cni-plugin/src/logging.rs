@@ -73,7 +73,7 @@ pub fn install(program: &str) {
     }
 }
 
-/// What a value of `CNI_LOG` asks for; `None` if it is not understood.
+/// Returns the level that a value of `CNI_LOG` asks for; `None` if it is not understood.
 fn level(value: &str) -> Option<LevelFilter> {
     match value.to_ascii_lowercase().as_str() {
         "" | "off" | "none" | "false" | "0" => Some(LevelFilter::Off),

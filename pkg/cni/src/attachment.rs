@@ -120,7 +120,7 @@ impl AttachmentId {
     }
 }
 
-/// What the name of an ifb begins with.
+/// The beginning of an ifb's name.
 const IFB: &str = "bwp";
 
 /// Whether a name is `prefix` and so many hex digits.

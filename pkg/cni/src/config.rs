@@ -173,7 +173,7 @@ pub(crate) fn name(json: &Json) -> Result<&str> {
     Ok(name)
 }
 
-/// What `cniVersion` says; absent and empty are 0.1.0.
+/// Returns the value of `cniVersion`; 0.1.0 if it is absent or empty.
 pub(crate) fn version_text(json: &Json) -> Result<String> {
     match json.get("cniVersion") {
         None => Ok("0.1.0".to_owned()),

@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 /// The longest that a file of configuration may be: what a plugin takes on its stdin.
 const LONGEST: u64 = 16 << 20;
 
-/// What is in a regular file of at most 16 MiB, or behind a link to one.
+/// Returns the content of a regular file of at most 16 MiB, or of one behind a link.
 ///
 /// # Errors
 /// It cannot be read, is something else, or is longer.

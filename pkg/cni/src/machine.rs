@@ -8,7 +8,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What [`skel`](crate::skel), [`delegate`](crate::delegate) and `libcni` ask of the machine.
+/// The operations that [`skel`](crate::skel), [`delegate`](crate::delegate) and `libcni` need from
+/// the machine.
 pub trait Machine {
     /// Whether `path` is the network namespace this process runs in. An error if it cannot be
     /// opened or is none.
@@ -37,15 +38,15 @@ pub struct Child<'a> {
     pub args: Vec<OsString>,
     /// The complete environment, or `None` to inherit this process's.
     pub env: Option<Vec<(OsString, OsString)>>,
-    /// What it reads on its standard input.
+    /// The bytes of its standard input.
     pub stdin: &'a [u8],
     /// How long it may run before it is killed and reaped.
     pub timeout: Duration,
-    /// What SIGTERM, received by this process before or while it runs, means for it.
+    /// The effect on it of a SIGTERM that this process receives before or while it runs.
     pub on_sigterm: OnSigterm,
 }
 
-/// What becomes of a child when this process receives SIGTERM.
+/// The effect on a child of a SIGTERM that this process receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnSigterm {
     /// It is not started, or killed: what it does is not wanted any more.

@@ -177,7 +177,7 @@ impl Shared {
         }
     }
 
-    /// What is remembered of attachments.
+    /// Returns the result cache.
     pub(crate) fn cache(&self) -> Cache {
         Cache::new(self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref()))
     }

@@ -66,9 +66,9 @@ impl Liveness {
     }
 }
 
-/// What can be asked about an attachment's life.
+/// The sources of knowledge about whether an attachment is in use.
 pub(crate) struct LivenessSources<'a> {
-    /// What is remembered of the network.
+    /// The network's entries in the result cache.
     pub(crate) remembered: &'a [Entry],
     /// The alias of each link of the host that has one, and the link's name.
     pub(crate) marks: &'a BTreeMap<String, String>,

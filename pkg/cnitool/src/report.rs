@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::cli::Failure;
 use crate::{ColorMode, Exit, Streams};
 
-/// What would have been done needs a clearer word from the operator; cnitool's own code.
+/// The action needs a more explicit request from the operator; cnitool's own code.
 pub(crate) const REFUSED: Code = Code(103);
 
 /// How results and errors are written.
@@ -65,7 +65,7 @@ pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(),
     write_raw(streams, &format!("{value:#}\n"))
 }
 
-/// What a line of a report is, in colours.
+/// The kind of a line of a report, which has its own colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Colour {
     /// Something is wrong.
@@ -76,7 +76,7 @@ pub(crate) enum Colour {
     Bold,
 }
 
-/// What [`paint`] writes.
+/// The escape sequences of [`paint`].
 const COLOURS: [&str; 4] = ["\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"];
 
 /// A text in a colour, where the stream has any.

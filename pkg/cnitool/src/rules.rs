@@ -50,13 +50,13 @@ struct Restore {
     dry_run: bool,
 }
 
-/// What became of one attachment.
+/// The outcome for one attachment.
 enum Outcome {
     /// It is not in use: why.
     Skipped(String),
     /// Nothing can be compared: why.
     Failed(Error),
-    /// What became of the rules of each plugin.
+    /// The outcome for the rules of each plugin.
     Plugins(Vec<(String, Rule)>),
 }
 
@@ -207,7 +207,7 @@ fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     Ok(is_other.then(|| format!("{ifname} in its namespace {netns} has the MAC {mac}; the result says {expected}")))
 }
 
-/// What the plugins of the attachment's ADD were called with.
+/// Returns the environment that the plugins had in the attachment's ADD.
 fn environment(entry: &Entry) -> Environment {
     let attachment = &entry.attachment;
     let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();

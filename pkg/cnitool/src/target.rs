@@ -13,13 +13,13 @@ use cni::machine::Machine;
 /// Whether there is a namespace at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NetnsPresence {
-    /// There is.
+    /// A namespace.
     There,
-    /// There is nothing: why.
+    /// Nothing: the reason.
     Gone(String),
-    /// There is something else: what. An empty file is left where a namespace was unmounted; but a
-    /// live one looks the same from a mount namespace that its mount has not reached. So it
-    /// does not prove that the namespace is gone.
+    /// Something else: a description. An empty file is left where a namespace was unmounted; but a
+    /// live one looks the same from a mount namespace that its mount has not reached. So it does
+    /// not prove that the namespace is gone.
     Other(String),
     /// It could not be found out: why.
     Unknown(String),

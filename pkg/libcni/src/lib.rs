@@ -51,9 +51,9 @@ pub struct Runtime<'m> {
     pub machine: &'m dyn Machine,
     /// Where the plugins are: CNI_PATH.
     pub plugin_folders: Vec<PathBuf>,
-    /// What plugins inherit; the six variables of the protocol are replaced.
+    /// The variables that plugins inherit; the six of the protocol are replaced.
     pub environment: Vec<(OsString, OsString)>,
-    /// What is remembered between the verbs.
+    /// The result cache.
     pub cache: Cache,
     /// How long one plugin may take.
     pub timeout: Duration,
@@ -72,7 +72,7 @@ pub struct Attachment {
     pub ifname: String,
     /// CNI_ARGS
     pub args: Vec<(String, String)>,
-    /// What each capability is given; a plugin sees those it declares.
+    /// The value for each capability; a plugin gets those that it declares.
     pub capability_args: Members,
 }
 

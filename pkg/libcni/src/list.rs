@@ -135,8 +135,8 @@ impl NetworkList {
         &self.plugins
     }
 
-    /// What `plugin` of this list reads on its stdin, but for what belongs to a verb.
-    /// `capability_args` are those of an attachment, if there is one.
+    /// Returns the configuration that `plugin` of this list reads on its stdin, without the keys of
+    /// a verb. `capability_args` are those of an attachment, if there is one.
     ///
     /// # Errors
     /// Code 999, which does not happen.
@@ -253,8 +253,8 @@ fn args_disable_check(json: &Json) -> bool {
     }
 }
 
-/// Of `cniVersions` and `cniVersion` together the highest that we speak; without any, `cniVersion`
-/// as it is.
+/// Returns the highest version of `cniVersions` and `cniVersion` that is supported; without any,
+/// `cniVersion` as it is.
 fn highest_version(json: &Json) -> Result<String> {
     let single = string(json, "cniVersion")?.unwrap_or_default();
     let listed = match json.get("cniVersions") {

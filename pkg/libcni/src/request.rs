@@ -12,12 +12,12 @@ use super::members::Members;
 use cni::Result;
 use cni::config::ValidAttachments;
 
-/// What a verb adds to a plugin's object.
+/// The keys that a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AddedKeys<'a> {
     /// The result so far.
     pub(super) prev_result: Option<&'a RawValue>,
-    /// Of these a plugin gets those whose capability it declares.
+    /// The values for capabilities. A plugin gets those that it declares.
     pub(super) capability_args: Option<&'a Members>,
     /// For GC.
     pub(super) valid: Option<&'a ValidAttachments>,

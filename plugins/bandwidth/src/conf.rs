@@ -10,9 +10,9 @@ use serde::Deserialize;
 /// A sound configuration.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conf {
-    /// What the container receives.
+    /// The limit of the packets that the container receives.
     pub(crate) ingress: Option<Limit>,
-    /// What the container sends.
+    /// The limit of the packets that the container sends.
     pub(crate) egress: Option<Limit>,
 }
 
@@ -79,7 +79,7 @@ impl Conf {
 }
 
 impl Limit {
-    /// From bits; 0 and 0 is none.
+    /// Makes a limit of numbers of bits; `None` for 0 and 0.
     fn new(direction: &str, rate: u64, burst: u64) -> Result<Option<Limit>> {
         match (rate, burst) {
             (0, 0) => return Ok(None),
@@ -133,7 +133,7 @@ impl Limit {
         u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
     }
 
-    /// What is smaller than asked for, for a line on stderr.
+    /// Returns a line for stderr if the kernel's bucket is smaller than the configured burst.
     pub(crate) fn cut(self) -> Option<String> {
         let Limit { rate, burst } = self;
         (self.tbf() != self.tbf_by_go()).then(|| {

@@ -32,7 +32,7 @@ pub struct AttachedPort {
     pub(crate) port: u32,
     /// The index of the link that has the gateway's address, once it has.
     pub(crate) gateway: Option<u32>,
-    /// What an earlier plugin's interface was like.
+    /// The earlier state of another plugin's interface.
     pub(crate) earlier: Option<Earlier>,
 }
 

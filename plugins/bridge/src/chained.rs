@@ -100,7 +100,7 @@ pub(crate) fn plug_in<'a>(
     Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface, link })
 }
 
-/// What an ADD after another plugin has to remember of that one's interface.
+/// The state of another plugin's interface before ADD.
 #[derive(Debug)]
 pub(crate) struct Earlier {
     /// Whether the container's end was up.

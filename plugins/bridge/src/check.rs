@@ -121,8 +121,9 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     Ok(())
 }
 
-/// Those of the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin
-/// made there are also that one's, which have no gateway here and are not masqueraded by us.
+/// Returns the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin
+/// made the result also has that plugin's addresses, which have no gateway here and are not
+/// masqueraded by this plugin.
 fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     match PortMark::of(outer) {
         Some(PortMark { addresses: (first, count), .. }) => {

@@ -28,7 +28,7 @@ pub struct Conf {
     pub(crate) force_address: bool,
     /// Whether what leaves the network is masqueraded.
     pub(crate) masquerade: Masquerading,
-    /// Of a new bridge and of both ends of the veth pair, in bytes.
+    /// The MTU of a new bridge and of both ends of the veth pair, in bytes.
     pub(crate) mtu: Option<u32>,
     /// Whether the port sends frames back to where they came from.
     pub(crate) hairpin: bool,

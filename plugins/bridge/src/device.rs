@@ -202,7 +202,8 @@ fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf, machine: &
     })
 }
 
-/// That VLAN filtering could be switched on: it drops other people's tagged traffic at once.
+/// Checks that VLAN filtering may be switched on: it drops the tagged traffic of other users at
+/// once.
 pub(crate) fn check_foreign_ports(host: &Netlink, link: &Link) -> Result<()> {
     let record = record::HostVeths::default();
     let ports = host.list_ports(link.index)?;

@@ -124,7 +124,8 @@ impl Interface for Bridge {
         check::check(check)
     }
 
-    /// What Go made is a port of the bridge that the configuration names, as far as it can be read.
+    /// Go's interface is a port of the bridge that the configuration names, as far as that can be
+    /// read.
     fn owns_unmarked(&self, call: &Call<'_>, host: &Netlink, outer: Option<&Link>) -> Result<bool> {
         let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
         let named = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());

@@ -27,7 +27,8 @@ impl HostVeths {
     }
 }
 
-/// What cannot be read says nothing: then the port counts as foreign, which is the cautious side.
+/// Returns the names that can be read. If the folder cannot be read, the port counts as foreign,
+/// which is the cautious side.
 fn read(folder: &Path) -> BTreeSet<String> {
     let files = fs::read_dir(folder).into_iter().flatten().flatten();
     files.filter_map(|file| content(&file)).flat_map(|bytes| host_interfaces(&bytes)).collect()

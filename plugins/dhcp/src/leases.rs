@@ -26,7 +26,7 @@ pub struct Lease {
     pub server: Ipv4Addr,
     /// The times, unless the address was requested and no answer has come yet.
     pub times: Option<Times>,
-    /// What has gone wrong last, since the lease was last granted.
+    /// The last error since the lease was granted.
     pub error: Option<String>,
 }
 

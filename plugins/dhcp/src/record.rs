@@ -28,12 +28,12 @@ pub(crate) struct Record {
     pub(crate) priority: Option<u32>,
     pub(crate) client: Client,
     pub(crate) held: RecordedLease,
-    /// What has gone wrong last, since the lease was last granted.
+    /// The last error since the lease was granted.
     #[serde(default)]
     pub(crate) error: Option<String>,
 }
 
-/// What the attachment has.
+/// The lease of the attachment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum RecordedLease {
     /// Nothing yet: there is no file.
@@ -50,7 +50,7 @@ impl Record {
     }
 }
 
-/// What an attachment is called, as in Go: the client identifier's text.
+/// Returns the name of an attachment, as in Go: the client identifier's text.
 pub(crate) fn key(container_id: &str, network: &str, ifname: &str) -> String {
     format!("{container_id}/{network}/{ifname}")
 }

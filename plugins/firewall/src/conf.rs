@@ -84,7 +84,7 @@ impl Raw {
     }
 }
 
-/// What DEL and GC read, which no mistake keeps from cleaning.
+/// The keys that DEL and GC read. A mistake in the configuration does not keep them from cleaning.
 #[derive(Clone, Debug)]
 pub(crate) struct CleanupConf {
     /// The zone that addresses without a record are removed from.

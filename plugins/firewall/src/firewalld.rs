@@ -13,7 +13,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::forward::sources::{self, AttachmentFilter};
 
-/// What is called in a zone.
+/// The methods of a zone that are called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// `addSource`
@@ -104,7 +104,8 @@ impl fmt::Debug for Zone<'_> {
     }
 }
 
-/// What an ADD found and did, so that a failed one undoes only its own changes.
+/// The sources that a zone had, and the changes of an ADD, so that a failed ADD undoes only its own
+/// changes.
 #[derive(Debug, Default)]
 pub(crate) struct PreviousZones {
     recorded: RefCell<Vec<IpAddr>>,
@@ -235,7 +236,7 @@ impl<'m> Zone<'m> {
         }
     }
 
-    /// What firewalld lacks, one sentence each.
+    /// Returns a sentence for each address that firewalld lacks.
     pub(crate) fn check(&self, addresses: &[IpAddr]) -> Result<Vec<String>> {
         let bus = self.bus(OnSigterm::Kill)?;
         let mut missing = Vec::new();

@@ -152,7 +152,7 @@ impl Firewall {
         }
     }
 
-    /// What is not in force, one sentence each.
+    /// Returns a sentence for each rule that is missing.
     fn missing(&self, call: &Call<'_>, conf: &Conf, wanted: &Wanted) -> Result<Vec<String>> {
         match self.choice(call, conf)? {
             BackendChoice::Rules(backend) => Ok(forward(call).check(wanted, backend)?),
@@ -205,7 +205,7 @@ fn addresses(prev: &AddResult) -> Vec<IpAddr> {
     all
 }
 
-/// What this attachment wants.
+/// Returns the rules that this attachment wants.
 fn wanted(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Wanted> {
     Ok(Wanted {
         mark: call.attachment(),
@@ -236,7 +236,7 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     }
 }
 
-/// What kept the rules from being made, with the code for a backend that is not there.
+/// Returns the error for rules that could not be made, with the code for an unusable backend.
 fn refusal(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
     let has_no_program = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
     let is_absent = error.is_unsupported() || has_no_program();
@@ -251,7 +251,7 @@ fn refusal(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backe
     }
 }
 
-/// What the operator should know although nothing has failed.
+/// Prints a note if chains of other tables drop what the rules accept.
 fn remark(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
     let overruled = match choice {
         // Its rules are in the table whose policy drops.

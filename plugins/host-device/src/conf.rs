@@ -29,7 +29,7 @@ pub struct Conf {
     pub(crate) dpdk_mode: bool,
 }
 
-/// What a device is known by.
+/// The property that a device is selected by.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Selector {
     Name(String),

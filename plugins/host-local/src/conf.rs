@@ -28,7 +28,7 @@ pub(crate) struct StoreLocation {
     pub(crate) data_dir: PathBuf,
     pub(crate) lock_timeout: Duration,
     pub(crate) earlier: RebootPolicy,
-    /// Only ADD asks for it.
+    /// The reaction to a repeated ADD; no other verb needs it.
     pub(crate) again: RepeatPolicy,
 }
 

@@ -58,7 +58,7 @@ pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
     Ok((0..most).map(nth).collect())
 }
 
-/// What a network's configuration says about its addresses.
+/// A network's configuration of its addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
     /// Where the folders of all networks lie.
@@ -108,7 +108,8 @@ impl Plugin for HostLocal {
         Ok(())
     }
 
-    /// Those of `ipam` and of `runtimeConfig`: the plugin that delegates has keys of its own.
+    /// Reads the keys of `ipam` and of `runtimeConfig`: the plugin that delegates has keys of its
+    /// own.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         conf::unknown_keys(json)
     }

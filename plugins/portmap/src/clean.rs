@@ -46,16 +46,16 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     outcome
 }
 
-/// What a removal from both backends has come to.
+/// The outcome of a removal from both backends.
 struct Removed<'m> {
-    /// What the rules claimed that have gone. No later DEL finds them, so they count whatever else
+    /// The claims of the removed rules. No later DEL finds them, so they count even if another step
     /// has failed.
     claims: Vec<ClaimedPort>,
     outcome: Result<()>,
     open: Open<'m>,
 }
 
-/// What is still open, to be closed last.
+/// The connections that are still open, to be closed last.
 type Open<'m> = (Option<NftPortMap>, Option<IptablesPortMap<'m>>);
 
 /// Does the same in both backends and keeps going.

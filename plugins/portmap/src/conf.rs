@@ -281,8 +281,8 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// What no other mapping may claim as well, once for each family: an unspecified address is every
-/// address of its family.
+/// Returns the claims that no other mapping may have too, once for each family: an unspecified
+/// address is every address of its family.
 fn claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
     let any_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };

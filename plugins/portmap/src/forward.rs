@@ -153,7 +153,7 @@ fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<Ipt
     IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
-/// What was before, if anything has changed, and what there is to say.
+/// Returns the earlier rules, if anything has changed, and the remarks.
 fn done<PreviousRules>(ensured: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
     match ensured {
         EnsureOutcome::Done { previous, remarks } => Ok((previous, remarks)),
@@ -166,7 +166,7 @@ fn conflict(holder: &Holder) -> Error {
         .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway")
 }
 
-/// Who has the ports where this backend does not look.
+/// Returns the holders of the ports in the backend that is not used.
 fn conflicts(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: ConflictAction) -> Result<Conflicts> {
     let unread = match backend {
         Backend::Nftables => UnreadTables::Both,
@@ -187,7 +187,7 @@ fn conflicts(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: Confl
     Ok(all)
 }
 
-/// What this attachment wants.
+/// Returns the port mappings that this attachment wants.
 pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
     Forwarding {
         mark: call.attachment(),
@@ -256,7 +256,7 @@ fn unserved(error: cni_linux::Error, backend: Backend) -> Error {
     if unsupported { absent(error, backend) } else { error }
 }
 
-/// What iptables refused: for want of its programs, or because of what is asked.
+/// Returns the error for iptables' refusal: its programs are missing, or the request is wrong.
 fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Error) -> Error {
     let is_missing = |iptables: Iptables<'_>| {
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));

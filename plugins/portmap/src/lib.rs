@@ -112,7 +112,7 @@ impl Plugin for Portmap {
     }
 }
 
-/// What ADD reads.
+/// Returns the configuration and the result that ADD reads.
 fn wanted(call: &Call<'_>) -> Result<(Conf, AddResult)> {
     let parsed = |error: Error| error.context("failed to parse config");
     let conf = parse(call).map_err(parsed)?;

@@ -6,8 +6,8 @@ use cni_linux::{Family, Link, Netlink};
 
 use crate::conf::Conf;
 
-/// What is missing, in words. An address that the interface no longer has is a later plugin's
-/// concern.
+/// Returns a sentence for each missing rule and route. Ignores an address that the interface no
+/// longer has: a later plugin has removed it.
 pub(crate) fn missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConfig]) -> Result<Vec<String>> {
     let there = netlink.list_addresses(link.index)?;
     let mut missing = Vec::new();

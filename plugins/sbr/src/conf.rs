@@ -17,12 +17,12 @@ pub(crate) enum Conf {
     FreeTables {
         /// The configured gateways, at most one of each family.
         gateways: Vec<IpAddr>,
-        /// What stays in the main table.
+        /// The routes that stay in the main table.
         main: MainTable,
     },
 }
 
-/// What stays of the interface's routes in the main table.
+/// The interface's routes that stay in the main table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MainTable {
     /// Nothing.

@@ -20,15 +20,15 @@ const FIRST_TABLE: u32 = 100;
 /// The scope of what is on the link.
 const SCOPE_LINK: u8 = 253;
 
-/// What is to be written.
+/// The changes to write.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     /// The routes of the new tables.
     tables: Vec<SavedRoute>,
     rules: Vec<Rule>,
-    /// What the main table gets.
+    /// The routes that are added to the main table.
     hints: Vec<SavedRoute>,
-    /// What the main table loses.
+    /// The routes that are removed from the main table.
     moved: Vec<SavedRoute>,
 }
 

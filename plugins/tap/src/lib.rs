@@ -131,7 +131,7 @@ impl Interface for TapPlugin {
         Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: tap })
     }
 
-    /// From here on the tap outlives this process.
+    /// Makes the tap persistent: from here on it outlives this process.
     fn finish(&self, _site: &AttachmentContext<'_, Conf>, made: &mut CreatedLink<Option<Tap>>) -> Result<()> {
         match made.link.take() {
             Some(tap) => Ok(tap.keep()?),

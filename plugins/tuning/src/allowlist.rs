@@ -77,8 +77,8 @@ impl AllowList {
     }
 }
 
-/// What stands between `\Q` and `\E`, or the line's end, is text in Go; the crate does not know
-/// this.
+/// Replaces the text between `\Q` and `\E`, or the line's end, by escaped text: Go knows these, the
+/// crate does not.
 fn unquoted(pattern: &str) -> Cow<'_, str> {
     if !pattern.contains(r"\Q") {
         return pattern.into();

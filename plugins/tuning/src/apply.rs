@@ -73,7 +73,7 @@ struct Visit {
     written: AtomicUsize,
 }
 
-/// What a visit brings back.
+/// The outcome of a visit to the namespace.
 struct VisitOutcome {
     /// The interface before it is changed, if it is to be.
     link: Option<(Netlink, Link)>,
@@ -255,7 +255,7 @@ fn put_back(all: &[Found]) -> Result<()> {
     Error::join(all.iter().rev().filter_map(put_back))
 }
 
-/// What is as it should be already is not touched: some drivers refuse even that while the
+/// Changes only what differs: some drivers refuse even a change to the same value while the
 /// interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
     // Registered before the changes: if the kernel's answer is lost, a change may have been made.

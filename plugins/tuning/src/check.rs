@@ -37,7 +37,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     Error::join(errors)
 }
 
-/// What the entries of the list wrote, if that is known for this namespace.
+/// Returns the record of the values that the list's entries wrote, if it is of this namespace.
 fn record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };

@@ -22,7 +22,7 @@ use crate::key::{Key, cut};
 pub(crate) struct Conf {
     /// In the order in which they are to be written.
     pub(crate) sysctls: Vec<Sysctl>,
-    /// What is asked of the interface.
+    /// The changes to the interface.
     pub(crate) link: LinkConf,
 }
 
@@ -33,11 +33,11 @@ pub(crate) struct Sysctl {
     pub(crate) value: String,
 }
 
-/// What is asked of the interface; `None` and `false` leave it as it is.
+/// The changes to the interface; `None` and `false` leave it as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LinkConf {
     pub(crate) mac: Option<Mac>,
-    /// Only ever turned on.
+    /// Whether promiscuous mode is turned on; it is never turned off.
     pub(crate) promisc: bool,
     /// In bytes.
     pub(crate) mtu: Option<u32>,
@@ -215,7 +215,7 @@ fn mac(text: &str) -> Result<Option<Mac>> {
     Ok(Some(mac))
 }
 
-/// What fits into the kernel's message; what else a device wants of it is the device's to say.
+/// Returns the number if it fits into the kernel's message. The device may have other limits.
 fn number(key: &str, value: i64) -> Result<Option<u32>> {
     match u32::try_from(value) {
         Ok(value) if i32::try_from(value).is_ok() => Ok(Some(value)),

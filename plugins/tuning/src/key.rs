@@ -12,7 +12,7 @@
 
 use cni::{Error, Result};
 
-/// What stands for CNI_IFNAME.
+/// The placeholder for CNI_IFNAME.
 const PLACEHOLDER: &str = "IFNAME";
 
 /// A key, and the files it may mean. There is always at least one reading.

@@ -42,14 +42,14 @@ pub struct Tuning;
 /// Where the node's administrator says which sysctls may be set. Without the file: all below `net`.
 const ALLOW_LIST: &str = "/etc/cni/tuning/allowlist.conf";
 
-/// What was saved of an attachment, for `cnitool inspect`.
+/// The saved values of an attachment, for `cnitool inspect`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saved {
     /// The file.
     pub path: PathBuf,
     /// Network, container ID and interface; `None` in the Go plugin's files, which do not say.
     pub owner: Option<(String, String, String)>,
-    /// What will be put back, in words.
+    /// A sentence for each setting that will be put back.
     pub settings: Vec<String>,
 }
 

@@ -55,9 +55,9 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
     Err(Error::config(format!("{msg}: {path} below /proc/sys: {why}")))
 }
 
-/// What is there now. `None` if it is refused for good: then there is nothing to put back. Whatever
-/// else keeps it from being read (no memory, no descriptors) fails the ADD, for a value written all
-/// the same would never be removed.
+/// Returns the present value. `None` if it is permanently refused: then there is nothing to put
+/// back. Any other failure to read it (no memory, no descriptors) fails the ADD, because a value
+/// that is written nevertheless would never be removed.
 fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
     // A refusal by nature is the same the second time.
     match read().or_else(|_| read()) {

@@ -9,7 +9,7 @@ use cni_linux::{Family, Link, Netlink, SavedAddr, SavedRoute};
 use crate::conf::Conf;
 use crate::{different_table, find_vrf};
 
-/// What is to be written.
+/// The changes to write.
 #[derive(Debug)]
 pub(crate) struct Plan {
     vrf: Target,

@@ -185,19 +185,19 @@ pub(super) fn ensure(filter: &mut Chains<'_>, owner: &str, addresses: &[Owned], 
     Ok(edit)
 }
 
-/// What is to become of the way to the first stage.
+/// The requested state of the jump to the first stage.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Isolation {
-    /// There must be one.
+    /// Added if it is missing.
     Wanted,
     /// It is put in its place if there is one.
     AsItIs,
 }
 
-/// What is to become of the way to [`FORWARD`].
+/// The requested state of the jump to [`FORWARD`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Jump {
-    /// There must be one.
+    /// Added if it is missing.
     Wanted,
     /// It is left alone.
     AsItIs,
@@ -390,7 +390,7 @@ impl FamilyAddresses {
     }
 }
 
-/// What is not in force, in sentences. Rules made by Go pass.
+/// Returns a sentence for each rule that is missing or in the wrong place. Accepts Go's rules.
 pub(super) fn check(filter: &mut Chains<'_>, addresses: &[Owned], admin: &str) -> Result<Vec<String>> {
     let mut missing = Vec::new();
     let mut chains = vec![FORWARD, admin];

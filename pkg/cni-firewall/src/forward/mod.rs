@@ -34,10 +34,10 @@ pub use nftables::AdminChain;
 pub use owner::Ingress;
 use owner::Owned;
 
-/// What one attachment wants.
+/// The rules that one attachment wants.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Whose it is.
+    /// The attachment.
     pub mark: AttachmentId,
     /// The container's addresses.
     pub addresses: Vec<IpAddr>,
@@ -65,8 +65,8 @@ impl Wanted {
     }
 }
 
-/// What an attachment had before an ADD, so that a failed ADD undoes only its own changes. Filled
-/// in by [`Forward::ensure`].
+/// The addresses and bridges that an attachment had before an ADD, so that a failed ADD undoes only
+/// its own changes. Filled in by [`Forward::ensure`].
 #[derive(Debug, Default)]
 pub struct PreviousRules {
     nftables: RefCell<Option<nftables::PreviousRules>>,
@@ -226,9 +226,9 @@ impl<'m> Forward<'m> {
         outcome
     }
 
-    /// What is not in force, one sentence each; empty if all is well. Rules made by Go pass, and so
-    /// do those of the other backend, if they are there. Changes nothing and starts no process,
-    /// unless there are tables of iptables-legacy.
+    /// Returns a sentence for each rule that is missing or in the wrong place; empty if all is
+    /// well. Accepts Go's rules and, if they are there, those of the other backend. Changes nothing
+    /// and starts no process, unless there are tables of iptables-legacy.
     ///
     /// # Errors
     /// The kernel's.

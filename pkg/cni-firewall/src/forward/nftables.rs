@@ -107,7 +107,7 @@ fn set_of(address: IpAddr) -> (&'static str, SetKind) {
     if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
 }
 
-/// What `nft` puts before an address in a table of both families.
+/// The expressions that `nft` puts before an address in a table of both families.
 fn family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     match table.family {
@@ -193,7 +193,7 @@ fn must_exist(nft: &mut Nft, place: Option<&AdminChain>) -> Result<()> {
     }
 }
 
-/// What an attachment had before an ADD.
+/// The addresses and bridges that an attachment had before an ADD.
 #[derive(Debug, Default)]
 pub(super) struct PreviousRules {
     pub(super) owned: Vec<Owned>,
@@ -327,7 +327,7 @@ fn remove(nft: &mut Nft, is_gone: &dyn Fn(&Owned) -> bool) -> Result<()> {
 /// Which owners of a table go.
 struct Leaving<'a> {
     is_gone: &'a dyn Fn(&Owned) -> bool,
-    /// What is about to be added there.
+    /// The addresses that are about to be added.
     still: &'a [Owned],
 }
 
@@ -368,7 +368,7 @@ fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], 
     Ok(())
 }
 
-/// What is not in force, in sentences.
+/// Returns a sentence for each element or rule that is missing.
 pub(super) fn check(nft: &mut Nft, wanted: &[Owned], place: Option<&AdminChain>) -> Result<Vec<String>> {
     let own = AdminChain::own();
     let mut missing = Vec::new();

@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use cni::AttachmentId;
 use cni::hash::sha512_hex;
 
-/// What `nft` takes for a comment.
+/// The longest comment that `nft` accepts.
 const NAME_MAX: usize = 128;
 const DIGITS: usize = 32;
 
@@ -24,7 +24,7 @@ pub enum Ingress {
     /// All that the host forwards.
     #[default]
     Open,
-    /// Those on this bridge, but none on another bridge that is isolated too.
+    /// Containers on this bridge; those on another bridge that is isolated too are refused.
     SameBridge(String),
     /// None on this bridge, and none on another bridge that is isolated too.
     Isolated(String),
@@ -71,7 +71,7 @@ pub(crate) fn name(mark: &AttachmentId) -> String {
     format!("cni:{}/{}/{}", hashed(&mark.network), hashed(&mark.container_id), mark.ifname)
 }
 
-/// What the names of all attachments of a network begin with: one of these.
+/// The beginnings of the names of all attachments of a network: a name has one of these.
 pub(super) fn prefixes(network: &str) -> [String; 2] {
     [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
 }

@@ -26,7 +26,7 @@ pub enum AttachmentFilter<'a> {
     Garbage {
         /// The network's name.
         network: &'a str,
-        /// Those that are still attached.
+        /// The attachments that are still valid.
         valid: &'a [(&'a str, &'a str)],
     },
 }
@@ -51,9 +51,9 @@ impl AttachmentFilter<'_> {
 /// The recorded addresses.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// Those of the attachments in question.
+    /// The addresses of the selected attachments.
     pub own: Vec<IpAddr>,
-    /// Those of all others.
+    /// The addresses of all other attachments.
     pub others: Vec<IpAddr>,
 }
 

@@ -50,15 +50,15 @@ impl Chains<'_> {
         Ok(self.chain(name)?.map_or(&[], |chain| chain.rules.as_slice()))
     }
 
-    /// Those of the chain's rules that lead to `target`. In a long chain much cheaper than to look
-    /// for them in all rules.
+    /// Returns the chain's rules that jump to `target`. In a long chain this is much cheaper than
+    /// to search all rules.
     pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
         self.find(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
     }
 
-    /// Those of the chain's rules, in order, that are `wanted`. Each such rule must contain one of
-    /// the `needles`, a text or an address in network byte order: rules without any are not even
-    /// decoded, which makes this cheap in a long chain.
+    /// Returns the chain's rules, in order, for which `wanted` is true. Each such rule must contain
+    /// one of the `needles`, a text or an address in network byte order: rules without any are not
+    /// even decoded, which makes this cheap in a long chain.
     pub fn find(&mut self, name: &str, needles: &[&[u8]], wanted: impl Fn(&Rule) -> bool) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
             let could_be = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
@@ -71,8 +71,8 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| wanted(rule)).cloned().collect())
     }
 
-    /// Those of the chain's rules that could be about one of these ports, or lead to `target`;
-    /// perhaps others too. For chains whose rules all are appended.
+    /// Returns the chain's rules that may concern one of these ports, or jump to `target`; perhaps
+    /// others too. For chains whose rules all are appended.
     pub fn naming(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
             // Matches of xtables have ports in the machine's order, those of nf_tables as on the

@@ -28,7 +28,7 @@ struct RuleWords {
     whole: bool,
 }
 
-/// What a register holds.
+/// The content of a register.
 #[derive(Clone, Copy)]
 enum Loaded {
     Source,
@@ -53,7 +53,7 @@ pub(crate) fn rule(family: Family, listed: Listed) -> Rule {
     Rule { raw: Some(raw), ..words.into_rule(handle) }
 }
 
-/// What these steps do, in words, without unknown steps. For rules with several spellings.
+/// Returns these expressions as text, without unknown ones. For rules with several spellings.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
     RuleWords::read(family, exprs).into_rule(0).words
 }
@@ -274,13 +274,13 @@ impl RuleWords {
 
 /// RTN_LOCAL in a set of bits by route type.
 pub(super) const LOCAL: u16 = 1 << libc::RTN_LOCAL;
-/// That an sctp match is about the destination's ports.
+/// The flag of an sctp match for the destination's ports.
 pub(super) const DESTINATION_PORTS: u32 = 2;
-/// That a conntrack match is about states.
+/// The flag of a conntrack match for states.
 pub(super) const STATE: u16 = 1;
 /// The states of connections, in iptables' order.
 pub(super) const STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
-/// That a range for NAT says addresses; and that it says ports.
+/// The flags of a NAT range that has addresses, and of one that has ports.
 pub(super) const MAP_IPS: u32 = 1;
 pub(super) const PROTO_SPECIFIED: u32 = 2;
 

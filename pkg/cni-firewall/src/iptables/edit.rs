@@ -17,7 +17,7 @@ use cni_linux::error::{Cause, Error, Result};
 pub struct Edit {
     pub(crate) chains: Vec<(String, ChainCreation)>,
     pub(crate) rules: Vec<Added>,
-    /// What is removed because the same rule is added elsewhere in its chain.
+    /// The rules that are removed because the same rule is added elsewhere in its chain.
     pub(crate) moved: Vec<(String, Rule)>,
     pub(crate) put_back: Vec<(String, Rule)>,
     pub(crate) deleted: Vec<(String, Rule)>,

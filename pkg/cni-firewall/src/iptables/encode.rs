@@ -76,7 +76,7 @@ impl Encoder {
         Some(())
     }
 
-    /// What happens to packets that match.
+    /// Returns the expressions of the target: the verdict on packets that match.
     fn end<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
         let target = words.next()?;
         if option == "-g" {

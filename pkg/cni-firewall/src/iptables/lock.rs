@@ -92,7 +92,7 @@ impl NetnsLock {
         }
     }
 
-    /// What the operator should know of how it was had.
+    /// A remark for the operator about how the lock was taken.
     pub fn remark(&self) -> Option<&str> {
         self.remark.as_deref()
     }

@@ -57,7 +57,7 @@ use tool::{ProgramKind, Runner, Tool};
 pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// How often a change is planned because the rules it is based on have changed.
 const ATTEMPTS: usize = 8;
-/// Both families, in the order in which everything is done.
+/// Both families, in the order in which they are processed.
 pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 
 /// A table of iptables.
@@ -111,7 +111,7 @@ impl fmt::Display for Variant {
 enum Way {
     /// Over netlink where the rules can be put so.
     Netlink,
-    /// By `iptables-restore`.
+    /// `iptables-restore` writes the rules.
     Program,
 }
 
@@ -123,7 +123,7 @@ pub struct Chain {
     pub(crate) handle: Option<u64>,
 }
 
-/// What a removal in all families and variants has come to.
+/// The outcome of a removal in all families and variants.
 #[derive(Debug)]
 pub struct Cleaned {
     /// Where there may be something that could not be looked at, because the programs are not
@@ -179,8 +179,8 @@ impl<'m> Iptables<'m> {
         Ok(Iptables { table, runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
-    /// From now on SIGTERM does not end the wait for the lock either: what follows takes back what
-    /// an interrupted call did.
+    /// From now on SIGTERM does not end the wait for the lock either: the changes that follow undo
+    /// those of an interrupted call.
     pub fn finish_on_sigterm(&mut self) {
         self.runner.on_sigterm = OnSigterm::Finish;
     }

@@ -19,8 +19,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// What `-S` prints: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`, one word each,
-    /// unquoted.
+    /// The rule as `-S` prints it: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`, one word
+    /// each, unquoted.
     pub fn words(&self) -> &[String] {
         &self.words
     }
@@ -30,7 +30,7 @@ impl Rule {
         self.whole
     }
 
-    /// What follows this option, unless it is negated.
+    /// Returns the word after this option, unless the option is negated.
     pub fn value(&self, option: &str) -> Option<&str> {
         let at = self.words.iter().position(|word| word == option)?;
         let negated = at.checked_sub(1).and_then(|before| self.words.get(before)).is_some_and(|word| word == "!");

@@ -24,7 +24,7 @@ const XTABLES_WAIT: &str = "10";
 /// How long a program may take, its wait for that lock included.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// What a program does.
+/// The kinds of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProgramKind {
     Restore,
@@ -40,7 +40,7 @@ impl ProgramKind {
     }
 }
 
-/// What runs programs, and whether SIGTERM ends them.
+/// Runs programs. Knows whether SIGTERM ends them.
 #[derive(Clone, Copy)]
 pub(crate) struct Runner<'m> {
     pub(crate) machine: &'m dyn Machine,
@@ -134,8 +134,9 @@ fn named(family: Family, variant: Variant, job: ProgramKind) -> String {
     format!("{}-{variant}-{}", base(family), job.suffix())
 }
 
-/// By the name of the file behind the links, `xtables-nft-multi` or `xtables-legacy-multi`. A
-/// distribution that names it otherwise, or a script in its place, has to be asked.
+/// Returns the variant by the name of the file behind the links, `xtables-nft-multi` or
+/// `xtables-legacy-multi`. If a distribution names it otherwise, or a script is in its place, the
+/// program is asked.
 fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();

@@ -88,7 +88,7 @@ structures! {
         chunk_match: u32,
         chunk_flags: [[u8; 3]; 4],
         chunk_flag_count: i32,
-        /// What is matched: 2 for the destination's ports.
+        /// The kind of match: 2 for the destination's ports.
         matched: u32,
         invert: u32,
     }

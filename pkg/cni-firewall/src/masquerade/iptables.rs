@@ -131,7 +131,7 @@ impl Tag {
     }
 }
 
-/// What makes these the attachment's addresses, in the family of `nat`.
+/// Returns the edit that makes these the attachment's addresses, in the family of `nat`.
 pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
     let (family, shape) = (nat.family(), Shape::new(mark));
     let mut edit = Edit::new();
@@ -250,7 +250,7 @@ impl FamilyRules {
     }
 }
 
-/// What removes the attachment.
+/// Returns the edit that removes the attachment's rules.
 pub(super) fn purge(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
     let shape = Shape::new(mark);
     remove(
@@ -268,7 +268,7 @@ pub(super) fn purge(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[IpAd
     )
 }
 
-/// What removes attachments of `network` that are not in `valid`.
+/// Returns the edit that removes the rules of attachments of `network` that are not in `valid`.
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
     let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
     let valid_tags: Vec<String> =
@@ -359,7 +359,7 @@ fn remove(
     Ok(edit)
 }
 
-/// What is not in force, in sentences. Who made it does not matter.
+/// Returns a sentence for each rule that is missing. Rules made by another program count.
 pub(super) fn check(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let (family, shape) = (nat.family(), Shape::new(mark));
     let Some(chain) = nat.chain(&shape.chain)?.cloned() else {

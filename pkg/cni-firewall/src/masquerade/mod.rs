@@ -232,8 +232,8 @@ impl<'m> Masquerade<'m> {
         outcome
     }
 
-    /// What is not in force for the attachment's addresses, one sentence each; empty if all is
-    /// well. Rules made by Go pass, in whichever backend they are.
+    /// Returns a sentence for each of the attachment's addresses that is not masqueraded; empty if
+    /// all is well. Accepts Go's rules, in whichever backend they are.
     pub fn check(&self, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
@@ -289,7 +289,7 @@ impl<'m> Masquerade<'m> {
     }
 }
 
-/// What went wrong, and for which family.
+/// An error and the family that it occurred in.
 struct Failure {
     family: Family,
     error: Error,

@@ -37,19 +37,19 @@ const CHECKS_COMMENT: &str = "Masquerade traffic from certain IPs to any (non-mu
 const POSTROUTING: &str = "postrouting";
 /// `srcnat`
 const BASE: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
-/// What `nft` takes for a comment.
+/// The longest comment that `nft` accepts.
 const COMMENT_MAX: usize = 128;
 
 fn h16(text: &str) -> String {
     sha512_hex(&[text.as_bytes()], 16)
 }
 
-/// What the comments of all rules of a network begin with.
+/// Returns the beginning of the comments of all rules of a network.
 fn network_key(network: &str) -> String {
     format!("{}-", h16(network))
 }
 
-/// What the comments of an attachment's rules begin with.
+/// Returns the beginning of the comments of an attachment's rules.
 pub(crate) fn key(network: &str, container: &str, ifname: &str) -> String {
     format!("{}{}", network_key(network), h16(&format!("{ifname}:{container}")))
 }
@@ -71,7 +71,7 @@ fn is_of(listed: &Listed, key: &str) -> bool {
     listed.rule.comment.as_deref().is_some_and(|comment| comment.starts_with(key))
 }
 
-/// What `nft` puts before the first address of a rule in an inet table.
+/// The expressions that `nft` puts before the first address of a rule in an inet table.
 fn family(address: Cidr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     nfproto(u8::try_from(number).unwrap_or_default())

@@ -137,10 +137,10 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
     }
 }
 
-/// What an errno says about a change.
+/// The meaning of an errno for a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ErrnoMeaning {
-    /// What it says.
+    /// That of the errno itself.
     Plain,
     /// ENOENT: this kernel has no such type of chain for the family (the table is in the same
     /// batch). EOPNOTSUPP: the chain exists and is hooked in elsewhere.

@@ -17,7 +17,7 @@ use std::net::IpAddr;
 pub struct Reg(pub u32);
 
 impl Reg {
-    /// What every simple match loads into and compares.
+    /// The register that every simple match loads into and compares.
     pub const R1: Reg = Reg(1);
     /// The second one; NAT takes the port from here.
     pub const R2: Reg = Reg(2);
@@ -27,7 +27,7 @@ impl Reg {
     }
 }
 
-/// What `meta` loads, by the kernel's number.
+/// The value that `meta` loads, by the kernel's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MetaKey(pub u32);
 
@@ -68,7 +68,7 @@ impl CmpOp {
     pub const NE: CmpOp = CmpOp(1);
 }
 
-/// What happens to the packet.
+/// The verdict on a packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Done with this hook: the packet goes on.
@@ -89,7 +89,7 @@ const NF_DROP: u32 = 0;
 const NF_ACCEPT: u32 = 1;
 
 impl Verdict {
-    /// From the kernel's code and, for jump and goto, the chain.
+    /// Returns the verdict for the kernel's code and, for jump and goto, the chain.
     pub(crate) fn from_wire(code: u32, chain: Option<String>) -> Verdict {
         match (wire::Verdict::from(code), chain) {
             (wire::Verdict::Other(NF_ACCEPT), _) => Verdict::Accept,
@@ -143,7 +143,7 @@ pub enum Expr {
         reg: Reg,
         /// The mask.
         mask: Vec<u8>,
-        /// What is flipped afterwards; as long as the mask.
+        /// The bits that are flipped afterwards; as long as the mask.
         xor: Vec<u8>,
     },
     /// Goes on only if the register compares so with the data.
@@ -177,7 +177,7 @@ pub enum Expr {
     Lookup {
         /// The set, in the rule's table.
         set: String,
-        /// What is looked up.
+        /// The register with the value that is looked up.
         reg: Reg,
     },
     /// Loads something about the packet's tracked connection, by the kernel's number (`NFT_CT_*`).

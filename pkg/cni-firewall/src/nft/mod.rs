@@ -96,7 +96,7 @@ impl fmt::Display for Table<'_> {
 /// A rule to be written, or as it was read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
-    /// What it does.
+    /// The expressions.
     pub exprs: Vec<Expr>,
     /// The comment that `nft` shows.
     pub comment: Option<String>,

@@ -178,14 +178,13 @@ impl Nft {
         self.rules_where(table, chain, |_| true)
     }
 
-    /// Those rules of the chain, in order, whose comment begins so.
+    /// Returns the chain's rules, in order, whose comment begins so.
     pub fn rules_commented(&mut self, table: Table<'_>, chain: &str, beginning: &str) -> Result<Vec<Listed>> {
         self.rules_where(table, chain, |rule| decode::comment(rule).starts_with(beginning.as_bytes()))
     }
 
-    /// Those rules of the chain, in order, whose bytes, as the kernel sends them, could be what the
-    /// caller looks for. The others are read too, and passed over, which takes a fraction of the
-    /// time.
+    /// Returns the chain's rules, in order, for whose bytes, as the kernel sends them, `wanted` is
+    /// true. The others are read too, but not decoded, which takes a fraction of the time.
     pub fn rules_where(
         &mut self,
         table: Table<'_>,

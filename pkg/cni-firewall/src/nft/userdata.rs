@@ -6,7 +6,7 @@
 //! ours are from 0x80 up, so that `nft` will not reach them for a long time. `nft list ruleset |
 //! nft -f` loses them.
 
-/// What the kernel takes in one piece (`NFT_USERDATA_MAXLEN`).
+/// The most bytes that the kernel stores with one object (`NFT_USERDATA_MAXLEN`).
 pub const MAX: usize = 256;
 /// `NFTNL_UDATA_RULE_COMMENT`, and the same number for chains and tables.
 const COMMENT: u8 = 0;

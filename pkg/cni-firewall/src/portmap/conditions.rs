@@ -37,7 +37,7 @@ impl ConditionSyntax {
     }
 }
 
-/// What could not be compiled.
+/// The part of a condition that could not be compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unknown {
     /// The token where the known words end; empty if there should have been one more.

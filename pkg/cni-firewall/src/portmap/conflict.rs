@@ -22,7 +22,7 @@ use cni_linux::route::Family;
 
 use super::{ClaimedPort, Forwarding};
 
-/// What happens if a port is taken.
+/// The reaction to a port that is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// A dead holder is displaced, a live one wins, where nothing can be proved the older rule goes
@@ -32,7 +32,7 @@ pub enum Policy {
     Ignore,
 }
 
-/// Who has a port.
+/// The container that has a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// The container, as its rule names it.
@@ -45,7 +45,7 @@ pub struct Holder {
     pub witnessed: bool,
     /// Whether the two rules look at other things too, and not the same ones.
     pub apart: bool,
-    /// What it has.
+    /// The port.
     pub claim: ClaimedPort,
 }
 
@@ -59,18 +59,18 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// Who has wanted ports in a backend that an ADD does not use.
+/// The containers that have the wanted ports in a backend that the ADD does not use.
 #[derive(Clone, Debug, Default)]
 pub struct Conflicts {
     /// A living one: nothing may be changed then.
     pub held: Option<Holder>,
     /// Whether something dead is to be displaced, or has been.
     pub dead: bool,
-    /// What the operator should know, one sentence each.
+    /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
 }
 
-/// What comes after looking for [`Conflicts`].
+/// The action after the search for [`Conflicts`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConflictAction {
     /// Nothing is changed.
@@ -79,7 +79,7 @@ pub enum ConflictAction {
     Displace,
 }
 
-/// What is known of a holder.
+/// Whether a holder is alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Liveness {
     Dead,
@@ -91,8 +91,7 @@ pub(super) enum Liveness {
 #[derive(Debug, Default)]
 pub(super) struct LivenessProbe {
     host: Option<Netlink>,
-    /// By address, whether it was found that the container's link is the only way to it: all routes
-    /// are read for that.
+    /// By address, whether the container's link is the only way to it. Found by reading all routes.
     only_ways: BTreeMap<IpAddr, bool>,
 }
 

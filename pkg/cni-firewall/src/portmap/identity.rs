@@ -46,7 +46,7 @@ pub(crate) struct Identity {
     hashes: Vec<u8>,
 }
 
-/// What a rule says about its owner.
+/// Whether a rule belongs to this attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ownership {
     /// It names this attachment.
@@ -115,7 +115,7 @@ impl Identity {
         spoken_for.len() == text.lines().count() && spoken_for.iter().all(is_there)
     }
 
-    /// Whose the rule is by what it says itself.
+    /// Returns whether a rule belongs to this attachment, as far as the rule names its owner.
     pub(crate) fn owner(&self, rule: &Rule) -> Ownership {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Ownership::Other;

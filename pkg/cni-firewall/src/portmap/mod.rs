@@ -48,8 +48,8 @@ impl Mapping {
         })
     }
 
-    /// What it claims for a container of this address; `None` if its host address is of the other
-    /// family.
+    /// Returns the claim of this mapping for a container with this address; `None` if its host
+    /// address is of the other family.
     pub fn claim(&self, container: IpAddr) -> Option<ClaimedPort> {
         let wanted = Family::of(container);
         if self.host_ip.is_some_and(|host_ip| Family::of(host_ip) != wanted) {
@@ -70,8 +70,8 @@ impl Mapping {
 pub enum Snat {
     /// None: the container cannot reach itself, the host not its loopback address.
     No,
-    /// Those that could not work otherwise: the container's own (iptables: its whole subnet's) and,
-    /// in IPv4, those from 127.0.0.1.
+    /// The connections that could not work otherwise: from the container itself (iptables: from its
+    /// whole subnet) and, in IPv4, from 127.0.0.1.
     Hairpin,
     /// All.
     All,
@@ -82,20 +82,20 @@ pub enum Snat {
 pub enum SetMark {
     /// With this bit, in a chain of our own.
     Bit(u8),
-    /// By a chain that another program provides, and whose mark that program masquerades.
+    /// Another program's chain, which masquerades the packets that get its mark.
     Chain(String),
 }
 
-/// What one attachment wants.
+/// The port mappings that one attachment wants.
 #[derive(Clone, Debug)]
 pub struct Forwarding {
-    /// Whose it is.
+    /// The attachment.
     pub mark: AttachmentId,
     /// The container's addresses: at most one of each family, IPv4 first.
     pub containers: Vec<Cidr>,
     /// The mappings, in the order in which they were asked for.
     pub mappings: Vec<Mapping>,
-    /// Whose source is replaced.
+    /// The connections whose source is replaced.
     pub snat: Snat,
     /// How that is marked with iptables.
     pub set_mark: SetMark,
@@ -103,7 +103,7 @@ pub struct Forwarding {
     pub conditions_v4: Vec<String>,
     /// Extra matches in IPv6.
     pub conditions_v6: Vec<String>,
-    /// What happens if a port is taken.
+    /// The reaction to a port that is taken.
     pub policy: Policy,
     /// Returns the names of the attachment's interfaces on the host.
     pub links: Vec<String>,
@@ -158,26 +158,26 @@ fn older_mapping(there: &ClaimedPort) -> String {
     )
 }
 
-/// What a removal has come to, in all families and variants of a backend.
+/// The outcome of a removal, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {
     /// The claims of all rules that were found, also if a removal failed: removed rules cannot be
     /// found again.
     pub claims: Vec<ClaimedPort>,
-    /// What could not be removed because a program is missing, one sentence each.
+    /// A sentence for each thing that could not be removed because a program is missing.
     pub remarks: Vec<String>,
-    /// What kept it from removing all.
+    /// The error that kept it from removing all.
     pub outcome: Result<()>,
 }
 
-/// What became of the wish to have a [`Forwarding`] in force.
+/// The outcome of a request to have a [`Forwarding`] in force.
 #[derive(Clone, Debug)]
 pub enum EnsureOutcome<PreviousRules> {
     /// It is.
     Done {
         /// If anything had to be changed for it: what the attachment had before, for `put_back`.
         previous: Option<PreviousRules>,
-        /// What the operator should know, one sentence each.
+        /// Remarks for the operator, one sentence each.
         remarks: Vec<String>,
     },
     /// It is not, and nothing was changed: a container that lives has the port.

@@ -125,7 +125,7 @@ pub struct SpoofOwner {
     pub(super) network: Network,
 }
 
-/// Who that is, for a message.
+/// Displays the attachment for a message.
 impl fmt::Display for SpoofOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} on {}", self.network, self.host_veth.as_deref().unwrap_or("no interface"))

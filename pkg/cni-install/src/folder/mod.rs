@@ -457,7 +457,7 @@ impl Folder {
         programs.iter().filter_map(|program| self.difference(program).transpose()).collect()
     }
 
-    /// What the generation's install put in place.
+    /// Returns the programs that the generation's install put in place.
     fn list(&self, generation: u64) -> Result<Vec<Program>, Error> {
         let path = self.generation(generation).join(set::SUMS);
         let text = read(&path).map_err(Error::io("read", &path))?;

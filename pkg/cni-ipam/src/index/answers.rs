@@ -13,7 +13,7 @@ use super::{Holder, Index, Record, bits, is_of};
 use crate::ranges::{Range, RangeSet, number};
 
 impl Index {
-    /// What is known of an address.
+    /// Returns the record of an address.
     pub(crate) fn record(&self, address: IpAddr) -> Result<Option<Record>, TableError> {
         let key = Record::key(address);
         Ok(self.table.get(&key)?.map(|payload| Record::decode(&key, &payload)))
@@ -50,8 +50,8 @@ impl Index {
         Ok(foreign.map(|record| record.address).collect())
     }
 
-    /// Those of a set's addresses that have been taken longest, the oldest first: what a rebuild
-    /// for this set has found, which is true while the index is exact. Empty if no rebuild was for
+    /// Returns the set's addresses that have been taken longest, the oldest first, as a rebuild for
+    /// this set found them, which is true while the index is exact. Empty if no rebuild was for
     /// this set.
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
         let mut known = Vec::new();

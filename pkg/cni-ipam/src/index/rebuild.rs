@@ -127,10 +127,10 @@ fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now
     Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
 }
 
-/// What a name in the folder turned out to be.
+/// The content of a file in the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// There is nothing of that name.
+    /// There is no file of that name.
     Absent,
     /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is
     /// free.

@@ -34,7 +34,7 @@ pub(crate) enum Holder {
     Content(u64),
 }
 
-/// What is known of one name in the folder that is an address.
+/// The record of one file in the folder whose name is an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) address: IpAddr,

@@ -21,10 +21,10 @@ pub(crate) const MIN_SLOTS: u64 = 512;
 /// Slots read at a time: at the loads we allow, one read nearly always sees the whole run.
 const CHUNK: u64 = 8;
 
-/// What a payload is found by.
+/// The key of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
-    /// What kind of entry; never 0, which is an empty slot.
+    /// The kind of the entry; never 0, which is an empty slot.
     pub(crate) tag: u8,
     /// 4 or 6, or 0 where there is no address.
     pub(crate) family: u8,

@@ -35,7 +35,7 @@ pub(crate) struct Folder {
 pub(crate) enum LinkOutcome {
     /// It is ours now.
     NewReservation(Record),
-    /// There is something of that name.
+    /// There is a file of that name.
     Exists,
 }
 

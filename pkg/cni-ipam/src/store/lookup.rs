@@ -100,8 +100,8 @@ impl Locked {
         Ok(held)
     }
 
-    /// What `owner` holds: reservations of the exact form, or, if there are none, those of its ID
-    /// alone.
+    /// Returns the reservations of `owner`: those of the exact form or, if there are none, those of
+    /// its ID alone.
     pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
         let [exact, old] = owner.hashes();
         let held = self.held(exact, owner.content().trim().as_bytes())?;
@@ -145,7 +145,7 @@ impl Locked {
         Ok(listed)
     }
 
-    /// Who holds an address, in words, for messages: `10.0.0.2 is held by <id> <ifname>`.
+    /// Returns the holder of an address as text for messages: `10.0.0.2 is held by <id> <ifname>`.
     pub(super) fn describe(&self, address: IpAddr) -> String {
         match self.read(address) {
             Ok(Content::Text(text)) => Reservation::of(&self.folder, address, &text).to_string(),

@@ -49,7 +49,7 @@ pub use status::Usage;
 /// Where the folders of all networks lie unless the configuration says otherwise.
 pub const DEFAULT_DATA_DIR: &str = "/var/lib/cni/networks";
 
-/// Who an address is reserved for: one interface of one container.
+/// The owner of a reservation: one interface of one container.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Owner {
     id: String,
@@ -127,11 +127,11 @@ impl fmt::Display for Reservation {
 pub struct Options {
     /// Where remarks go: an index that cannot be written.
     pub notes: Notes,
-    /// What is recorded with a new reservation.
+    /// The machine and boot, which are recorded with a new reservation.
     pub host: Host,
-    /// What becomes of reservations that we made before the machine was booted.
+    /// The treatment of reservations that these plugins made before the machine was booted.
     pub earlier: RebootPolicy,
-    /// What an ADD does for an attachment that has addresses already.
+    /// The reaction to an ADD for an attachment that has addresses already.
     pub again: RepeatPolicy,
 }
 

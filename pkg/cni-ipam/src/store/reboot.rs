@@ -24,7 +24,7 @@ use crate::host::Timestamp;
 use crate::index::table::TableError;
 use crate::index::{self, Record};
 
-/// What happens to reservations of an earlier boot.
+/// The treatment of reservations of an earlier boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RebootPolicy {
     /// The first ADD or GC of a boot releases them.
@@ -54,8 +54,8 @@ fn oldest<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Timestamp> {
 }
 
 impl Locked {
-    /// From when on some of these records could be reclaimed: what a new index remembers, so that
-    /// no verb has to look for them again.
+    /// Returns the time from which on some of these records can be reclaimed. A new index stores
+    /// it, so that no verb has to search for it again.
     pub(super) fn earlier_in(&self, records: &[Record]) -> Option<Timestamp> {
         let host = &self.store.options.host;
         let oldest = oldest(records.iter().filter(|record| record.is_of_earlier_boot(host)));
@@ -111,8 +111,8 @@ impl Locked {
 }
 
 impl Store {
-    /// What the next ADD would reclaim. Without the lock, for STATUS: what is half changed is not
-    /// believed.
+    /// Returns the addresses that the next ADD would reclaim. Works without the lock, for STATUS:
+    /// half-made changes are not counted.
     pub(super) fn reclaimable(&self) -> Vec<IpAddr> {
         let find = || -> Option<Vec<IpAddr>> {
             let (host, path) = (&self.options.host, self.index_path());

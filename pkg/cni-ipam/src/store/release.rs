@@ -17,14 +17,14 @@ use crate::index::{Content, Holder, Index, Record, hash};
 /// Above this many changes a new index is cheaper and simpler than that many changes in place.
 const MANY: usize = 32;
 
-/// What GC did.
+/// The outcome of GC.
 #[derive(Debug)]
 pub struct Collected {
-    /// What it removed, in the order of the addresses.
+    /// The reservations that it removed, in the order of the addresses.
     pub removed: Vec<Reservation>,
     /// How many reservations stay.
     pub kept: usize,
-    /// What failed, if anything; everything else was done.
+    /// The errors, if any; everything else was done.
     pub error: Option<Error>,
 }
 

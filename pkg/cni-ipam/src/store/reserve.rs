@@ -16,7 +16,7 @@ use crate::index::table::TableError;
 use crate::index::{Content, Index, Record};
 use crate::ranges::{Range, RangeSet, RangeSets};
 
-/// What an ADD does for an attachment that has addresses already.
+/// The reaction to an ADD for an attachment that has addresses already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RepeatPolicy {
     /// It is refused, as the specification has it: an attachment is added once.
@@ -25,7 +25,7 @@ pub enum RepeatPolicy {
     Reuse,
 }
 
-/// What an ADD gets, in the order of the range sets.
+/// The addresses that an ADD gets, in the order of the range sets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
     /// The range that each address is of, and the address.

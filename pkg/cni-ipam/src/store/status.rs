@@ -150,7 +150,8 @@ impl Store {
     }
 }
 
-/// What the index has counted in a set; `None` if one of its ranges is not counted.
+/// Returns the index's count of a set's taken addresses; `None` if one of its ranges is not
+/// counted.
 fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
     let mut sum: u128 = 0;
     for range in set.ranges() {

@@ -29,7 +29,7 @@ impl Protocol {
         }
     }
 
-    /// By its name in any case.
+    /// Returns the protocol of this name, in upper or lower case.
     pub fn by_name(name: &str) -> Option<Protocol> {
         Protocol::ALL.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(name))
     }
@@ -43,7 +43,7 @@ impl Protocol {
         }
     }
 
-    /// By `IPPROTO_*`.
+    /// Returns the protocol with this `IPPROTO_*` number.
     pub fn by_number(number: u8) -> Option<Protocol> {
         Protocol::ALL.into_iter().find(|protocol| protocol.number() == number)
     }

@@ -49,9 +49,9 @@ const CTA_TUPLE_PROTO: u16 = 2;
 /// Which of the connections to a claimed port are forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// Those that another peer than the claim's container answers: at its ADD.
+    /// The connections that another peer than the claim's container answers: at its ADD.
     Others,
-    /// Those that are answered by the claim's container: at its DEL.
+    /// The connections that the claim's container answers: at its DEL.
     Own,
 }
 
@@ -62,9 +62,9 @@ pub struct Entry {
     pub protocol: Protocol,
     /// Where the first packet was sent to, before any NAT.
     pub destination: SocketAddr,
-    /// Who answers.
+    /// The address that answers.
     pub answered_by: IpAddr,
-    /// What names it to the kernel.
+    /// The attributes that name the entry to the kernel.
     key: Vec<u8>,
 }
 
@@ -218,7 +218,7 @@ impl Local {
     }
 }
 
-/// What all entries that matter have in common.
+/// The properties that all selected entries have in common.
 struct Wanted {
     ports: BTreeSet<(Protocol, u16)>,
     /// `AF_*`, or 0 if both families are wanted.

@@ -34,7 +34,7 @@ pub struct Link {
     pub index: u32,
     /// The name.
     pub name: String,
-    /// What made it.
+    /// The kind of link.
     pub kind: LinkKind,
     /// The hardware address, if it is an Ethernet one.
     pub mac: Option<Mac>,
@@ -65,17 +65,17 @@ pub struct Link {
     pub peer_index: Option<u32>,
     /// This namespace's number for the one of `peer_index`; `None` if it is this one.
     pub peer_netnsid: Option<i32>,
-    /// What it is as a port, if it is one of a bridge.
+    /// Its properties as a port of a bridge, if it is one.
     pub port: Option<Port>,
-    /// What it is as a bridge, if it is one.
+    /// Its properties as a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
-    /// What it is on top of the interface below, if it is of such a kind.
+    /// Its properties on top of a master, if it is of such a kind.
     pub stacked: Option<Stacked>,
 }
 
-/// What made an interface.
+/// The kind of an interface: the driver that made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkKind {
     /// `lo`.
@@ -425,7 +425,7 @@ mod tests {
         bytes
     }
 
-    /// What a kernel without VLAN filtering never sends, and the tests on a real one cannot show.
+    /// A message that a kernel without VLAN filtering never sends.
     #[test]
     fn a_bridge_and_a_port_are_read_out_of_a_links_own_attributes() {
         const NESTED: u16 = 0x8000;

@@ -17,7 +17,7 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink, attributes};
 use crate::netns::Netns;
 
-/// What an interface on top of a master is, and how it works.
+/// An interface on top of a master, with its mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stacked {
     /// It has a hardware address of its own.
@@ -135,7 +135,7 @@ pub struct StackedSpec<'a> {
     pub name: &'a str,
     /// The index of its master, in the connection's namespace.
     pub master: u32,
-    /// What it is.
+    /// The kind and mode.
     pub stacked: Stacked,
     /// Its largest packet in bytes, or the master's.
     pub mtu: Option<u32>,

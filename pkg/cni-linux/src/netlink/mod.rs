@@ -98,7 +98,7 @@ fn open() -> io::Result<Socket> {
     Socket::open(Protocol::Route)
 }
 
-/// What is asked of the kernel, by the number of the message (`RTM_…`).
+/// The request to the kernel, by the number of the message (`RTM_…`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub(crate) enum Kind {
@@ -123,7 +123,7 @@ pub(crate) enum Kind {
     GetFilter = libc::RTM_GETTFILTER,
 }
 
-/// What a request says beyond its kind.
+/// The body of a request.
 pub(crate) trait Body: Emitable {
     /// The same in words, for the log.
     fn words(&self) -> Vec<String>;
@@ -167,7 +167,7 @@ impl Reply {
         Reply { kind: kind as u16, body: body.to_vec() }
     }
 
-    /// What it says, if it is of that kind.
+    /// The body of the message, if the message is of that kind.
     pub(crate) fn body(&self, kind: Kind) -> Option<&[u8]> {
         (self.kind == kind as u16).then_some(&*self.body)
     }

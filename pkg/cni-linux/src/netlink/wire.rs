@@ -13,7 +13,7 @@ pub struct Message<'a> {
     pub flags: u16,
     /// The request it answers.
     pub sequence: u32,
-    /// What follows the header.
+    /// The bytes after the header.
     pub payload: &'a [u8],
 }
 
@@ -42,7 +42,7 @@ impl Message<'_> {
     }
 }
 
-/// What the packet crates write of it.
+/// The bytes that the packet crates write for the object.
 pub fn emitted(object: &(impl Emitable + ?Sized)) -> Vec<u8> {
     let mut bytes = vec![0; object.buffer_len()];
     object.emit(&mut bytes);

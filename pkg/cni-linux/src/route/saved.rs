@@ -50,8 +50,8 @@ impl SavedRoute {
         long.unwrap_or(self.0.header.table.into())
     }
 
-    /// What it says of each of its gateways, if it is a unicast route. Each has the route's source
-    /// address.
+    /// Returns a route for each of its gateways, if it is a unicast route. Each has the route's
+    /// source address.
     pub fn routes(&self) -> Vec<Route> {
         let source = self.0.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::PrefSource(address) => ip(address),

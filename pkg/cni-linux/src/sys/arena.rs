@@ -24,7 +24,7 @@ pub struct Arena {
 /// So many bytes serve any ordinary call; what is not touched takes no memory.
 const BLOCK: usize = 512 << 10;
 
-/// From here on memory is worth giving back, and the kernel's is zeroed already.
+/// The size from which on freed memory is given back to the kernel, which also returns it zeroed.
 const LARGE: usize = 16 << 10;
 
 /// The alignment serves every type there is; who asks for more gets the C library's.

@@ -37,7 +37,7 @@ pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
     check(kind.into()).map(|_| kind)
 }
 
-/// What can be set of a tun or tap interface by a number.
+/// The settings of a tun or tap interface that are numbers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TunSetting {
     /// The user that may open it.

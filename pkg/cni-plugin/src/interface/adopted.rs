@@ -15,7 +15,7 @@ pub struct PortMark {
     /// Which of the result's addresses are ours: the first one's place, and how many. The earlier
     /// plugin's stay.
     pub addresses: (usize, usize),
-    /// What to put back.
+    /// The alias to put back.
     pub before: String,
 }
 

@@ -195,8 +195,8 @@ impl<'a, C> Check<'a, C> {
         Ok(())
     }
 
-    /// By destination, table, metric and gateway. Not by MTU and MSS: Go never sets them. Later
-    /// plugins, sbr and vrf for example, move routes of the main table into others.
+    /// Compares destination, table, metric and gateway. Does not compare MTU and MSS: Go never sets
+    /// them. Later plugins, sbr and vrf for example, move routes of the main table into others.
     fn routes(&self) -> Result<()> {
         for wanted in self.layer3.kernel_routes(self.inner.index) {
             let wanted = cni_linux::Route { dst: wanted.dst.network(), ..wanted };

@@ -239,7 +239,7 @@ impl<I: Interface> Links<'_, '_, I> {
     }
 }
 
-/// What becomes of a port that another plugin made.
+/// The state of a port of another plugin after DEL.
 #[derive(Clone, Copy)]
 enum DetachedPort {
     /// It is off the bridge and has its former alias again.

@@ -23,7 +23,7 @@ const OWN_DEADLINE: Duration = Duration::from_secs(1);
 /// The scope from which on a destination is on the link itself, so that a gateway makes no sense.
 const SCOPE_LINK: u8 = 253;
 
-/// What is to be configured, once nothing can be wrong with it any more.
+/// The addresses and routes to configure, checked.
 #[derive(Clone, Debug)]
 pub struct Layer3 {
     /// The container's addresses, each with its gateway.

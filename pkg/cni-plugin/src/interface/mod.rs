@@ -45,14 +45,14 @@ pub use collect::collect_links;
 pub use layer3::{Layer3, forwarding};
 pub use site::{AttachmentContext, host_interface};
 
-/// What is special about a plugin's link.
+/// The parts of an interface plugin that are special to its link.
 pub trait Interface {
     /// The plugin's keys as they stand in the JSON. Keys that this type does not have are unknown
     /// to `cnitool validate`.
     type Keys: DeserializeOwned;
     /// The configuration, sound: after [`parse`](Interface::parse) nothing is validated again.
     type Conf;
-    /// What the plugin remembers of its link between the steps of one ADD; `()` if nothing.
+    /// The plugin's own data about its link between the steps of one ADD; `()` if it has none.
     type Link;
 
     /// The name of the binary.
@@ -61,7 +61,7 @@ pub trait Interface {
     const KIND: &'static str;
     /// The link's end on the host.
     const HOST_END: HostEnd;
-    /// What ADD puts before an error of the IPAM plugin, as Go's plugin of this name does.
+    /// The text that ADD puts before an error of the IPAM plugin, as Go's plugin of this name does.
     const LEASE_CONTEXT: Option<&'static str> = None;
     /// When DEL gives the address back.
     const RELEASE: Release = Release::AfterLink;
@@ -72,7 +72,7 @@ pub trait Interface {
     /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
     fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Self::Conf>;
 
-    /// What the configuration says about addresses, routes and name resolution.
+    /// Returns the configuration's policy for addresses, routes and name resolution.
     fn layer3<'c>(&self, conf: &'c Self::Conf) -> Layer3Policy<'c>;
 
     /// Whether the container gets a link. Otherwise a program drives the device (DPDK): what IPAM
@@ -234,7 +234,7 @@ pub enum HostEnd {
     },
 }
 
-/// Whose an interface in the container is.
+/// Whether an interface in the container belongs to an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ownership {
     /// This attachment's.
@@ -260,7 +260,7 @@ impl Release {
     }
 }
 
-/// What a configuration says about addresses, routes and name resolution.
+/// A configuration's policy for addresses, routes and name resolution.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer3Policy<'c> {
     /// The IPAM plugin; `None` is layer 2 alone.
@@ -272,7 +272,7 @@ pub struct Layer3Policy<'c> {
     pub dns: Option<&'c Dns>,
     /// Whether packets that leave the network get the host's address.
     pub masquerade: Masquerading,
-    /// What becomes of the gateways in IPAM's answer.
+    /// The treatment of the gateways in IPAM's answer.
     pub gateway: Gateway,
     /// How the container reaches its own subnet.
     pub subnet: SubnetRoute,
@@ -297,7 +297,7 @@ impl Default for Layer3Policy<'_> {
     }
 }
 
-/// What becomes of the gateways in IPAM's answer.
+/// The treatment of the gateways in IPAM's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gateway {
     /// They stay as they are.
@@ -339,11 +339,11 @@ pub struct CreatedLink<L> {
     pub result: AddResult,
     /// The place of CNI_IFNAME in `result.interfaces`.
     pub interface: usize,
-    /// What the plugin remembers.
+    /// The plugin's own data about the link.
     pub link: L,
 }
 
-/// What the host does for a container's addresses.
+/// The host's part of a container's addresses.
 #[derive(Debug, Default)]
 pub struct HostState {
     /// The addresses that the host has got for it.
@@ -382,7 +382,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, 0, &earlier).err()).collect())
     }
 
-    /// Those of the delegation are read where the delegate is run, and those of `ipam` and `args`
+    /// The delegation's keys are read where the delegate is run, and the keys in `ipam` and `args`
     /// belong to others.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         let mut unknown = json.unknown_keys::<I::Keys>();
@@ -437,5 +437,5 @@ fn taken(ifname: &str) -> Error {
     Error::new(Code::CONFLICT, format!("interface {ifname:?} already exists in the container")).with_details(UNTOUCHED)
 }
 
-/// What an operator wants to know of an interface whose name was taken.
+/// A detail for the operator about an interface whose name was taken.
 const UNTOUCHED: &str = "the interface was left untouched";

@@ -20,7 +20,7 @@ use super::{AttachmentContext, Check, CreatedLink, failed, taken};
 /// The choices of an interface that is to be created.
 #[derive(Clone, Debug)]
 pub struct Choices {
-    /// What it is.
+    /// The kind and mode.
     pub stacked: Stacked,
     /// The name of the master, or that of the default route's interface.
     pub master: Option<String>,
@@ -138,7 +138,7 @@ fn is_of(link: &Link, stacked: Stacked) -> bool {
     link.kind.to_string() == stacked.kind()
 }
 
-/// Of a master and a VLAN ID there is only one interface, in whichever namespace.
+/// The kernel allows only one interface for a master and a VLAN ID, in whichever namespace.
 fn exists(error: cni_linux::Error, master: &Link, stacked: Stacked) -> Error {
     match stacked {
         Stacked::Vlan(id) if error.is_exists() => Error::from(error)

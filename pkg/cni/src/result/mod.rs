@@ -20,7 +20,7 @@ mod wire;
 
 pub use unknown::Unknown;
 
-/// What an ADD made: interfaces, addresses, routes, name servers.
+/// The result of an ADD: interfaces, addresses, routes, name servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AddResult {
     /// Every interface made or used, on the host and in the container.
@@ -31,7 +31,7 @@ pub struct AddResult {
     pub routes: Vec<Route>,
     /// Name resolution.
     pub dns: Dns,
-    /// What this crate does not know. Encoded again in the same place.
+    /// The keys that this crate does not know. Encoded again in the same place.
     pub unknown: Unknown,
 }
 
@@ -144,7 +144,7 @@ pub enum ResultError {
     WrongVersion {
         /// The versions of the family that was asked for.
         family: Shape,
-        /// What the result says.
+        /// The value in the result.
         found: String,
     },
     /// The result names an unknown version.

@@ -67,7 +67,7 @@ impl Unknown {
         })
     }
 
-    /// Those that are not in an element of a list, which the oldest versions do not have.
+    /// Returns the unknown keys outside of list elements, which the oldest versions do not have.
     #[must_use]
     pub fn without_elements(&self) -> Unknown {
         let mut members = self.0.clone();
@@ -88,7 +88,7 @@ impl Unknown {
     }
 }
 
-/// What of `json` is not known; `null` if nothing is unknown.
+/// Returns the part of `json` that is not known; `null` if nothing is unknown.
 fn unknown(json: &Json, known: &[Known]) -> Value {
     match json {
         Json::Array(items) => {

@@ -213,7 +213,7 @@ impl<'a> WriteIps<'a> {
     }
 }
 
-/// What 1.1.0 added to interfaces is for 1.1.0 alone.
+/// Returns the interface without the fields that 1.1.0 added.
 fn without_new_fields(interface: &Interface) -> Interface {
     Interface {
         name: interface.name.clone(),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::{Code, Error, Result, ident};
 
-/// What CNI_COMMAND asks for.
+/// The verb in CNI_COMMAND.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
     /// Attach a container.
@@ -68,7 +68,7 @@ impl Environment {
         Environment::new(std::env::vars_os())
     }
 
-    /// From pairs; of duplicates the last one counts.
+    /// Makes an environment of pairs; of duplicates the last one counts.
     pub fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
         let mut environment = Environment { all: variables.into_iter().collect(), ..Environment::default() };
         let mut not_text = Vec::new();
@@ -110,8 +110,8 @@ impl Environment {
         }
     }
 
-    /// That what the verb needs is there and sound. An invalid value is reported before a missing
-    /// later one, as in Go.
+    /// Checks that the variables that the verb needs are there and valid. An invalid value is
+    /// reported before a missing later one, as in Go.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
         if let Some(name) = self.not_text.first() {
             return Err(not_text(name));

@@ -43,7 +43,7 @@ pub trait Plugin {
     /// The name of the binary.
     fn name(&self) -> &'static str;
 
-    /// What the plugin does in a list of plugins.
+    /// The plugin's role in a list of plugins.
     fn role(&self) -> Role;
 
     /// Checks a configuration without a node to run it on, as ADD would.
@@ -110,7 +110,7 @@ pub trait Plugin {
     }
 }
 
-/// What a plugin does in a list of plugins.
+/// The role of a plugin in a list of plugins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Creates CNI_IFNAME.
@@ -278,7 +278,7 @@ fn encode_error(error: &Error, version: Version) -> Vec<u8> {
 
 /// Facts of the call that are needed even if it ends early.
 struct Known<'k> {
-    /// What an error is to be written in.
+    /// The specification's version in which an error is written.
     version: &'k mut Version,
     /// For the log.
     network: &'k mut String,
@@ -461,7 +461,7 @@ fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
     format!("{{\"cniVersion\":\"{version}\",\"supportedVersions\":[{}]}}\n", supported.join(",")).into_bytes()
 }
 
-/// What a person sees who runs the plugin by hand.
+/// Returns the text for a person who runs the plugin by hand.
 fn about(name: &str) -> String {
     let supported: Vec<&str> = Version::ALL.iter().map(|version| version.as_str()).collect();
     let release = release();

@@ -4,7 +4,7 @@ use super::Call;
 use crate::rollback::Rollback;
 use crate::{Code, Result};
 
-/// What [`Plugin::restore_rules`](super::Plugin::restore_rules) does about missing rules.
+/// Whether [`Plugin::restore_rules`](super::Plugin::restore_rules) writes missing rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RestoreMode {
     /// Reports them.
@@ -13,10 +13,10 @@ pub enum RestoreMode {
     Write,
 }
 
-/// What [`Plugin::restore_rules`](super::Plugin::restore_rules) found.
+/// The outcome of [`Plugin::restore_rules`](super::Plugin::restore_rules).
 #[derive(Debug)]
 pub struct Restored<'a> {
-    /// What was missing, one sentence each.
+    /// A sentence for each rule that was missing.
     pub missing: Vec<String>,
     /// Removes what was written; to be committed.
     pub rollback: Rollback<'a>,

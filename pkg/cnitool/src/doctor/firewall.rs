@@ -44,7 +44,7 @@ struct Dropping {
     chain: String,
 }
 
-/// What rules may know a bridge's containers by.
+/// The ways in which rules may name a bridge's containers.
 struct Known {
     bridge: String,
     /// Their addresses and networks, as rules write them: Go's plugin `firewall` accepts each

@@ -27,12 +27,12 @@ use crate::{Call, Exit, Streams};
 pub(crate) struct Finding {
     /// The check that found it.
     check: &'static str,
-    /// What is wrong, and what comes of it.
+    /// The problem and its effect.
     what: String,
     fix: Fix,
 }
 
-/// What fixes it.
+/// The repair.
 #[derive(PartialEq, Eq)]
 pub(crate) enum Fix {
     /// A command, to be run as it stands.
@@ -41,7 +41,7 @@ pub(crate) enum Fix {
     Words(String),
 }
 
-/// What one check saw.
+/// The findings of one check.
 pub(crate) struct CheckOutcome {
     check: &'static str,
     findings: Vec<Finding>,
@@ -73,7 +73,7 @@ impl CheckOutcome {
     }
 }
 
-/// What the checks look at.
+/// The input of the checks.
 struct Context<'a, 'm> {
     snapshot: Snapshot,
     runtime: Runtime<'m>,
@@ -154,7 +154,7 @@ fn text(seen: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
     text
 }
 
-/// What inspect calls left over.
+/// Reports the objects that inspect calls left over.
 fn left_over(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut seen = CheckOutcome::new("left over");
     for orphan in orphans::find(&context.snapshot, context.call)? {

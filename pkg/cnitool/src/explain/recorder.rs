@@ -76,7 +76,7 @@ pub(super) struct PluginRun {
     pub(super) ms: f64,
     /// Code, if it gave one, and message.
     pub(super) error: Option<(Option<u64>, String)>,
-    /// What the log gained meanwhile.
+    /// The text that the log gained meanwhile.
     pub(super) log: String,
 }
 

@@ -17,7 +17,7 @@ pub(super) struct Step {
     pub(super) ms: Option<f64>,
     /// How it ended, where there is something to say about it.
     pub(super) end: Option<String>,
-    /// What a program said that failed.
+    /// The message of a program that failed.
     pub(super) said: Option<String>,
     /// The request itself, of one that was refused.
     pub(super) request: Option<String>,

@@ -134,7 +134,7 @@ fn described(link: &Link, all: &[Link]) -> String {
     text
 }
 
-/// What is in the container's namespace, beside what the result says is there.
+/// Adds the facts of the container's namespace that differ from the result or are not in it.
 fn container(path: &str, ifname: &str, result: &AddResult, facts: &mut Vec<Fact>) -> cni_linux::Result<()> {
     let netlink = Netlink::open()?.open_in(&Netns::open(Path::new(path))?)?;
     let links = netlink.list_links()?;
@@ -288,7 +288,7 @@ fn rules(snapshot: &Snapshot, mark: &AttachmentId, entry: &Entry, facts: &mut Ve
     }
 }
 
-/// What is on the disk.
+/// Adds the files on the disk that belong to the attachment.
 fn stored(snapshot: &Snapshot, mark: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut held = Vec::new();
     for (network, folder, reservations) in &snapshot.reservations {

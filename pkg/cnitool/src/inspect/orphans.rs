@@ -28,7 +28,7 @@ pub(crate) struct Orphan {
     pub(crate) network: Option<String>,
     pub(crate) container: Option<String>,
     pub(crate) why: String,
-    /// What removes it.
+    /// The command that removes it.
     pub(crate) command: String,
 }
 

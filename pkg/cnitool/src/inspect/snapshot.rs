@@ -35,7 +35,7 @@ pub(crate) struct Snapshot {
     pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
     pub(crate) rules: Vec<ContainerRule>,
     pub(crate) saved: Vec<Saved>,
-    /// By network and folder.
+    /// The reservations, by network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
     /// The addresses with an unusual file: the network, the file, what the file is.
     pub(crate) unusual: Vec<(String, PathBuf, String)>,
@@ -156,7 +156,7 @@ pub(crate) fn plugins_of(config: &[u8], kind: &str) -> Vec<Json> {
     plugins.unwrap_or_default().into_iter().filter(is_it).collect()
 }
 
-/// What an ADD answered, if it is remembered and can be read.
+/// Returns the result of an ADD, if the result cache has it and it can be read.
 pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     AddResult::decode(&json, Version::NEWEST).ok()

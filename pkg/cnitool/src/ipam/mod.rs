@@ -80,7 +80,7 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
     outcome.map(|()| Exit::Done).map_err(|error| failed(doing, error, shared.format()))
 }
 
-/// What the verbs work with.
+/// The arguments that the verbs share.
 pub(crate) struct IpamContext<'a, 'm> {
     shared: &'a Shared,
     call: &'a Call<'m>,
@@ -93,7 +93,7 @@ pub(crate) struct Addresses {
     pub(crate) network: String,
     pub(crate) data_dir: PathBuf,
     lock_timeout: Duration,
-    /// What can be given out, or why that is not known.
+    /// The ranges, or the reason why they are not known.
     ranges: Result<RangeSets, String>,
     /// Whether a configured network gives out of this folder.
     configured: bool,
@@ -179,7 +179,8 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         })
     }
 
-    /// What host-local would read in this network, if it is in it.
+    /// Returns the configuration that host-local would read in this network, if the network uses
+    /// it.
     fn of_list(&self, list: &NetworkList) -> Option<Addresses> {
         for plugin in list.plugins() {
             // The runtime's ranges are known from the attachments alone.
@@ -285,7 +286,7 @@ fn seconds(since: Option<SystemTime>) -> Option<u64> {
     Some(SystemTime::now().duration_since(since?).unwrap_or_default().as_secs())
 }
 
-/// Who holds it, as `ID IFNAME`, whatever is in the file.
+/// Returns the holder as `ID IFNAME`, whatever is in the file.
 fn owner(reservation: &Reservation) -> (String, String) {
     let shown = |text: &str| text.escape_debug().to_string();
     (shown(&reservation.id), reservation.ifname.as_deref().map(shown).unwrap_or_default())

@@ -17,7 +17,7 @@ use crate::Streams;
 use crate::report::{Format, REFUSED, write, write_json};
 use crate::target::NetnsPresence;
 
-/// What a gc would do.
+/// The actions of a gc.
 struct Plan<'a> {
     network: &'a str,
     judged: Vec<CheckedAttachment>,
@@ -25,7 +25,7 @@ struct Plan<'a> {
     /// `valid`.
     unreadable: Vec<String>,
     valid: ValidAttachments,
-    /// From 1.1.0 on the plugins remove what else they find.
+    /// Whether the plugins are called too: from 1.1.0 on they remove the other objects.
     asks_plugins: bool,
     /// Neither a dry run nor switched off.
     acts: bool,

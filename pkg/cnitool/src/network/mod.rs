@@ -119,7 +119,7 @@ impl Network<'_, '_> {
         }
     }
 
-    /// Who is meant, without CNI_ARGS and CAP_ARGS.
+    /// Returns the attachment without CNI_ARGS and CAP_ARGS.
     fn attachment(&self) -> Result<Attachment, Error> {
         let netns = match &self.command.netns {
             None => String::new(),

@@ -25,7 +25,7 @@ pub(crate) struct Command {
     pub(super) shared: Shared,
 }
 
-/// What `add` and `check` take.
+/// The arguments of `add` and `check`.
 #[derive(Debug, Args)]
 pub(crate) struct Attach {
     /// The network's name
@@ -37,7 +37,7 @@ pub(crate) struct Attach {
     interface: Interface,
 }
 
-/// What `del` takes.
+/// The arguments of `del`.
 #[derive(Debug, Args)]
 pub(crate) struct Detach {
     /// The network's name
@@ -63,7 +63,7 @@ pub(crate) struct Interface {
     container_id: Option<String>,
 }
 
-/// What `gc` takes.
+/// The arguments of `gc`.
 #[derive(Debug, Args)]
 pub(crate) struct Collect {
     /// The network's name
@@ -82,7 +82,7 @@ pub(crate) struct Collect {
     dry_run: bool,
 }
 
-/// What `status` and `version` take.
+/// The arguments of `status` and `version`.
 #[derive(Debug, Args)]
 pub(crate) struct Named {
     /// The network's name
@@ -93,7 +93,7 @@ pub(crate) struct Named {
 }
 
 impl Command {
-    /// What it is about, for errors.
+    /// Returns the object of the call, for errors.
     pub(crate) fn subject(&self) -> String {
         format!("{} {}", self.verb, self.network)
     }

@@ -71,7 +71,7 @@ fn name(document: &Value) -> Option<Problem> {
     })
 }
 
-/// What is wrong with one plugin's object, at `at`.
+/// Returns the problems of one plugin's object, at `at`.
 fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
     let below = |path: &str| match (at, path) {
         ("", path) => path.to_owned(),
@@ -130,7 +130,7 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
     problems
 }
 
-/// What the plugin would read, without what a runtime adds.
+/// Returns the configuration that the plugin would read, without the runtime's additions.
 pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     let mut request = plugin.as_object()?.clone();
     request.remove("capabilities");

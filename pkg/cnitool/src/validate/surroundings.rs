@@ -18,8 +18,8 @@ use crate::Call;
 use crate::cli::{Shared, Variables};
 use crate::node;
 
-/// What this host lacks, and what is in the way. `own` is what is wrong with the document by
-/// itself.
+/// Returns the problems that this host adds: missing parts and conflicts. `own` has the problems of
+/// the document itself.
 pub(super) fn check(
     document: &Value,
     path: &Path,
@@ -130,7 +130,7 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
     all
 }
 
-/// What another configured network gives out, takes or sets too.
+/// Returns the addresses, ports and settings that another configured network also uses.
 fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
     let (own, own_ports, own_modes) = (ranges(list), host_ports(list), ipvlan_modes(list));

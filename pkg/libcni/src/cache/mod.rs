@@ -61,19 +61,19 @@ pub struct Entry {
 /// The remembered attachments of a network, and which files could not be understood.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// By file name.
+    /// The attachments, by file name.
     pub entries: Vec<Entry>,
     /// One line each; such files are left alone.
     pub problems: Vec<String>,
 }
 
-/// What is in an attachment's file.
+/// The content of an attachment's file.
 enum Found {
     Nothing,
     Entry(Box<Entry>),
     /// The file of another attachment with the same file name, which is described.
     Another(String),
-    /// Not understandable: why.
+    /// Not readable: the reason.
     Garbage(String),
 }
 
@@ -100,7 +100,8 @@ impl Entry {
         self.result.as_deref().map(|result| in_version(result, version)).transpose()
     }
 
-    /// What `plugin` of `list` reads on its stdin for a CHECK of the attachment.
+    /// Returns the configuration that `plugin` of `list` reads on its stdin for a CHECK of the
+    /// attachment.
     ///
     /// # Errors
     /// Code 6 for a result that cannot be decoded, or not be expressed in the list's version.
@@ -147,8 +148,8 @@ impl Cache {
         Ok(self.folder.join(file_name(id)))
     }
 
-    /// What is remembered of an attachment. The file of another one that happens to have its name
-    /// is nothing.
+    /// Returns the cached entry of an attachment. Ignores the file of another attachment that
+    /// happens to have its name.
     ///
     /// # Errors
     /// Code 5 for a file that cannot be read, 6 for one that cannot be understood.

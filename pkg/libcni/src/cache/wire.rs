@@ -65,11 +65,11 @@ pub(super) fn encode(entry: &Entry) -> Result<String> {
     Ok(compact(&text))
 }
 
-/// What a file holds.
+/// The content of a file.
 pub(super) enum Content {
     /// An entry.
     Whole(Box<Entry>),
-    /// From before cniCacheV1: the result and nothing else.
+    /// The format before cniCacheV1: the result and nothing else.
     Bare(Box<RawValue>),
 }
 

@@ -18,7 +18,7 @@ use cni::skel::Verb;
 use cni::version::Version;
 use cni::{Code, Error, Result, config, ident};
 
-/// What a DEL does when a plugin fails.
+/// The reaction of a DEL to a plugin that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnError {
     /// The plugins before it are not asked.

@@ -14,7 +14,7 @@ use crate::conf::Conf;
 
 /// An attachment whose address a DHCP server leased.
 pub(super) struct Cached {
-    /// What its ADD was called with, as far as the cache has it.
+    /// The arguments of its ADD, as far as the cache has them.
     pub(super) args: CmdArgs,
     pub(super) conf: NetConf,
     pub(super) keys: Conf,

@@ -33,7 +33,7 @@ pub(crate) enum Status {
     Failed(String),
 }
 
-/// What a task is asked to do.
+/// The request to a task.
 #[derive(Debug)]
 pub(crate) enum LeaseCommand {
     /// Give the lease up and end.
@@ -74,7 +74,7 @@ pub(crate) struct Attachment {
     pub(crate) session: Session,
     pub(crate) status: watch::Sender<Status>,
     pub(crate) orders: mpsc::UnboundedReceiver<LeaseCommand>,
-    /// What the interface still lacks of a lease that replaced another.
+    /// The parts of a lease that the interface still lacks after the lease replaced another.
     pub(crate) lacking: Option<Rc<AddResult>>,
 }
 

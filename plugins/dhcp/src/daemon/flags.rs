@@ -6,7 +6,7 @@ use std::time::Duration;
 use cni_dhcp::lease::Limits;
 use cni_dhcp::message::ReplyMode;
 
-/// What becomes of the leases when a signal ends the daemon.
+/// The treatment of the leases when a signal ends the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnExit {
     /// They stay, and their records.

@@ -47,7 +47,7 @@ const COLLECT: Duration = Duration::from_secs(1);
 /// bound is 512 threads.
 const CLOSING_THREADS: usize = 4;
 
-/// What all tasks share.
+/// The state that all tasks share.
 pub(crate) struct Daemon {
     host_prefix: String,
     answers: ReplyMode,

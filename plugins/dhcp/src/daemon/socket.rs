@@ -14,7 +14,7 @@ use tokio::net::UnixListener;
 /// The first descriptor that systemd passes.
 const FIRST: u8 = 3;
 
-/// Who created the socket, and removes its file.
+/// The process that created the socket, and removes its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SocketOwner {
     /// The daemon.

@@ -24,9 +24,8 @@ const MAX: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
-    /// What the names of this network's temporary files end with. Where a writer was killed over
-    /// half of one nothing else says whose it is, and another network may be at work in the folder
-    /// at this moment.
+    /// The ending of the names of this network's temporary files. It shows whose a partial file is
+    /// that a killed writer left: another network may be at work in the folder at the same time.
     ending: String,
 }
 
@@ -37,7 +36,7 @@ pub(crate) struct Backup {
     path: PathBuf,
 }
 
-/// What a file turned out to be.
+/// The content of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     /// A record, and the bytes it was read from.
@@ -128,7 +127,7 @@ impl Backup {
         &self.path
     }
 
-    /// What is in it. `None` if there is none.
+    /// Returns the content of the file. `None` if there is none.
     ///
     /// # Errors
     /// Code 5 if it is there and cannot be read.
@@ -196,9 +195,9 @@ impl Backup {
         })
     }
 
-    /// What becomes the backup: named after the attachment, whose DEL takes it too, and the
-    /// network, whose GC does. The name is no longer than others because the attachment's is a hash
-    /// in it.
+    /// Returns the path of the file that becomes the backup. It is named after the attachment,
+    /// whose DEL removes it too, and the network, whose GC does. The name is no longer than others
+    /// because it has a hash of the attachment.
     fn temporary(&self) -> PathBuf {
         if self.is_temporary() {
             return self.path.clone();

@@ -20,7 +20,7 @@ pub(crate) use folder::{Backup, Content, Folder};
 
 use crate::value::is_same;
 
-/// What is in the file. Absent is what was not changed.
+/// The content of the file. It lacks what was not changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub(crate) struct Record {
@@ -42,10 +42,10 @@ pub(crate) struct Record {
     /// Sysctls in the order in which they were first written.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) sysctls: Vec<Saved>,
-    /// What was asked of the interface.
+    /// The values that were written to the interface.
     #[serde(skip_serializing_if = "Written::is_empty")]
     pub(crate) written: Written,
-    /// Whose it is; absent in Go's files.
+    /// The attachment that the record belongs to; absent in Go's files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) attachment: Option<Attachment>,
 }
@@ -60,12 +60,12 @@ pub(crate) struct Saved {
     pub(crate) original: String,
     /// The values written by the entries of the list; the last one is in force.
     pub(crate) written: Vec<String>,
-    /// What the last one reads as, if the kernel writes it differently.
+    /// The value that the kernel returned after the last write, if it differs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reads: Option<String>,
 }
 
-/// What the entries of the list asked of the interface; of each the last one is in force.
+/// The values that the list's entries wrote to the interface; of each the last one is in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Written {
@@ -79,7 +79,7 @@ pub(crate) struct Written {
     pub(crate) txqlen: Vec<u32>,
 }
 
-/// Whose record it is, and of which namespace.
+/// The attachment that a record belongs to, with its namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Attachment {
@@ -109,7 +109,7 @@ pub(crate) struct Namespace {
 #[serde(default)]
 pub(crate) struct Interface {
     pub(crate) index: u32,
-    /// Of a veth's other end.
+    /// The index of a veth's other end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) peer: Option<u32>,
 }
@@ -152,7 +152,7 @@ impl Attachment {
 }
 
 impl Record {
-    /// What is to be put back, one setting each.
+    /// Returns a sentence for each setting that is to be put back.
     pub(crate) fn in_words(&self) -> Vec<String> {
         let mut words: Vec<String> =
             self.sysctls.iter().map(|saved| format!("{}={}", saved.path, saved.original)).collect();

@@ -9,9 +9,9 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl IptablesPortMap<'_> {
-    /// What is not as [`ensure`](IptablesPortMap::ensure) would have it, one sentence each; empty
-    /// if all is well. What Go made passes, doubled too. Conditions are not compared: the kernel
-    /// writes them in its own words.
+    /// Returns a sentence for each rule that differs from what [`ensure`](IptablesPortMap::ensure)
+    /// writes; empty if all is well. Accepts Go's rules, doubled too. Does not compare conditions,
+    /// because the kernel prints them in its own spelling.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let chain = shape::chain(&wanted.mark);
         let mut differences = Vec::new();

@@ -11,9 +11,9 @@ use cni_linux::route::Family;
 /// Which tables an ADD has not looked at itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnreadTables {
-    /// Those of both variants: it uses nf_tables.
+    /// The tables of both variants: the ADD uses nf_tables.
     Both,
-    /// Those of the variant in which it makes no rules.
+    /// The tables of the variant in which the ADD makes no rules.
     OtherVariant,
 }
 

@@ -255,8 +255,8 @@ impl<'m> IptablesPortMap<'m> {
     }
 }
 
-/// Whose a section without a marker is: the networks and containers that the ways to its chain
-/// name; `None` if they name none.
+/// The networks and containers that the jumps to the chain of a section without a marker name;
+/// `None` if they name none.
 type Named = Option<Vec<(String, String)>>;
 
 /// Whether a section is the attachment's, or could be.
@@ -326,7 +326,7 @@ fn is_needed(jump: &Rule, claims: &[ClaimedPort]) -> bool {
     Jump::of(jump).is_some_and(|jump| claims.iter().any(|claim| jump.serves(claim)))
 }
 
-/// What has to be done for one family.
+/// The changes for one family.
 #[derive(Clone, Debug, Default)]
 struct Plan {
     edit: Edit,

@@ -11,7 +11,7 @@ use crate::iptables::{Chains, Edit, Rule, Variant};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// What an attachment had in each family that an ADD has looked at.
+/// The rules that an attachment had in each family that an ADD has read.
 #[derive(Clone, Debug, Default)]
 pub struct PreviousRules {
     families: Vec<FamilyRules>,

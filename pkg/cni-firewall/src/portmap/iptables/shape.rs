@@ -56,7 +56,7 @@ pub(super) fn chain(mark: &AttachmentId) -> String {
     name(PREFIX, mark)
 }
 
-/// What very old releases of Go had beside it.
+/// The name of the chain that very old releases of Go also made.
 pub(super) fn snat_chain(mark: &AttachmentId) -> String {
     name("CNI-SN-", mark)
 }
@@ -122,7 +122,7 @@ pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords
     jumps
 }
 
-/// What a rule of [`DNAT`] is about.
+/// A jump rule of [`DNAT`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Jump {
     /// The chain it leads to.
@@ -194,7 +194,7 @@ fn host(address: IpAddr) -> String {
     format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
-/// What a rule that translates claims. `None` for any other.
+/// Returns the claims of a rule that translates ports. `None` for any other rule.
 pub(super) fn read(rule: &Rule) -> Option<ClaimedPort> {
     if rule.target() != Some("DNAT") {
         return None;
@@ -215,7 +215,7 @@ pub(super) fn read(rule: &Rule) -> Option<ClaimedPort> {
 /// One mapping in a container's chain.
 #[derive(Clone, Debug)]
 pub(super) struct Group {
-    /// What the rule at its end claims; `None` if there is none, or not one that is known here.
+    /// The claim of the rule at the section's end; `None` if there is no rule, or an unknown one.
     pub(super) claim: Option<ClaimedPort>,
     /// All its rules.
     pub(super) rules: Vec<Rule>,

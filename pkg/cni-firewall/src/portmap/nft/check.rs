@@ -8,8 +8,9 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl NftPortMap {
-    /// What is not as [`ensure`](NftPortMap::ensure) would have it, one sentence each; empty if all
-    /// is well. What Go made passes, with its conditions in the shared chains, and doubled.
+    /// Returns a sentence for each rule that differs from what [`ensure`](NftPortMap::ensure)
+    /// writes; empty if all is well. Accepts Go's rules, with its conditions in the shared chains,
+    /// and doubled ones.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let identity = Identity::new(&wanted.mark);
         let addresses = wanted.addresses();

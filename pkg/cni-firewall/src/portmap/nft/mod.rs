@@ -59,7 +59,7 @@ pub enum Refusal {
     Condition {
         /// The first token that is not.
         token: String,
-        /// By whom, and why.
+        /// The program that refuses it, and the reason.
         why: String,
     },
 }
@@ -73,13 +73,13 @@ impl From<Error> for Refusal {
 /// How far an ADD has come.
 #[derive(Clone, Copy)]
 enum Stage<'w> {
-    /// What all share is made, and it is found out whose the ports are.
+    /// The shared chains are made, and the holders of the ports are found.
     Prepare,
     /// Everything; the program has written what it had to.
     Whole(&'w [Written]),
 }
 
-/// What is there of one family.
+/// The rules of one family that are there.
 struct State {
     family: Family,
     /// The chains that are missing.
@@ -267,8 +267,8 @@ impl NftPortMap {
         removal
     }
 
-    /// Of the rules in which `within` occurs those selected. Where the kernel's answer is lost they
-    /// may have gone.
+    /// Removes the selected ones of the rules in which `within` occurs. Where the kernel's answer
+    /// is lost, they may be gone.
     fn purge_where(
         &mut self,
         within: &str,

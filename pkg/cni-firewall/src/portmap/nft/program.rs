@@ -56,7 +56,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// Those of all families whose conditions are not compiled here.
+    /// Returns the rules of all families whose conditions are not compiled here.
     pub(super) fn all(wanted: &Forwarding) -> Result<Vec<Written>, Refusal> {
         let mut all = Vec::new();
         for (container, claims) in wanted.families() {

@@ -95,8 +95,8 @@ pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
     }
 }
 
-/// What a rule of a mapping claims, and how many of its steps, from the first, are conditions.
-/// `None` for any other rule.
+/// Returns the claims of a mapping's rule, and how many of its expressions, from the first, are
+/// conditions. `None` for any other rule.
 pub(crate) fn read(rule: &Rule) -> Option<(ClaimedPort, usize)> {
     let exprs = rule.exprs.as_slice();
     let at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
