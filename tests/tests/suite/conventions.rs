@@ -72,6 +72,9 @@ fn sample(row: &Row) -> Sample {
         "runtimeConfig io.kubernetes.cri.pod-annotations" => {
             runtime("io.kubernetes.cri.pod-annotations", json!({"a": "an-annotation"}), "an-annotation")
         }
+        "runtimeConfig with another key" => {
+            runtime("vendor.example/a-key", json!({"a": "vendor-value"}), "vendor-value")
+        }
         "args.cni.labels" => args("labels", json!([{"key": "app", "value": "a-label"}]), "a-label"),
         "args.cni.ips" => args("ips", json!(["10.1.0.77/24"]), "10.1.0.77/24"),
         "args.cni.mac" => args("mac", json!("02:11:22:33:44:55"), "02:11:22:33:44:55"),
@@ -91,7 +94,7 @@ fn sample(row: &Row) -> Sample {
 #[test]
 fn the_table_names_plugins_that_exist() {
     let rows = rows();
-    assert_eq!(rows.len(), 19);
+    assert_eq!(rows.len(), 20);
     for row in rows {
         sample(&row);
         let known = |user: &&str| [&INTERFACES[..], &CHAINED, &OTHERS].concat().contains(user);
@@ -255,9 +258,15 @@ macro_rules! for_each_plugin {
 
             #[test]
             fn of_every_plugin() {
-                let tried = [$($plugin),*];
-                let all = [&super::INTERFACES[..], &super::CHAINED, &super::OTHERS].concat();
-                assert!(all.len() == tried.len() && all.iter().all(|plugin| tried.contains(plugin)));
+                let mut listed = [&super::INTERFACES[..], &super::CHAINED, &super::OTHERS].concat();
+                listed.sort_unstable();
+                let mut tried = vec![$($plugin),*];
+                tried.sort_unstable();
+                let folders = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../plugins")).unwrap();
+                let mut all: Vec<String> =
+                    folders.map(|folder| folder.unwrap().file_name().into_string().unwrap()).collect();
+                all.sort_unstable();
+                assert_eq!((&listed, &tried), (&tried, &all.iter().map(String::as_str).collect()));
             }
         }
     };

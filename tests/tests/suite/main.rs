@@ -14,6 +14,7 @@ mod delegation;
 mod dhcp;
 mod dns;
 mod dummy;
+mod examples;
 mod files;
 mod firewall;
 mod gc;

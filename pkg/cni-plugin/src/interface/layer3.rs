@@ -140,12 +140,13 @@ impl Layer3 {
         }
         for route in &self.routes {
             let ResultRoute { dst, .. } = route;
-            if !dst.is_network() {
+            // The kernel ignores the host bits of an IPv6 route.
+            if dst.is_ipv4() && !dst.is_network() {
                 let network = dst.network();
                 return Err(Error::config(format!("route {dst} has host bits set; the network address is {network}")));
             }
             let Some(gw) = self.next_hop(route) else {
-                on_link.push(*dst);
+                on_link.push(dst.network());
                 continue;
             };
             if gw.is_ipv4() != dst.is_ipv4() {
@@ -174,7 +175,7 @@ impl Layer3 {
             priority: route.priority,
             table: route.table,
             scope: route.scope,
-            ..Route::new(route.dst, self.next_hop(route), interface_index)
+            ..Route::new(route.dst.network(), self.next_hop(route), interface_index)
         }))
     }
 
