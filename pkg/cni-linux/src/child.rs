@@ -357,7 +357,7 @@ mod tests {
 
     #[test]
     fn the_child_starts_with_default_signals_and_no_descriptors() {
-        // What this process itself was given, by cargo or a shell, is not ours to close.
+        // Descriptors that this process inherited from cargo or a shell are not closed.
         let inherited = Command::new("/bin/sh").args(["-c", "ls /proc/self/fd | wc -l"]).output().unwrap().stdout;
         let output = shell("cat /proc/self/status; ls /proc/self/fd | wc -l", b"", LONG).unwrap();
         let text = String::from_utf8(output.stdout).unwrap();

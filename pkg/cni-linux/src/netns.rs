@@ -107,10 +107,10 @@ struct WayBack(File);
 impl Drop for WayBack {
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // Only a kernel without a few bytes of memory refuses who has just been let in: it is asked
+        // The kernel refuses a thread that has just entered only if it lacks memory, so it is asked
         // again.
         if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
-            // In here a rollback would delete other people's links.
+            // In this namespace a rollback would delete links of other owners.
             let _ = writeln!(
                 io::stderr(),
                 "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
@@ -133,7 +133,7 @@ fn open(path: &Path) -> Result<Netns, Cause> {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            // Of the last two nothing can be opened either, now or later: a DEL that waited for it
+            // For the last two errors nothing can be opened later either: a DEL that waited for it
             // would never end.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()

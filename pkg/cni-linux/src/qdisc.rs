@@ -96,7 +96,7 @@ impl Netlink {
     pub fn find_qdisc(&self, index: u32, place: QdiscParent) -> Result<Option<Qdisc>> {
         let (handle, parent) = match place {
             QdiscParent::Root => (0, place.parent()),
-            // By its handle: where the interface had one before, its place is not empty.
+            // Compared by its handle: if the interface had one before, the place is not empty.
             QdiscParent::Ingress => (place.handle(), 0),
         };
         match self.get_echoed(Kind::GetQdisc, &Traffic::new(index, handle, parent)) {

@@ -86,7 +86,7 @@ fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
-        // With IFF_TUN_EXCL that is a name that exists.
+        // With IFF_TUN_EXCL this error means that the name exists.
         Some(libc::EBUSY) => io::Error::from_raw_os_error(libc::EEXIST),
         _ => error,
     })?;

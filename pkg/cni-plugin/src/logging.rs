@@ -125,7 +125,7 @@ fn trace_id(parent: &str) -> Option<&str> {
 
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        // What the libraries below say is of use to those alone who want everything.
+        // Messages of the libraries are shown only if everything is asked for.
         let ours = metadata.target().starts_with("cni") || metadata.target().starts_with("plugin_");
         metadata.level() <= self.level && (ours || self.level == LevelFilter::Trace)
     }

@@ -55,7 +55,7 @@ impl Runtime<'_> {
             Err(_) => String::new(),
         };
         let outcome = interpret(&program, verb, output).map_err(Error::from);
-        // Of a plugin that dies without an answer it is the error.
+        // For a plugin that dies without an answer, this is the error.
         let is_the_error = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{said:?}")));
         if !said.is_empty() && !is_the_error {
             self.notes.note(format_args!("{kind}: {said}"));

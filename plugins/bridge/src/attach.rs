@@ -85,7 +85,7 @@ pub(crate) fn wait_for_frames(
             let notes = &site.call.notes;
             notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", port.name));
         }
-        // By now it nearly always has its own.
+        // The container's end nearly always has its carrier by now.
         site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)
     };
     wait().map_err(|error| Error::from(error).context("bridge port in error state"))

@@ -65,8 +65,8 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Resu
         let msg = format!("failed to create bridge {0:?}: {0:?} already exists but is not a bridge", conf.bridge);
         return Err(Error::config(msg));
     }
-    // What is wanted but missing, in as few requests as that takes: on a bridge in use there are
-    // none. A bridge that another program made may learn routes, which is the kernel's default.
+    // Adds the missing settings, in as few requests as possible: on a bridge in use there are none.
+    // A bridge that another program made may learn routes, which is the kernel's default.
     if !link.up || link.alias.as_deref() != Some(PINNED) {
         no_router_advertisements(&link.name);
     }

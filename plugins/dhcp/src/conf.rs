@@ -123,7 +123,7 @@ fn option(text: &str) -> Result<u8> {
         ("vendor-class-identifier", 60),
     ];
     let named = names.iter().find(|(name, _)| *name == text).map(|(_, code)| *code);
-    // What makes the message a message is not the configuration's to say.
+    // The configuration cannot set the options that every message has.
     named
         .or_else(|| text.parse().ok())
         .filter(|code| !matches!(code, 0 | 50..=55 | 57 | 255))

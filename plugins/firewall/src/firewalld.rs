@@ -222,8 +222,8 @@ impl<'m> Zone<'m> {
         let mut answer = bus.call(Method::Remove, &self.name, address);
         let is_elsewhere = |failure: &Failure| failure.has_code("ZONE_CONFLICT") || failure.has_code("INVALID_ZONE");
         if recorded == Recorded::Yes && answer.as_ref().is_err_and(is_elsewhere) {
-            // From whichever zone has it: the configuration has changed, or the administrator has
-            // moved it.
+            // Removes it from the zone that has it: the configuration may have changed, or the
+            // administrator may have moved it.
             answer = bus.call(Method::Remove, "", address);
         }
         match answer {

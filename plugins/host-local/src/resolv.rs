@@ -22,7 +22,7 @@ const LONGEST: u64 = 1 << 20;
 pub(crate) fn read(path: &Path) -> Result<Dns> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
     let mut bytes = Vec::new();
-    // Not blocking: a FIFO may have no writer.
+    // Opened without blocking: a FIFO may have no writer.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(failed)?;
     file.take(LONGEST + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > LONGEST {

@@ -123,7 +123,8 @@ fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, roll
     for remark in remarks.iter().chain(&elsewhere.remarks) {
         call.notes.note(format_args!("portmap: {remark}"));
     }
-    // Only now that the ports lead to us. If it fails, both do.
+    // Displaced only now that the ports lead to this container. If it fails, the old rules stay
+    // beside the new ones.
     if elsewhere.dead
         && let Err(error) = conflicts(call, wanted, backend, ConflictAction::Displace)
     {

@@ -38,7 +38,7 @@ fn assert_below_net(key: &Key) {
         let Ok(path) = path else { panic!("{:?} of {:?} is a path that is refused", reading.path, key.written) };
         assert!(path.starts_with("/proc/sys/net") && path.as_os_str().len() > "/proc/sys/net/".len());
         assert_eq!(path.components().count(), path.to_string_lossy().matches('/').count() + 1, "{path:?}");
-        // What the kernel layer opens is what was judged here.
+        // The kernel layer opens the path that was checked here.
         assert_eq!(path, Path::new("/proc/sys").join(&reading.path));
     }
 }

@@ -137,7 +137,7 @@ fn a_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<
     let (option, value) = (words.next()?, words.next()?);
     let mut info;
     match (name, option) {
-        // What does not fit iptables cuts; the last byte ends the text.
+        // iptables cuts a longer text; the last byte ends it.
         ("comment", "--comment") if value.len() < xt::COMMENT.size && !value.contains('\0') => {
             info = Info::new(xt::COMMENT);
             info.put(0, value.as_bytes());

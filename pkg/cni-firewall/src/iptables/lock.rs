@@ -187,8 +187,8 @@ mod tests {
             };
             cni_testkit::locks::assert_named(&format!(", held by process {} (", std::process::id()), refused);
             drop(held);
-            // Not SHORT: a child that another test has just forked has the locked file too, until
-            // its exec.
+            // A longer wait than SHORT: a child that another test has just forked has the locked
+            // file too, until its exec.
             assert_eq!(acquire(folder, LONG).unwrap().remark(), None);
         });
     }

@@ -330,8 +330,8 @@ impl<'m> Iptables<'m> {
                 edits.push((*family, *variant, edit, text));
             }
             for (family, variant, edit, text) in edits {
-                // What the kernel refused once is given to the program, which knows what to do for
-                // this kernel, or what to say.
+                // After the kernel's refusal the program writes the rules: it knows this kernel, or
+                // has the message for it.
                 let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
                 let by_netlink = variant == Variant::Nft && (attempt == 0 || !has_program());
                 let way = if by_netlink { Way::Netlink } else { Way::Program };

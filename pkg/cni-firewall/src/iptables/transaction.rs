@@ -50,7 +50,8 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
     let in_nft = table.of(family);
     let mut chains = None;
     for (name, base) in built_in(table) {
-        // What exists is not named again: the kernel would delay the closing of the socket for it.
+        // Existing chains are not named again: the kernel would delay the closing of the socket for
+        // them.
         if edit.rules.iter().all(|added| added.chain != *name) || nft.find_chain(in_nft, name)?.is_some() {
             continue;
         }

@@ -184,7 +184,7 @@ pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cid
     for jump in nat.leading_to(POSTROUTING, &shape.chain)?.iter().filter(|rule| shape.is_jump(rule)) {
         let from = source(jump);
         match from {
-            // What Go doubled when two of them raced.
+            // Doubled by two ADDs of Go that raced.
             Some(from) if there.contains(&from) => edit.delete(POSTROUTING, jump),
             Some(from) => there.push(from),
             None => {}
@@ -262,7 +262,7 @@ pub(super) fn purge(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[IpAd
             if !addresses.is_empty() {
                 return source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)));
             }
-            // With rules of our own there is no reason to take what is not marked.
+            // If there are marked rules, unmarked ones are not taken.
             !anything_tagged
         },
     )

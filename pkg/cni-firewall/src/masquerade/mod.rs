@@ -101,14 +101,15 @@ impl<'m> Masquerade<'m> {
                 if failure.error.is_deadline() || failure.error.is_terminated() {
                     return Err(failure.error);
                 }
-                // Only now is it worth a process to learn whether iptables works here at all.
+                // A process to learn whether iptables works is started only here, where it is
+                // needed.
                 match iptables.probe(failure.family) {
                     Ok(()) => Err(failure.error),
                     Err(_) => {
                         self.notes
                             .note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
-                        // With the addresses, so that no rule of another interface's is taken for a
-                        // remainder of this.
+                        // The addresses are given, so that a rule of another interface does not
+                        // count as a remainder of this one.
                         self.purge_iptables(mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
                         nftables::ensure(mark, addresses, &former.nftables)
                     }

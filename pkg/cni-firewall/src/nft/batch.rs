@@ -294,7 +294,7 @@ impl Batch {
 
     /// Makes a set of addresses unless it exists.
     pub fn ensure_set(&mut self, table: Table<'_>, name: &str, kind: SetKind) {
-        // Only within the transaction, to which the number belongs.
+        // The number is valid only within this transaction.
         let id = u32::try_from(self.changes.len()).unwrap_or(u32::MAX);
         let (data_type, len) = kind.wire();
         let attributes = vec![

@@ -420,7 +420,7 @@ impl Nft {
         let (kind, body) = table.family.message(request);
         let answer = self.socket.ask(kind, flags, &body, &mut object);
         answer.map_err(|cause| match Error::new(what, cause) {
-            // Only a kernel without nf_tables finds fault with the form of our questions.
+            // Only a kernel without nf_tables rejects the form of these requests.
             error if error.errno() == Some(libc::EINVAL) => unsupported(what, "no nf_tables", Errno::EINVAL),
             error => error,
         })

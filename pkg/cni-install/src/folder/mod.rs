@@ -108,7 +108,7 @@ impl Folder {
     /// changed then, or, if a rename failed half-way, all was put back; the message says if even
     /// that failed.
     pub fn install(&self, set: &Set) -> Result<(RecoveryReport, Installed), Error> {
-        // By checksum: the programs of the multi-call archive are hard links of one file.
+        // Compared by checksum: the programs of the multi-call archive are hard links of one file.
         let mut contents = BTreeMap::new();
         for program in set.programs() {
             contents.insert(program.sum.as_str(), set.content(program)?);

@@ -264,7 +264,7 @@ impl Index {
         outcome?;
         self.table = table;
         if let Some(path) = self.path.clone() {
-            // Not clean yet: `finish` says so when everything is in.
+            // The index stays dirty until `finish` has written everything.
             let marked = std::mem::replace(&mut self.marked, false);
             self.save(&path)?;
             self.marked = marked;

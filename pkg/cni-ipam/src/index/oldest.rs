@@ -30,7 +30,7 @@ pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
     let mut oldest: Vec<(Timestamp, IpAddr)> = Vec::with_capacity(OLDEST + 1);
     for record in records {
-        // What had just changed when the folder was read was new then.
+        // A reservation that had just changed when the folder was read counts as new.
         let since = if record.ctime == (0, 0) { (i64::MAX, 0) } else { record.ctime };
         let entry = (since, record.address);
         let is_older = oldest.len() < OLDEST || oldest.last() > Some(&entry);

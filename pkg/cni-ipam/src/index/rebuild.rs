@@ -65,7 +65,7 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
-        // Of the name itself, and by the folder's descriptor: walking the path again for each would
+        // Reads the name itself, by the folder's descriptor: walking the path again for each would
         // double the time.
         let metadata = match entry.metadata() {
             Ok(metadata) => metadata,
@@ -190,7 +190,7 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let (id, rest) = text.split_at(end);
     let id = match id.trim_end() {
         "" => return Content::Foreign,
-        // Not a container's ID: no ID contains the last character.
+        // This text is not a container's ID: no ID contains its last character.
         id if id.len() > LONGEST_ID => format!("{}…", id.chars().take(64).collect::<String>()),
         id => id.to_owned(),
     };

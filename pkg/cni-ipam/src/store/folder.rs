@@ -192,7 +192,8 @@ impl Folder {
             return Err(io::Error::other("it is not a regular file"));
         }
         let text = address.to_string();
-        // Not truncated first: ext4 would start writing to the disk when such a file is closed.
+        // The file is not truncated first: ext4 would start writing to the disk when such a file is
+        // closed.
         file.write_all(text.as_bytes())?;
         file.set_len(text.len() as u64)
     }

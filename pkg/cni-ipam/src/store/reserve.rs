@@ -125,7 +125,8 @@ impl Locked {
         let [exact, old] = owner.hashes();
         let mut held = self.held(exact, owner.content().trim().as_bytes())?.all()?;
         if self.store.options.again == RepeatPolicy::Reuse {
-            // Of the exact form only: one of the container's ID alone may be another interface's.
+            // Only reservations of the exact form: one with the container's ID alone may be another
+            // interface's.
             let wanted = |address: &IpAddr| requested.is_none_or(|requested| requested == *address);
             let usable = |address: &IpAddr| set.find(*address).is_some() && !set.is_gateway(*address);
             if let Some(address) = held.iter().copied().find(|address| wanted(address) && usable(address)) {
@@ -176,7 +177,8 @@ impl Locked {
             Code::TRY_AGAIN,
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
-        // Not those next in turn: who came when another had left has its place in the round robin.
+        // The oldest holders need not be the next in the round robin: an address that was freed and
+        // taken again has kept its place there.
         let mut oldest = self.index()?.oldest(set)?;
         if oldest.is_empty() && total > 0 {
             // The folder was read for another set, or for none.
@@ -238,7 +240,7 @@ impl Locked {
         }
         for (position, address) in picked {
             if let Err(error) = self.folder.set_last_reserved(*position, *address) {
-                // Only the next turn's starting point is lost.
+                // This loses only the starting point of the next allocation.
                 let path = self.folder.path.display();
                 self.store
                     .options

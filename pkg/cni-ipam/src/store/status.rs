@@ -159,7 +159,7 @@ fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::Tab
         sum += u128::from(used);
     }
     for gateway in set.inner_gateways() {
-        // Not below nothing, even if the counter is damaged.
+        // Never below 0, even if the counter is damaged.
         sum = sum.saturating_sub(u128::from(index.is_occupied(gateway)?));
     }
     Ok(Some(sum))

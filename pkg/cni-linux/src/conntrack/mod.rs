@@ -144,7 +144,7 @@ impl Conntrack {
             match read.map_err(|cause| Error::new(WHAT, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
-                // What the kernel says where it has no ctnetlink.
+                // The kernel's answer if it has no ctnetlink.
                 Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(WHAT, Errno::EOPNOTSUPP)),
                 Err(error) => return Err(error),
             }

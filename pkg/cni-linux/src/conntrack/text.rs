@@ -57,7 +57,7 @@ fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
     let values = |key: &'static str| {
         line.split_ascii_whitespace().filter_map(move |word| word.strip_prefix(key)?.strip_prefix('='))
     };
-    // With a zone the addresses alone do not name an entry.
+    // If the entry has a zone, the addresses alone do not name it.
     let zones = line.split_ascii_whitespace().filter(|word| word.starts_with("zone"));
     if zones.into_iter().any(|word| !word.ends_with("=0")) {
         return None;

@@ -29,7 +29,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     // and the link's removal waits for the same.
     let masquerade = masquerade::open(call);
     if I::HOST_END != HostEnd::None {
-        // Also without `ipMasq`: it may have been on at the time of the ADD.
+        // Done without `ipMasq` too: it may have been on at the time of the ADD.
         let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
         errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
     }
@@ -40,7 +40,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let links = Links { plugin, call, mark: &mark, prev: prev.as_ref() };
     errors.extend(links.remove().err());
     let cleaned = plugin.clean(call, &mark);
-    // Only now: an address that is free again must not answer any more.
+    // Released last: an address that is free again must not answer any more.
     if order == Release::AfterLink {
         errors.extend(release(call).err());
     }

@@ -124,7 +124,7 @@ impl Layer3 {
     /// The next hop that a route will have.
     fn next_hop(&self, route: &ResultRoute) -> Option<IpAddr> {
         match route.gw {
-            // What an on-link route looks like in releases that know no `scope`.
+            // An on-link route in releases that have no `scope`.
             Some(IpAddr::V4(gw)) if gw.is_unspecified() => None,
             Some(gw) => Some(gw),
             // The kernel ignores the scope of an IPv6 route.

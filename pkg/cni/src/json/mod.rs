@@ -85,7 +85,7 @@ impl Json {
     /// [`decode`](Json::decode) ignores. A value of the wrong type ends the search.
     pub fn unknown_keys<T: DeserializeOwned>(&self) -> Vec<UnknownKey> {
         let watch = Watch::default();
-        // What is wrong with a value is decode's to tell.
+        // Errors of values are reported by decode.
         let _ = T::deserialize(Reader { json: self, watch: Some(&watch) });
         watch.unknown.into_inner()
     }

@@ -100,7 +100,7 @@ fn unknown(json: &Json, known: &[Known]) -> Value {
             for (key, value) in members {
                 match known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) {
                     None => drop(rest.insert(key.clone(), Value::from(value))),
-                    // Of duplicates the last counts that is not null.
+                    // The last duplicate that is not null counts.
                     Some(Known(_, [])) => {}
                     Some(_) if *value == Json::Null => {}
                     Some(Known(name, inner)) => match unknown(value, inner) {

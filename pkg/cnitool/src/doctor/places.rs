@@ -87,7 +87,7 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
 
 /// A user who can write here can make root run a program, or take containers their addresses.
 fn judge(path: &Path, seen: &mut CheckOutcome) {
-    // What is missing is made when it is needed, or is another check's affair.
+    // A missing folder is made when it is needed, or another check reports it.
     let Ok(metadata) = fs::metadata(path) else { return };
     let shown = quoted(&path.to_string_lossy());
     let mode = metadata.mode() & 0o7777;

@@ -113,7 +113,7 @@ impl Machine for Recorder<'_> {
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let (before, begun) = (self.log.end(), Instant::now());
         let output = self.machine.run(child);
-        // To the microsecond, as the log has it.
+        // Rounded to microseconds, as in the log.
         let ms = (begun.elapsed().as_secs_f64() * 1e6).round() / 1e3;
         let verb = child.env.iter().flatten().find(|(key, _)| key == "CNI_COMMAND");
         self.ran.borrow_mut().push(PluginRun {

@@ -300,7 +300,7 @@ fn stored(snapshot: &Snapshot, mark: &AttachmentId, result: &AddResult, facts: &
             }
         }
     }
-    // Only where the network reserves addresses at all.
+    // Only if the network reserves addresses.
     let reserves = snapshot.reservations.iter().any(|(network, ..)| *network == mark.network);
     for ip in result.ips.iter().filter(|ip| reserves && !held.contains(&ip.address.address())) {
         let address = ip.address.address();

@@ -151,7 +151,7 @@ fn devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     let configured = snapshot.networks.iter().map(NetworkList::raw);
     let confs = configured.chain(snapshot.remembered.iter().map(|entry| entry.config.as_slice()));
     let selected: Vec<Json> = confs.flat_map(|config| plugins_of(config, "host-device")).collect();
-    // Of a device that is selected by its address or by the runtime the name is unknown.
+    // The name of a device that is selected by its address or by the runtime is unknown.
     let can_be = |link: &Link, name: &str| {
         selected.iter().any(|plugin| match plugin.get("device").and_then(Json::as_str) {
             Some(device) => device == name,

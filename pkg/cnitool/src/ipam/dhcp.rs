@@ -65,7 +65,7 @@ pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
     let mut sockets = vec![leases::default_socket()];
     for list in networks {
         let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
-        // What is wrong with a configuration is what `networks` reports.
+        // `networks` reports errors of configurations.
         sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
     }
     sockets.sort();

@@ -46,7 +46,7 @@ impl IpamContext<'_, '_> {
         let Some(mut locked) = self.lock(&addresses)? else { return Err(nothing()) };
         let Listed { reservations: mut chosen, unread, .. } = locked.list()?;
         chosen.retain(|held| is_meant(args, held));
-        // Of a container whatever cannot be read may be its own.
+        // A reservation that cannot be read may be the container's.
         let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|meant| meant == *address));
         let unread = Error::join(unread.map(|(_, error)| error)).err();
         if chosen.is_empty() {

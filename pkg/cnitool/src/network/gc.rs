@@ -74,7 +74,7 @@ impl Network<'_, '_> {
         let judged: Vec<CheckedAttachment> = remembered.entries.into_iter().map(|entry| self.judge(entry)).collect();
         let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.id());
         let kept = kept.map(|id| (id.container_id, id.ifname));
-        // What is named need not be remembered: it may be another runtime's.
+        // A named attachment need not be in the result cache: it may be another runtime's.
         let valid = kept.chain(self.command.keep.iter().cloned()).collect();
         let acts = !self.command.dry_run && !list.disable_gc();
         Ok(Plan { network: &self.command.network, judged, unreadable, valid, asks_plugins, acts })

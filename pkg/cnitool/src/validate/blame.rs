@@ -35,8 +35,8 @@ pub(super) fn all(
         let mut path = Vec::new();
         descend(&document, kept, &error, check, &mut path);
         let place = original(&path, &removed);
-        // What is missing, or is wrong with what something was taken out of, is a consequence of
-        // the taking out.
+        // A missing key, or an error of the object that a key was removed from, is a consequence of
+        // the removal.
         let is_consequence = found.iter().any(|(before, _)| before.starts_with(&place));
         if !is_consequence {
             found.push((place, error));

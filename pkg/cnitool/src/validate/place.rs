@@ -36,7 +36,7 @@ impl Scanner<'_> {
     fn reached(&mut self, path: &str, at: usize) {
         let ends = |rest: &str| rest.is_empty() || rest.starts_with(['.', '[']);
         let leads = self.wanted.get(..path.len()).is_some_and(|head| head.eq_ignore_ascii_case(path));
-        // Of a key that stands there twice the last counts.
+        // If a key occurs twice, the last one counts.
         if leads && ends(&self.wanted[path.len()..]) && self.best.is_none_or(|(length, _)| length <= path.len()) {
             self.best = Some((path.len(), at));
         }

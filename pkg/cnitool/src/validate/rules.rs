@@ -157,7 +157,7 @@ fn capabilities(plugin: &Value, kind: &str, ipam: &str, below: &dyn Fn(&str) -> 
     let Some(declared) = plugin["capabilities"].as_object() else { return Vec::new() };
     let readers: Option<Vec<&dyn Plugin>> =
         [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).map(plugins::find).collect();
-    // What another project's plugin reads is not known.
+    // The keys of another project's plugin are not known.
     let Some(readers) = readers else { return Vec::new() };
     let mut problems = Vec::new();
     for name in declared.keys() {

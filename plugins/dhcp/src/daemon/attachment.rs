@@ -314,7 +314,7 @@ impl Attachment {
             self.lacking = Some(Rc::clone(&result));
             self.complete(key);
         }
-        // Not before the new address is there: with its last address an interface loses its routes.
+        // Done after the new address is there: with its last address an interface loses its routes.
         if let Change::Moved(old) = change {
             self.note(self.interface.delete(old));
         }

@@ -93,7 +93,7 @@ impl Folder {
                 // mounted read-only.
                 Ok(_) => match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
                     Ok(_) => return Ok(()),
-                    // Not every file system has files without a name.
+                    // Some file systems have no files without a name.
                     Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => return Ok(()),
                     Err(error) => return failed(path, error),
                 },

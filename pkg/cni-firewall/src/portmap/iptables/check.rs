@@ -54,8 +54,8 @@ fn differences_of(
     let sections = shape::sections(there);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
     let others: Vec<&Section> = others.into_iter().filter(|section| section.marker.is_none()).collect();
-    // With Go's rules for another address too: what marks connections to a port it makes once for
-    // all of them.
+    // Includes Go's rules for another address: Go makes the rule that marks connections to a port
+    // once for all addresses.
     let rules: Vec<&Rule> = own.iter().chain(&others).flat_map(|section| section.rules()).collect();
     for claim in claims {
         for words in shape::forward(wanted, container, claim) {

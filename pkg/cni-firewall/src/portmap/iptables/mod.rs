@@ -69,7 +69,7 @@ impl<'m> IptablesPortMap<'m> {
             families.push((family, self.variant(family)?));
         }
         let (mut previous, mut held) = (PreviousRules::default(), None);
-        // Of each family what its last plan says.
+        // The last plan of each family.
         let mut remarks: Vec<(Family, Vec<String>)> = Vec::new();
         let done = self.iptables.change_all(&families, |nat| {
             let family = nat.family();
@@ -299,7 +299,7 @@ fn plan_removal(
         return Ok(claims);
     }
     let still: Vec<ClaimedPort> = left.iter().flat_map(|section| section.claims()).collect();
-    // What does not say whose it is goes with the last of the others.
+    // Rules without an owner are removed with the last of the others.
     for section in gone.iter().filter(|section| !section.is_silent()) {
         delete_section(edit, chain, section, &still);
     }

@@ -90,7 +90,7 @@ fn displace_of(
         }
     }
     plan.remarks.append(&mut remarks);
-    // That a chain is empty says nothing of whose it is.
+    // An empty chain does not show whose it is.
     if gone.is_empty() {
         return Ok(());
     }
@@ -100,7 +100,7 @@ fn displace_of(
     } else {
         gone.iter().for_each(|rule| plan.edit.delete(chain, rule));
         let still: Option<Vec<ClaimedPort>> = left.iter().map(|group| group.claim).collect();
-        // What is not understood may need any of the ways.
+        // A rule that is not understood may need any of the jumps.
         let needless = |jump: &&Rule| still.as_ref().is_some_and(|still| !is_needed(jump, still));
         jumps.iter().filter(needless).for_each(|jump| plan.edit.delete(DNAT, jump));
     }
