@@ -94,7 +94,7 @@ enum Verb {
     Completions(generate::Completions),
     /// Write the man pages into a folder
     #[command(before_help = help::MAN, after_help = help::AFTER_MAN)]
-    ManArgs(generate::ManArgs),
+    Man(generate::ManArgs),
 }
 
 /// The options of every verb.
@@ -148,7 +148,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
         Verb::Rules(args) => rules::run(&args, &shared, call, streams),
         Verb::Completions(args) => generate::completions(&args, streams).map(done),
-        Verb::ManArgs(args) => generate::man(&args).map(done),
+        Verb::Man(args) => generate::man(&args).map(done),
     }
 }
 

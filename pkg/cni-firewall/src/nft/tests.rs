@@ -184,7 +184,7 @@ fn a_refused_change_is_named_and_takes_the_whole_batch_back() {
         let mut batch = Batch::new();
         batch.append_rule(T, "base", &verdict(Verdict::Drop).with_comment("x".repeat(254)));
         let text = client.commit(batch).unwrap_err().to_string();
-        assert!(text.ends_with("comment and tags exceed what the kernel stores"), "{text}");
+        assert!(text.ends_with("comment and tags are longer than the 256 bytes that the kernel stores"), "{text}");
         // After all these refusals the connection is as good as new.
         assert_eq!(client.chains(T).unwrap().len(), 1);
         client.commit(Batch::new()).unwrap();
