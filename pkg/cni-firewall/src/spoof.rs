@@ -108,7 +108,7 @@ impl SpoofCheck {
             return Ok(());
         }
         let mut batch = Batch::new();
-        shared(&mut batch);
+        add_shared_chains(&mut batch);
         self.nft.rehearse(batch)
     }
 
@@ -167,7 +167,7 @@ impl SpoofCheck {
             object.remove(&mut batch);
         }
         if !self.is_hooked_in()? {
-            shared(&mut batch);
+            add_shared_chains(&mut batch);
         }
         // `create`: of two processes that make the same attachment's rules one fails here, and
         // replaces the other's.
@@ -354,7 +354,7 @@ fn living(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<SpoofOwne
 }
 
 /// Adds the table and the base chain that all attachments share.
-fn shared(batch: &mut Batch) {
+fn add_shared_chains(batch: &mut Batch) {
     batch.ensure_table(TABLE, None);
     batch.ensure_base_chain(TABLE, PREROUTING, BASE, None);
 }

@@ -46,7 +46,9 @@ impl Watch {
     /// Listens to links that go in every namespace that has a number in the calling thread's, and
     /// to namespaces that go.
     pub fn open_everywhere() -> Result<Watch> {
-        let events = Events::open_everywhere().map_err(|error| Error::new("failed to listen to the kernel", error))?;
+        let events = Events::open_everywhere().map_err(|error| {
+            Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
+        })?;
         Ok(Watch { events })
     }
 
@@ -58,7 +60,9 @@ impl Watch {
 
     /// Listens to the calling thread's namespace, from now on.
     pub fn open() -> Result<Watch> {
-        let events = Events::open(GROUPS).map_err(|error| Error::new("failed to listen to the kernel", error))?;
+        let events = Events::open(GROUPS).map_err(|error| {
+            Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
+        })?;
         Ok(Watch { events })
     }
 

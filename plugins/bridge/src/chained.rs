@@ -69,7 +69,13 @@ pub(crate) fn plug_in<'a>(
         ))
     })?;
     let link = host_side(host, conf, earlier, &inner)?;
-    let peer_mac = inner.mac.ok_or_else(|| Error::config(format!("{} has no hardware address", call.ifname)))?;
+    let peer_mac = inner.mac.ok_or_else(|| {
+        Error::config(format!(
+            "chained use: the container's interface {:?} has no hardware address, and only Ethernet interfaces can be \
+             connected to a bridge",
+            call.ifname
+        ))
+    })?;
     if conf.spoof_check {
         port::refuse_second(host, mark, Some(&link))?;
     }

@@ -110,8 +110,9 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
             Err(no_vlan_filtering(Error::config(format!("bridge {:?}", conf.bridge)), conf))
         }
         Err(error) => {
-            call.notes
-                .note(format_args!("STATUS failed to find out whether the kernel has bridge VLAN filtering: {error}"));
+            call.notes.note(format_args!(
+                "STATUS assumes that the kernel has bridge VLAN filtering, because it failed to find out: {error}"
+            ));
             Ok(())
         }
     }

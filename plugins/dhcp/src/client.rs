@@ -78,7 +78,11 @@ impl<'a> Daemon<'a> {
         while !greeted.conversation.handshake_done() {
             greeted.receive(deadline).map_err(silent)?;
             greeted.conversation.response().map_err(|error| {
-                Error::caused(Code::DECODE, format_args!("no DHCP daemon listens on {socket}"), error)
+                Error::caused(
+                    Code::DECODE,
+                    format_args!("the process that listens on {socket} is not the DHCP daemon"),
+                    error,
+                )
             })?;
         }
         Ok(greeted)

@@ -34,14 +34,17 @@ struct System<'m> {
     on_sigterm: OnSigterm,
 }
 
-/// Connects to the system bus, where DBUS_SYSTEM_BUS_ADDRESS says that it is.
+/// Connects to the system bus at DBUS_SYSTEM_BUS_ADDRESS, or at its usual place.
+///
+/// # Errors
+/// [`Failure::NoBus`] if nothing listens there, otherwise [`Failure::Unreachable`].
 pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<dyn Firewalld + '_>, Failure> {
     let failed = |error: io::Error| {
         let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS");
         let address = address.unwrap_or_else(|_| "unix:path=/var/run/dbus/system_bus_socket".to_owned());
         let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
         let text = format!("failed to connect to the system bus at {address}: {error}");
-        if is_absent { Failure::NoBus(text) } else { Failure::Silent(text) }
+        if is_absent { Failure::NoBus(text) } else { Failure::Unreachable(text) }
     };
     let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let connection = wait(&runtime, machine, on_sigterm, Connection::system()).and_then(|done| done.map_err(into_io));
@@ -103,8 +106,8 @@ impl System<'_> {
             Ok(Err(zbus::Error::FDO(error))) => {
                 Err(Failure::Refused(error.description().map_or_else(|| error.to_string(), str::to_owned)))
             }
-            Ok(Err(error)) => Err(Failure::Silent(into_io(error).to_string())),
-            Err(error) => Err(Failure::Silent(error.to_string())),
+            Ok(Err(error)) => Err(Failure::Unreachable(into_io(error).to_string())),
+            Err(error) => Err(Failure::Unreachable(error.to_string())),
         }
     }
 }

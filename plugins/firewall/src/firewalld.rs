@@ -44,9 +44,9 @@ pub enum Failure {
     /// firewalld, or the bus in its place, refused; in its words.
     #[error("{0}")]
     Refused(String),
-    /// There was no answer.
+    /// The bus or firewalld cannot be reached, or did not answer.
     #[error("{0}")]
-    Silent(String),
+    Unreachable(String),
 }
 
 impl Failure {
@@ -60,7 +60,7 @@ impl Failure {
             Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
             failure if failure.has_code("INVALID_ZONE") => Code::INVALID_CONFIG,
             Failure::Refused(_) => Code::KERNEL,
-            Failure::NoBus(_) | Failure::Silent(_) => Code::TRY_AGAIN,
+            Failure::NoBus(_) | Failure::Unreachable(_) => Code::TRY_AGAIN,
         }
     }
 }

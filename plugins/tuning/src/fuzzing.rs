@@ -1,7 +1,7 @@
 //! For pkg/cni-fuzz alone: the readers of configuration, allow-list and backup, and what must hold
 //! of all they accept.
 
-use std::path::Path;
+use std::path::{Component, Path};
 
 use cni::Result;
 use cni::skel::Call;
@@ -31,25 +31,29 @@ pub fn read_place(call: &Call<'_>) -> Result<()> {
     data_dir(&call.conf).map(drop)
 }
 
+/// Asserts that each path that a key may mean is a normal path below /proc/sys/net.
 fn assert_below_net(key: &Key) {
     assert!(!key.readings.is_empty());
     for reading in &key.readings {
         let path = cni_linux::sysctl::path(&reading.path);
         let Ok(path) = path else { panic!("{:?} of {:?} is a path that is refused", reading.path, key.written) };
         assert!(path.starts_with("/proc/sys/net") && path.as_os_str().len() > "/proc/sys/net/".len());
+        assert!(!path.components().any(|part| part == Component::ParentDir), "{path:?}");
+        // Nothing that `components` skips: no empty name, no `.`, no slash at the end.
         assert_eq!(path.components().count(), path.to_string_lossy().matches('/').count() + 1, "{path:?}");
         // The kernel layer opens the path that was checked here.
         assert_eq!(path, Path::new("/proc/sys").join(&reading.path));
     }
 }
 
-/// Which files an allow-list lets a key of this interface name; none if the list, the key or both
-/// are refused.
+/// Returns the files that an allow-list permits for a key that is written for the interface
+/// `ifname`. `None` if the list or the key is malformed; empty if the list forbids the key.
 pub fn permitted(list: &[u8], key: &str, ifname: &str) -> Option<Vec<String>> {
     let list = AllowList::parse(Path::new("the list"), list).ok()?;
     let key = Key::new(key, "1", ifname).ok()?;
     assert_below_net(&key);
     let mut sysctls = [Sysctl { key, value: "1".to_owned() }];
+    // Keeps only the readings that the list permits; an error if none is left.
     let outcome = list.filter(&mut sysctls);
     let [Sysctl { key, .. }] = sysctls;
     assert_eq!(outcome.is_err(), key.readings.is_empty());

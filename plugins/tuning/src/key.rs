@@ -37,8 +37,8 @@ impl Key {
     /// Reads a key for the interface `ifname`; an empty one leaves `IFNAME` as it is.
     ///
     /// # Errors
-    /// Code 7, Go's text, and as details the key as written and the value, for everything that is
-    /// not below `net`.
+    /// Code 7, Go's text, and as details the key as written and the value, for a name that is not
+    /// below `net`, and for an `IFNAME` that would be `all` or `default`.
     pub(crate) fn new(written: &str, value: &str, ifname: &str) -> Result<Key> {
         let invalid = |why: &str| {
             let (key, written, value) = (shown(&as_go_reports(written, ifname)), shown(written), shown(value));
@@ -49,8 +49,8 @@ impl Key {
         if readings.is_empty() {
             return invalid("only names of values below net can be set");
         }
-        // The kernel gives no interface such a name, but it has such files: for all interfaces, and
-        // for those to come.
+        // No interface can be called "all" or "default", but net/ has directories of these names:
+        // the settings of all interfaces, and of those to come.
         if ["all", "default"].contains(&ifname) && written.contains(PLACEHOLDER) {
             return invalid(&format!("{PLACEHOLDER} would be {ifname:?}, which means more than one interface"));
         }

@@ -128,3 +128,13 @@ fn bridge_of_layer_2() {
         assert!(container.link("eth0").is_none());
     }
 }
+
+#[test]
+fn host_device_by_name() {
+    let node = Node::new();
+    node.ip(&["link add enp0s1 type veth peer name far0"]);
+    for left in ["enp0s1", "far0"] {
+        node.expect_left(left);
+    }
+    play(&node, &[json!({"type": "host-device", "device": "enp0s1"})]);
+}

@@ -72,9 +72,12 @@ impl Chains<'_> {
     }
 
     /// Returns the chain's rules that may concern one of these ports, or jump to `target`; perhaps
-    /// others too. For chains whose rules all are appended.
-    pub fn naming(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
-        if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
+    /// others too. Only for chains to which rules are appended: the answer lacks rules, so a
+    /// position counted in it would be wrong.
+    pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
+        if !self.read.contains_key(name)
+            && let Some(nft) = &mut self.nft
+        {
             // Matches of xtables have ports in the machine's order, those of nf_tables as on the
             // wire.
             let patterns: Vec<[u8; 2]> =
@@ -83,6 +86,7 @@ impl Chains<'_> {
                 nft::occurs(rule, &patterns) || nft::mentions(rule, target)
             });
             return match found {
+                // A kernel without nf_tables has no rules in it.
                 Err(error) if error.is_unsupported() => Ok(Vec::new()),
                 found => Ok(found?.into_iter().map(|listed| compat::rule(self.family, listed)).collect()),
             };

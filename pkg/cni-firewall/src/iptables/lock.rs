@@ -44,13 +44,14 @@ pub struct NetnsLock {
 }
 
 impl NetnsLock {
-    /// Waits for its turn in the kernel's queue, for `limit` at most. The file is made in `folder`,
-    /// which is made too.
+    /// Locks iptables for this network namespace, and waits `limit` at most. Locks a file in
+    /// `folder`, and makes both. If that file cannot be used, locks the namespace's own file, and
+    /// [`remark`](NetnsLock::remark) has the reason.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], or, where SIGTERM is to end the wait, [`Error::is_terminated`]: a
-    /// rollback must not be cut short by what caused it. Both name the holder, where it can be
-    /// seen.
+    /// [`Error::is_deadline`], or [`Error::is_terminated`] if `on_sigterm` lets SIGTERM end the
+    /// wait. A rollback does not: the SIGTERM that caused it must not cut it short. Both name the
+    /// holder if it is known.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
         let broken = |error: io::Error| Error::new("failed to lock the network namespace for iptables", error);
@@ -80,6 +81,8 @@ impl NetnsLock {
                 };
                 Error::new(format_args!("failed to lock {place} for a change of iptables{by}"), cause)
             })?;
+            // The file may have been removed and made again during the wait: then the lock is on
+            // the wrong one.
             let is_locked = |there: Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
             if remark.is_some() || path.symlink_metadata().is_ok_and(is_locked) {
                 return Ok(NetnsLock { _file: file, remark });
@@ -128,14 +131,18 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     }
 }
 
-/// Whether it is root's, or at least our own, with nothing allowed of `forbidden` to others.
+/// Checks that a file belongs to root or to this process's user, and that its mode has no bit of
+/// `forbidden`.
 fn trusted(metadata: &Metadata, what: &str, forbidden: u32) -> io::Result<()> {
     if metadata.uid() != 0 && metadata.uid() != geteuid().as_raw() {
         return Err(io::Error::other(format!("{what} must belong to root, but belongs to user {}", metadata.uid())));
     }
     match metadata.mode() & forbidden {
         0 => Ok(()),
-        _ => Err(io::Error::other(format!("{what} is open to others, with mode {:o}", metadata.mode() & 0o7777))),
+        _ => {
+            let mode = metadata.mode() & 0o7777;
+            Err(io::Error::other(format!("{what} is open to others: its mode {mode:o} has bits of {forbidden:03o}")))
+        }
     }
 }
 
@@ -268,10 +275,13 @@ mod tests {
                     std::fs::write(&file, "").unwrap();
                     set(&file, others);
                 };
-                spoilt(&made, &format!("it is open to others, with mode {others:o}"));
+                spoilt(&made, &format!("it is open to others: its mode {others:o} has bits of 077"));
             }
             for others in [0o1777, 0o775] {
-                spoilt(&|| set(folder, others), &format!("its folder is open to others, with mode {others:o}"));
+                spoilt(
+                    &|| set(folder, others),
+                    &format!("its folder is open to others: its mode {others:o} has bits of 022"),
+                );
             }
             set(folder, 0o700);
             assert_eq!(acquire(folder, SHORT).unwrap().remark(), None);

@@ -108,9 +108,10 @@ pub(super) fn ensure(mark: &AttachmentId, addresses: &[Cidr], former: &RefCell<O
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
         if !hooked_in(&mut nft)? {
-            shared(&mut batch);
+            add_shared_chains(&mut batch);
         }
         let mut had = nft.rules_commented(TABLE, CHECKS, &key)?;
+        // The kernel-side search also finds comments that only begin with the key.
         had.retain(|listed| is_of(listed, &key));
         for old in &had {
             batch.delete_rule(TABLE, CHECKS, old.handle);
@@ -124,7 +125,7 @@ pub(super) fn ensure(mark: &AttachmentId, addresses: &[Cidr], former: &RefCell<O
 }
 
 /// Table and chains, and the base chain's rules.
-fn shared(batch: &mut Batch) {
+fn add_shared_chains(batch: &mut Batch) {
     batch.ensure_table(TABLE, Some(TABLE_COMMENT));
     batch.ensure_chain(TABLE, CHECKS, Some(CHECKS_COMMENT));
     batch.ensure_base_chain(TABLE, POSTROUTING, BASE, None);
@@ -230,7 +231,7 @@ pub(super) fn probe() -> Result<()> {
         return Ok(());
     }
     let mut batch = Batch::new();
-    shared(&mut batch);
+    add_shared_chains(&mut batch);
     nft.rehearse(batch)
 }
 

@@ -370,7 +370,7 @@ impl Nft {
         let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
         let mut generation = None;
         self.ask(WHAT, any, &request, 0, |message| generation = decode::whole_generation(message.payload))?;
-        generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel did not say it")))
+        generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer does not have it")))
     }
 
     /// All of a list, as it was at one instant.

@@ -49,7 +49,7 @@ pub(crate) struct Counter {
     pub(crate) last: u128,
     pub(crate) used: u64,
     /// The sequence number when an ADD last asked for this range; the oldest makes way.
-    pub(crate) asked: u64,
+    pub(crate) last_asked: u64,
 }
 
 impl Counter {
@@ -142,7 +142,7 @@ impl Header {
             body.u128(counter.first);
             body.u128(counter.last);
             body.u64(counter.used);
-            body.u64(counter.asked);
+            body.u64(counter.last_asked);
         }
         // The number of further ranges. Older builds kept ranges here for STATUS, and refuse a page
         // without the number.
@@ -191,7 +191,7 @@ impl Header {
         for _ in 0..counters {
             let family = if body.u64()? == 4 { Family::V4 } else { Family::V6 };
             let (first, last) = (body.u128()?, body.u128()?);
-            header.counters.push(Counter { family, first, last, used: body.u64()?, asked: body.u64()? });
+            header.counters.push(Counter { family, first, last, used: body.u64()?, last_asked: body.u64()? });
         }
         // The rest of an older build's page is ignored.
         Some(header)
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     fn sample() -> Header {
-        let counter = Counter { family: Family::V6, first: 1, last: 1 << 90, used: 5, asked: 3 };
+        let counter = Counter { family: Family::V6, first: 1, last: 1 << 90, used: 5, last_asked: 3 };
         Header {
             clean: true,
             exact: true,

@@ -367,19 +367,21 @@ impl Index {
         self.table.remove(&Index::held_key(hash, last as u32))
     }
 
-    /// How many addresses of a range are taken. A range that is new here costs one pass over the
-    /// table, and is counted from then on.
+    /// Returns the number of taken addresses of a range. The first question about a range costs one
+    /// pass over the table; from then on the range has a counter.
     pub(crate) fn count(&mut self, range: &Range) -> Result<u64, TableError> {
         let sequence = self.header.sequence;
         if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
-            counter.asked = sequence;
+            counter.last_asked = sequence;
             return Ok(counter.used);
         }
         let records = self.records()?;
         let used =
             records.iter().filter(|record| record.is_occupied() && range.contains(record.address)).count() as u64;
-        self.header.count(range);
-        self.header.counters.iter_mut().filter(|counter| is_of(counter, range)).for_each(|counter| counter.used = used);
+        self.header.start_counting(range);
+        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
+            counter.used = used;
+        }
         Ok(used)
     }
 
@@ -404,15 +406,15 @@ fn is_of(counter: &Counter, range: &Range) -> bool {
 impl Header {
     /// Adds a counter for a range that has none, or makes way for it. It must be counted
     /// afterwards.
-    pub(crate) fn count(&mut self, range: &Range) {
+    pub(crate) fn start_counting(&mut self, range: &Range) {
         if self.counters.iter().any(|counter| is_of(counter, range)) {
             return;
         }
         let (first, last) = (number(range.first()), number(range.last()));
-        let counter = Counter { family: family(range.first()), first, last, used: 0, asked: self.sequence };
+        let counter = Counter { family: family(range.first()), first, last, used: 0, last_asked: self.sequence };
         if self.counters.len() < header::COUNTERS {
             self.counters.push(counter);
-        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.asked) {
+        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.last_asked) {
             *oldest = counter;
         }
     }

@@ -248,8 +248,13 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
 fn forged_counters_saturate() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
-    let counter =
-        Counter { family: bits::Family::V4, first: 0, last: u128::from(u32::MAX), used: u64::MAX, asked: u64::MAX };
+    let counter = Counter {
+        family: bits::Family::V4,
+        first: 0,
+        last: u128::from(u32::MAX),
+        used: u64::MAX,
+        last_asked: u64::MAX,
+    };
     let header = Header { clean: true, slots: 512, sequence: u64::MAX, counters: vec![counter], ..Header::default() };
     forge(&path, &header, HEADER + 512 * 64);
     let mut index = open(&path, &Stamp::default(), &Host::default()).unwrap();

@@ -410,7 +410,7 @@ impl Locked {
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io("read", error))?;
         for range in self.asking.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
-            former.count(range);
+            former.start_counting(range);
         }
         let mut index = Index::of(&records, &former, host)?;
         if let Some(asking) = &self.asking {

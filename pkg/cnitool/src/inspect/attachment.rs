@@ -147,7 +147,7 @@ fn container(path: &str, ifname: &str, result: &AddResult, facts: &mut Vec<Fact>
             continue;
         };
         facts.push(Fact::fine("interface", described(link, &[])));
-        let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+        let mac = link.mac.map_or_else(|| "(none)".to_owned(), |mac| mac.to_string());
         if !interface.mac.is_empty() && !interface.mac.eq_ignore_ascii_case(&mac) {
             let text = format!("{} has the MAC {mac}; the result says {}", interface.name, interface.mac);
             facts.push(Fact::differs("interface", text));

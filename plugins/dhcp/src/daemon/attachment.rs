@@ -163,7 +163,7 @@ impl Attachment {
             let until = match self.session.step(now()) {
                 Step::Send(bytes, path) => {
                     if std::mem::replace(&mut asked, self.session.lease().is_some()) {
-                        self.failed("no answer to the last request for more time".into());
+                        self.failed("the server did not answer the last request to renew the lease".into());
                     }
                     if let Err(error) = exchange.send(&self.interface, &bytes, path) {
                         // As if the network had lost it, unless there is nothing to send it by.

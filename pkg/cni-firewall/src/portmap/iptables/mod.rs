@@ -450,5 +450,5 @@ fn own(
 /// chain.
 fn ways(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    nat.naming(DNAT, &ports, &shape::chain(&wanted.mark))
+    nat.rules_mentioning(DNAT, &ports, &shape::chain(&wanted.mark))
 }

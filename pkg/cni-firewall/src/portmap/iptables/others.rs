@@ -45,7 +45,7 @@ pub(super) fn displace(
         Ok(())
     });
     if let Err(error) = towards {
-        plan.remarks.push(format!("failed to look for ports of former containers: {error}"));
+        plan.remarks.push(format!("failed to look for ports of former containers, whose rules may be left: {error}"));
     }
     Ok(())
 }
