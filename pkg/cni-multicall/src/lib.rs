@@ -31,3 +31,20 @@ pub const PLUGINS: &[&dyn Plugin] = &[
 pub fn find(name: &str) -> Option<&'static dyn Plugin> {
     PLUGINS.iter().copied().find(|plugin| plugin.name() == name)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn the_table_has_every_folder_of_plugins_in_order() {
+        let folders = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../../plugins")).unwrap();
+        let mut expected: Vec<String> =
+            folders.map(|folder| folder.unwrap().file_name().into_string().unwrap()).collect();
+        expected.sort_unstable();
+        let listed: Vec<&str> = PLUGINS.iter().map(|plugin| plugin.name()).collect();
+        assert_eq!(listed, expected);
+    }
+}

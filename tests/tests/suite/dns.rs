@@ -22,6 +22,7 @@ fn keys(plugin: &str) -> (Value, Probed) {
 fn the_runtime_s_come_first(plugin: &str) {
     let (keys, probed) = keys(plugin);
     require!(probed);
+    require!(probe::plugin(plugin));
     let node = Node::new();
     let _outside = uplink(&node, "eth0");
     for left in ["br0", "dev0", "peer0"] {

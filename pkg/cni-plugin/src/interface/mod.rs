@@ -148,7 +148,8 @@ pub trait Interface {
     }
 
     /// CHECK: compares the attachment with `prevResult` and the configuration. The kind of
-    /// CNI_IFNAME and IPAM have been checked.
+    /// CNI_IFNAME and IPAM have been checked. An implementation replaces the steps of the default,
+    /// so it calls those that apply to its link.
     ///
     /// # Errors
     /// Code 101 for what differs.
