@@ -9,9 +9,8 @@
 //! most of an ADD. Announce only after the bridge's port forwards: before that, the frames are lost
 //! without an error.
 
-use netlink_packet_route::link::{LinkAttribute, LinkMessage};
-
 use crate::error::Result;
+use crate::link::LinkRequest;
 use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::sysctl;
@@ -40,10 +39,9 @@ impl Netlink {
     /// Does nothing for an interface that has the address of another one, an ipvlan: the kernel has
     /// announced its addresses when it was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        message.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
-        match self.set_link(message, |link| format!("failed to announce the addresses of {link} at {mac}")) {
+        match self.set_link(LinkRequest::new(index).mac(mac), |link| {
+            format!("failed to announce the addresses of {link} at {mac}")
+        }) {
             Err(error) if error.is_unsupported() => Ok(()),
             done => done,
         }

@@ -7,15 +7,14 @@
 use std::thread;
 use std::time::Instant;
 
-use netlink_packet_route::link::{
-    InfoBridge, InfoBridgePort, InfoData, InfoKind, InfoPortData, InfoPortKind, LinkAttribute, LinkFlags, LinkInfo,
-    LinkMessage,
-};
 use nix::sched::{CloneFlags, unshare};
 
 use crate::error::{Cause, Error, Reason, Result};
-use crate::link::{Link, OperState, PortState};
+use crate::link::{
+    IFLA_BR_VLAN_FILTERING, IFLA_BRPORT_ISOLATED, IFLA_BRPORT_MODE, Link, LinkRequest, OperState, PortState,
+};
 use crate::mac::Mac;
+use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
 use crate::watch::Watch;
 
@@ -78,19 +77,11 @@ impl Netlink {
     /// filtering was asked for and the kernel has none. Nothing is made in either case.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
-        let mut message = LinkMessage::default();
-        if spec.up {
-            (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
-        }
-        message.attributes.push(LinkAttribute::IfName(spec.name.to_owned()));
-        message.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
-        message.attributes.extend(spec.mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
-        let mut info = vec![LinkInfo::Kind(InfoKind::Bridge)];
-        if spec.vlan_filtering {
-            info.push(LinkInfo::Data(InfoData::Bridge(vec![InfoBridge::VlanFiltering(true)])));
-        }
-        message.attributes.push(LinkAttribute::LinkInfo(info));
-        self.create_link(message, spec.name).map_err(failed)
+        let request = LinkRequest::new(0).name(spec.name);
+        let request = if spec.up { request.up() } else { request };
+        let request = request.optional(spec.mtu, LinkRequest::mtu).optional(spec.mac, LinkRequest::mac);
+        let options = if spec.vlan_filtering { new_attribute(IFLA_BR_VLAN_FILTERING, &[1]) } else { Vec::new() };
+        self.create_link(&request.kind("bridge", &options), spec.name).map_err(failed)
     }
 
     /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once:
@@ -99,25 +90,19 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel cannot.
     pub fn set_vlan_filtering(&self, index: u32) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        let data = InfoData::Bridge(vec![InfoBridge::VlanFiltering(true)]);
-        let info = vec![LinkInfo::Kind(InfoKind::Bridge), LinkInfo::Data(data)];
-        message.attributes.push(LinkAttribute::LinkInfo(info));
+        let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
         // SETLINK ignores a link's own options; only NEWLINK, on a link that exists, changes them.
-        self.request(Kind::NewLink, &message, 0).map(drop).map_err(|cause| {
+        self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
         })
     }
 
     /// Sets both flags of a bridge's port, in one request.
     pub fn set_port(&self, index: u32, flags: &PortFlags) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        let flags = vec![InfoBridgePort::HairpinMode(flags.hairpin), InfoBridgePort::Isolated(flags.isolated)];
-        let info = vec![LinkInfo::PortKind(InfoPortKind::Bridge), LinkInfo::PortData(InfoPortData::BridgePort(flags))];
-        message.attributes.push(LinkAttribute::LinkInfo(info));
-        self.request(Kind::NewLink, &message, 0).map(drop).map_err(|cause| {
+        let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
+        let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
+        let request = LinkRequest::new(index).port("bridge", &[hairpin, isolated].concat());
+        self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
         })
     }

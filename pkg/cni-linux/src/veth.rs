@@ -9,14 +9,12 @@
 //! silently ignored (6.18), so it follows in a second one, and "up" for the other end is refused.
 //! Between the two the host's end has its network's [group](AttachmentId::group).
 
-use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::time::Duration;
 
 use cni::machine::Machine;
-use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
 use crate::error::{Cause, Error, Reason, Result, TakenName};
-use crate::link::Link;
+use crate::link::{Link, LinkRequest};
 use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::netns::Netns;
@@ -88,7 +86,7 @@ impl Netlink {
     /// behind, unless the kernel's answer was lost: the caller then finds the pair by its name and
     /// the host's MAC.
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
-        let made = self.create_link(message(spec), spec.name).map_err(|cause| {
+        let made = self.create_link(&host_request(spec).veth(&peer_request(spec)), spec.name).map_err(|cause| {
             let cause = self.which_name(spec, cause);
             Error::new(format_args!("failed to create veth {} with peer {}", spec.name, spec.peer_name), cause)
         })?;
@@ -180,28 +178,21 @@ impl Netlink {
     }
 }
 
-fn message(spec: &VethSpec<'_>) -> LinkMessage {
-    let mut peer = LinkMessage::default();
-    peer.attributes.push(LinkAttribute::IfName(spec.peer_name.to_owned()));
-    peer.attributes.push(LinkAttribute::Address(spec.peer_mac.0.to_vec()));
-    peer.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
-    peer.attributes.extend(spec.peer_netns.map(|netns| LinkAttribute::NetNsFd(netns.as_fd().as_raw_fd())));
+/// Returns the request for the host's end, without the pair's other end.
+fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
+    let group = spec.alias.and_then(AttachmentId::parse).map(|mark| AttachmentId::group(&mark.network));
+    let request = LinkRequest::new(0).name(spec.name).mac(spec.host_mac);
+    let request = if spec.up { request.up() } else { request };
+    request
+        .optional(spec.mtu, LinkRequest::mtu)
+        .optional(spec.master, LinkRequest::master)
+        .optional(group, LinkRequest::group)
+}
 
-    let mut host = LinkMessage::default();
-    if spec.up {
-        (host.header.flags, host.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
-    }
-    host.attributes.push(LinkAttribute::IfName(spec.name.to_owned()));
-    host.attributes.push(LinkAttribute::Address(spec.host_mac.0.to_vec()));
-    host.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
-    host.attributes.extend(spec.master.map(LinkAttribute::Controller));
-    let network = spec.alias.and_then(AttachmentId::parse).map(|marked| marked.network);
-    host.attributes.extend(network.map(|network| LinkAttribute::Group(AttachmentId::group(&network))));
-    host.attributes.push(LinkAttribute::LinkInfo(vec![
-        LinkInfo::Kind(InfoKind::Veth),
-        LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
-    ]));
-    host
+/// Returns the request for the container's end.
+fn peer_request(spec: &VethSpec<'_>) -> LinkRequest {
+    let request = LinkRequest::new(0).name(spec.peer_name).mac(spec.peer_mac);
+    request.optional(spec.mtu, LinkRequest::mtu).optional(spec.peer_netns, LinkRequest::netns)
 }
 
 #[cfg(test)]
@@ -322,7 +313,7 @@ mod tests {
         let (name, alias) = (mark.host_name(0), mark.alias());
         let peer_name = name.replace("veth", "peer");
         let spec = VethSpec { alias: Some(&alias), ..VethSpec::new(&name, HOST, &peer_name, PEER) };
-        host.create_link(message(&spec), &name).unwrap().index
+        host.create_link(&host_request(&spec).veth(&peer_request(&spec)), &name).unwrap().index
     }
 
     #[test]
@@ -370,15 +361,9 @@ mod tests {
             let host = Netlink::open().unwrap();
             let netns = new_netns();
             let spec = VethSpec { peer_netns: Some(&netns), ..VethSpec::new("veth0", HOST, "eth0", PEER) };
-            let mut message = message(&VethSpec { alias: Some("cni:net/c1/eth0"), ..spec });
-            for attribute in &mut message.attributes {
-                let LinkAttribute::LinkInfo(infos) = attribute else { continue };
-                for info in infos {
-                    let LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))) = info else { continue };
-                    peer.attributes.push(LinkAttribute::Group(4711));
-                }
-            }
-            host.create_link(message, "veth0").unwrap();
+            let spec = VethSpec { alias: Some("cni:net/c1/eth0"), ..spec };
+            let request = host_request(&spec).veth(&peer_request(&spec).group(4711));
+            host.create_link(&request, "veth0").unwrap();
             assert_eq!(
                 (host.link("veth0").unwrap().group, host.link("veth0").unwrap().alias),
                 (AttachmentId::group("net"), None)
@@ -393,9 +378,9 @@ mod tests {
     fn the_kernel_ignores_an_alias_in_the_request_that_creates() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
-            let mut message = message(&VethSpec::new("veth0", HOST, "eth0", PEER));
-            message.attributes.push(LinkAttribute::IfAlias("at once".into()));
-            host.create_link(message, "veth0").unwrap();
+            let spec = VethSpec::new("veth0", HOST, "eth0", PEER);
+            let request = host_request(&spec).veth(&peer_request(&spec)).alias("at once");
+            host.create_link(&request, "veth0").unwrap();
             assert_eq!(host.link("veth0").unwrap().alias, None);
         });
     }

@@ -9,17 +9,16 @@
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every
 //! list is empty.
 
-use netlink_packet_route::AddressFamily;
-use netlink_packet_route::link::{
-    AfSpecBridge, BridgeFlag, BridgeVlanInfo, BridgeVlanInfoFlags, LinkAttribute, LinkExtentMask, LinkMessage,
-};
+use netlink_packet_route::link::{BridgeVlanInfo, BridgeVlanInfoFlags};
 
 use crate::error::{Error, Reason, Result};
-use crate::link;
+use crate::link::request::IFLA_BRIDGE_VLAN_INFO;
+use crate::link::{self, LinkRequest};
+use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
-/// In a bridge's `IFLA_AF_SPEC`, an entry.
-const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
+/// In `IFLA_AF_SPEC` of a bridge: whether a request is about a port or the bridge itself.
+const IFLA_BRIDGE_FLAGS: u16 = 0;
 
 /// How often the table is read for a port that is not in it.
 const LOOKS: usize = 20;
@@ -62,11 +61,9 @@ impl Netlink {
     /// without VLANs.
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
-        let mut message = LinkMessage::default();
-        message.header.interface_family = AddressFamily::Bridge;
-        message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::BrvlanCompressed]));
+        let request = LinkRequest::new(0).of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
         for _ in 0..LOOKS {
-            let links = self.dump(Kind::GetLink, &message).map_err(failed)?;
+            let links = self.dump(Kind::GetLink, &request).map_err(failed)?;
             if let Some(found) = links.iter().find_map(|link| entries(link, index)) {
                 return Ok(unfold(found));
             }
@@ -80,31 +77,31 @@ impl Netlink {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
             VlanFlags::Access => BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged,
         };
-        self.request(Kind::SetLink, &message(index, vid, flags, target), 0)
+        self.request(Kind::SetLink, &request(index, vid, flags, target), 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
     }
 
     /// Takes a port (or a bridge itself) out of a VLAN.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
-        let message = message(index, vid, BridgeVlanInfoFlags::empty(), target);
-        self.request(Kind::DelLink, &message, 0)
+        let request = request(index, vid, BridgeVlanInfoFlags::empty(), target);
+        self.request(Kind::DelLink, &request, 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to remove VLAN {vid} from {}", self.label(index)), cause))
     }
 }
 
-fn message(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.interface_family = AddressFamily::Bridge;
-    message.header.index = index;
+fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
+    const BRIDGE_FLAGS_MASTER: u16 = 1;
+    const BRIDGE_FLAGS_SELF: u16 = 2;
     let target = match target {
-        Target::Master => BridgeFlag::Controller,
-        Target::Itself => BridgeFlag::LowerDev,
+        Target::Master => BRIDGE_FLAGS_MASTER,
+        Target::Itself => BRIDGE_FLAGS_SELF,
     };
-    let info = AfSpecBridge::VlanInfo(BridgeVlanInfo { flags, vid });
-    message.attributes.push(LinkAttribute::AfSpecBridge(vec![AfSpecBridge::Flags(target), info]));
-    message
+    let info = [flags.bits().to_ne_bytes(), vid.to_ne_bytes()].concat();
+    let target = new_attribute(IFLA_BRIDGE_FLAGS, &target.to_ne_bytes());
+    let spec = [target, new_attribute(IFLA_BRIDGE_VLAN_INFO, &info)].concat();
+    LinkRequest::new(index).of_bridge().with(libc::IFLA_AF_SPEC, &spec)
 }
 
 /// The entries of one port or bridge in a message of the kernel's; `None` if it is about another
@@ -166,7 +163,6 @@ mod tests {
         assert!(entries(&reply, 8).is_none());
     }
     use crate::{BridgeSpec, Mac, VethSpec};
-    use netlink_packet_core::Emitable as _;
 
     #[test]
     fn runs_of_vlans_are_unfolded() {
@@ -193,9 +189,8 @@ mod tests {
 
     #[test]
     fn a_request_has_the_bytes_that_the_bridge_program_sends() {
-        let message = message(7, 100, BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged, Target::Master);
-        let mut bytes = vec![0; message.buffer_len()];
-        message.emit(&mut bytes);
+        let access = BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged;
+        let bytes = request(7, 100, access, Target::Master).bytes();
         let (family, index, attributes) = (bytes[0], &bytes[4..8], &bytes[16..]);
         assert_eq!((i32::from(family), index), (libc::AF_BRIDGE, 7u32.to_ne_bytes().as_slice()));
         // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1),

@@ -3,10 +3,7 @@
 //! Every verb is one request and says the interface's name when it fails (it is looked up only
 //! then).
 
-use std::os::fd::{AsFd as _, AsRawFd as _};
-
-use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
-
+use super::LinkRequest;
 use crate::error::{Error, Result};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
@@ -27,9 +24,7 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_not_found`] if it does not exist. Costs the kernel 15 to 30 ms.
     pub fn delete_link(&self, index: u32) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        match self.request(Kind::DelLink, &message, 0) {
+        match self.request(Kind::DelLink, &LinkRequest::new(index), 0) {
             Ok(_) => Ok(()),
             Err(cause) => Err(Error::new(format_args!("failed to delete {}", self.label(index)), cause)),
         }
@@ -46,53 +41,52 @@ impl Netlink {
 
     /// Turns an interface on.
     pub fn set_up(&self, index: u32) -> Result<()> {
-        self.set_flags(index, LinkFlags::Up, LinkFlags::Up, |link| format!("failed to set {link} up"))
+        self.set_link(LinkRequest::new(index).up(), |link| format!("failed to set {link} up"))
     }
 
     /// Turns an interface off.
     pub fn set_down(&self, index: u32) -> Result<()> {
-        self.set_flags(index, LinkFlags::empty(), LinkFlags::Up, |link| format!("failed to set {link} down"))
+        self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, false), |link| format!("failed to set {link} down"))
     }
 
     /// Sets the administrator's wish for promiscuous mode.
     pub fn set_promisc(&self, index: u32, promisc: LinkFlag) -> Result<()> {
-        let flags = if promisc == LinkFlag::On { LinkFlags::Promisc } else { LinkFlags::empty() };
-        self.set_flags(index, flags, LinkFlags::Promisc, |link| format!("failed to set promiscuous mode of {link}"))
+        let request = LinkRequest::new(index).flag(libc::IFF_PROMISC, promisc == LinkFlag::On);
+        self.set_link(request, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
     /// Sets the administrator's wish for all multicast frames.
     pub fn set_allmulti(&self, index: u32, all: LinkFlag) -> Result<()> {
-        let flags = if all == LinkFlag::On { LinkFlags::Allmulti } else { LinkFlags::empty() };
-        self.set_flags(index, flags, LinkFlags::Allmulti, |link| format!("failed to set all-multicast of {link}"))
+        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, all == LinkFlag::On);
+        self.set_link(request, |link| format!("failed to set all-multicast of {link}"))
     }
 
     /// Sets the largest packet, in bytes.
     pub fn set_mtu(&self, index: u32, mtu: u32) -> Result<()> {
-        self.set(index, [LinkAttribute::Mtu(mtu)], |link| format!("failed to set the MTU of {link} to {mtu}"))
+        self.set_link(LinkRequest::new(index).mtu(mtu), |link| format!("failed to set the MTU of {link} to {mtu}"))
     }
 
     /// Sets the hardware address. A bridge's is pinned by that: it no longer follows its ports.
     pub fn set_mac(&self, index: u32, mac: Mac) -> Result<()> {
-        let attribute = LinkAttribute::Address(mac.0.to_vec());
-        self.set(index, [attribute], |link| format!("failed to set the MAC of {link} to {mac}"))
+        self.set_link(LinkRequest::new(index).mac(mac), |link| format!("failed to set the MAC of {link} to {mac}"))
     }
 
     /// Sets the alias, up to 255 bytes; an empty one removes it.
     pub fn set_alias(&self, index: u32, alias: &str) -> Result<()> {
-        let attribute = LinkAttribute::IfAlias(alias.to_owned());
-        self.set(index, [attribute], |link| format!("failed to set the alias of {link} to {alias:?}"))
+        self.set_link(LinkRequest::new(index).alias(alias), |link| {
+            format!("failed to set the alias of {link} to {alias:?}")
+        })
     }
 
     /// Sets the alias and takes the interface out of its group, in one request.
     pub(crate) fn set_first_alias(&self, index: u32, alias: &str) -> Result<()> {
-        let attributes = [LinkAttribute::IfAlias(alias.to_owned()), LinkAttribute::Group(0)];
-        self.set(index, attributes, |link| format!("failed to set the alias of {link} to {alias:?}"))
+        let request = LinkRequest::new(index).alias(alias).group(0);
+        self.set_link(request, |link| format!("failed to set the alias of {link} to {alias:?}"))
     }
 
     /// Renames an interface.
     pub fn set_name(&self, index: u32, name: &str) -> Result<()> {
-        let attribute = LinkAttribute::IfName(name.to_owned());
-        self.set(index, [attribute], |link| format!("failed to rename {link} to {name}"))
+        self.set_link(LinkRequest::new(index).name(name), |link| format!("failed to rename {link} to {name}"))
     }
 
     /// Moves an interface into another namespace, where it gets this name and alias. It is down
@@ -102,63 +96,33 @@ impl Netlink {
     /// [`Error::is_exists`] if the name is taken there. The interface may then be there already,
     /// under its former name and with its former alias.
     pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
-        let attributes = [
-            LinkAttribute::NetNsFd(to.as_fd().as_raw_fd()),
-            LinkAttribute::IfName(name.to_owned()),
-            LinkAttribute::IfAlias(alias.to_owned()),
-        ];
-        self.set(index, attributes, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
+        let request = LinkRequest::new(index).netns(to).name(name).alias(alias);
+        self.set_link(request, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
     }
 
     /// Sets the length of the transmit queue, in packets.
     pub fn set_txqlen(&self, index: u32, packets: u32) -> Result<()> {
-        let attribute = LinkAttribute::TxQueueLen(packets);
-        self.set(index, [attribute], |link| format!("failed to set the transmit queue of {link} to {packets}"))
+        let request = LinkRequest::new(index).txqlen(packets);
+        self.set_link(request, |link| format!("failed to set the transmit queue of {link} to {packets}"))
     }
 
     /// Makes an interface a port of a bridge or VRF. A VRF takes it down and up again, which costs
     /// its IPv6 addresses and its routes.
     pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
-        let attribute = LinkAttribute::Controller(master_index);
-        self.set(index, [attribute], |link| format!("failed to connect {link} to {}", self.label(master_index)))
+        let request = LinkRequest::new(index).master(master_index);
+        self.set_link(request, |link| format!("failed to connect {link} to {}", self.label(master_index)))
     }
 
     /// Takes a port off its bridge or VRF. Harmless if it is on none.
     pub fn unset_master(&self, index: u32) -> Result<()> {
-        let attribute = LinkAttribute::Controller(0);
-        self.set(index, [attribute], |link| format!("failed to take {link} off its master"))
-    }
-
-    fn set_flags(
-        &self,
-        index: u32,
-        flags: LinkFlags,
-        mask: LinkFlags,
-        doing: impl FnOnce(&str) -> String,
-    ) -> Result<()> {
-        let mut message = LinkMessage::default();
-        (message.header.index, message.header.flags, message.header.change_mask) = (index, flags, mask);
-        self.set_link(message, doing)
-    }
-
-    fn set<const N: usize>(
-        &self,
-        index: u32,
-        attributes: [LinkAttribute; N],
-        doing: impl FnOnce(&str) -> String,
-    ) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        message.attributes.extend(attributes);
-        self.set_link(message, doing)
+        self.set_link(LinkRequest::new(index).master(0), |link| format!("failed to take {link} off its master"))
     }
 
     /// RTM_SETLINK; `doing` gets the interface's name.
-    pub(crate) fn set_link(&self, message: LinkMessage, doing: impl FnOnce(&str) -> String) -> Result<()> {
-        let index = message.header.index;
-        match self.request(Kind::SetLink, &message, 0) {
+    pub(crate) fn set_link(&self, request: LinkRequest, doing: impl FnOnce(&str) -> String) -> Result<()> {
+        match self.request(Kind::SetLink, &request, 0) {
             Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(doing(&self.label(index)), cause)),
+            Err(cause) => Err(Error::new(doing(&self.label(request.index())), cause)),
         }
     }
 }

@@ -4,11 +4,11 @@ use std::time::Instant;
 
 use cni::machine::Machine;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
-use netlink_packet_route::link::{InfoData, InfoKind, InfoVrf, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 
-use super::{Link, OperState};
+use super::{IFLA_VRF_TABLE, Link, LinkRequest, OperState};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
+use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 use crate::watch::Watch;
@@ -30,11 +30,7 @@ impl Netlink {
     /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel
     /// has no dummies.
     pub fn create_dummy(&self, name: &str, mac: Mac) -> Result<Link> {
-        let mut message = LinkMessage::default();
-        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        message.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
-        message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Dummy)]));
-        self.create_link(message, name)
+        self.create_link(&LinkRequest::new(0).name(name).mac(mac).kind("dummy", &[]), name)
             .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
     }
 
@@ -45,12 +41,9 @@ impl Netlink {
     /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel
     /// has no VRFs.
     pub fn create_vrf(&self, name: &str, table: u32) -> Result<Link> {
-        let mut message = LinkMessage::default();
-        (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
-        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        let data = LinkInfo::Data(InfoData::Vrf(vec![InfoVrf::TableId(table)]));
-        message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vrf), data]));
-        self.create_link(message, name)
+        let options = new_attribute(IFLA_VRF_TABLE, &table.to_ne_bytes());
+        let request = LinkRequest::new(0).up().name(name).kind("vrf", &options);
+        self.create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
     }
 
@@ -61,18 +54,10 @@ impl Netlink {
     /// [`Error::is_exists`] if any interface has that name. Nothing is left behind, unless the
     /// kernel's answer was lost.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, mark: &AttachmentId) -> Result<Link> {
-        let mut message = LinkMessage::default();
-        (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
-        message.attributes.extend([
-            LinkAttribute::IfName(name.to_owned()),
-            LinkAttribute::Address(mac.0.to_vec()),
-            LinkAttribute::Mtu(mtu),
-            LinkAttribute::TxQueueLen(0),
-            LinkAttribute::Group(AttachmentId::group(&mark.network)),
-            LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Ifb)]),
-        ]);
+        let request = LinkRequest::new(0).up().name(name).mac(mac).mtu(mtu).txqlen(0);
+        let request = request.group(AttachmentId::group(&mark.network)).kind("ifb", &[]);
         let link = self
-            .create_link(message, name)
+            .create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
         self.set_first_alias(link.index, &mark.alias()).map(|()| link.clone()).inspect_err(|_| {
             // The first error is the one to tell.
@@ -81,8 +66,8 @@ impl Netlink {
     }
 
     /// RTM_NEWLINK, exclusively; returns the new link.
-    pub(crate) fn create_link(&self, message: LinkMessage, name: &str) -> Result<Link, Cause> {
-        let answer = self.request(Kind::NewLink, &message, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
+    pub(crate) fn create_link(&self, request: &LinkRequest, name: &str) -> Result<Link, Cause> {
+        let answer = self.request(Kind::NewLink, request, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
         // Kernels since 6.2 answer with the link they made; the others are asked.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),

@@ -8,21 +8,33 @@
 
 mod change;
 mod create;
+pub(crate) mod request;
 mod stacked;
 
 use std::fmt;
 
 use netlink_packet_core::Emitable as _;
-use netlink_packet_route::link::{
-    BridgePortState, LinkAttribute, LinkExtentMask, LinkFlags, LinkHeader, LinkLayerType, LinkMessage, State,
-};
+use netlink_packet_route::link::{BridgePortState, LinkFlags, LinkHeader, LinkLayerType, State};
 
 pub use change::LinkFlag;
+pub(crate) use request::LinkRequest;
 pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
+
+/// In the options of a bridge: whether it filters by VLAN.
+pub(crate) const IFLA_BR_VLAN_FILTERING: u16 = 7;
+
+/// In the options of a bridge's port: hairpin mode.
+pub(crate) const IFLA_BRPORT_MODE: u16 = 4;
+
+/// In the options of a bridge's port: isolation.
+pub(crate) const IFLA_BRPORT_ISOLATED: u16 = 33;
+
+/// In the options of a VRF: its routing table.
+const IFLA_VRF_TABLE: u16 = 1;
 
 /// The longest name of an interface, in bytes.
 pub const NAME_MAX: usize = 15;
@@ -198,11 +210,8 @@ impl Netlink {
         if number < 0 {
             return Ok(true);
         }
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        message.attributes.push(LinkAttribute::IfNetnsId(number));
-        message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
-        match self.get(Kind::GetLink, &message) {
+        let request = LinkRequest::new(index).netns_id(number).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
+        match self.get(Kind::GetLink, &request) {
             // The ID of a namespace that no process and no file holds any more.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
             // The other end has gone since this one was read, and this one with it, or was moved.
@@ -226,11 +235,8 @@ impl Netlink {
 
     /// One link by name or index.
     pub(crate) fn get_link(&self, index: u32, name: Option<&str>) -> Result<Option<Link>, Cause> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        message.attributes.extend(name.map(|name| LinkAttribute::IfName(name.to_owned())));
-        message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
-        match self.get(Kind::GetLink, &message) {
+        let request = LinkRequest::new(index).optional(name, LinkRequest::name);
+        match self.get(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS)) {
             Ok(answer) => match answer.as_ref().and_then(decode) {
                 Some(link) => Ok(Some(link)),
                 None => Err(Cause::text("the kernel's answer could not be understood")),
@@ -241,10 +247,8 @@ impl Netlink {
     }
 
     fn list(&self, master: Option<u32>) -> Result<Vec<Link>, Cause> {
-        let mut message = LinkMessage::default();
-        message.attributes.extend(master.map(LinkAttribute::Controller));
-        message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
-        let links = self.dump(Kind::GetLink, &message)?;
+        let request = LinkRequest::new(0).optional(master, LinkRequest::master);
+        let links = self.dump(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS))?;
         let links = links.iter().filter_map(decode);
         Ok(links.filter(|link| master.is_none() || link.master == master).collect())
     }
@@ -354,7 +358,6 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
             libc::IFLA_INFO_DATA => match &link.kind {
                 LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
                 LinkKind::Other(kind) if kind == "vrf" => {
-                    const IFLA_VRF_TABLE: u16 = 1;
                     link.vrf_table =
                         attributes(value).find(|(kind, _)| *kind == IFLA_VRF_TABLE).and_then(|(_, id)| number(id));
                 }
@@ -370,7 +373,6 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
 
 fn decode_bridge(options: &[u8]) -> BridgeInfo {
     const IFLA_BR_STP_STATE: u16 = 5;
-    const IFLA_BR_VLAN_FILTERING: u16 = 7;
     const IFLA_BR_VLAN_DEFAULT_PVID: u16 = 39;
     let mut bridge = BridgeInfo { vlan_filtering: false, default_pvid: 0, spanning_tree: false };
     for (kind, value) in attributes(options) {
@@ -388,8 +390,6 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
 
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
-    const IFLA_BRPORT_MODE: u16 = 4;
-    const IFLA_BRPORT_ISOLATED: u16 = 33;
     let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false };
     for (kind, value) in attributes(options) {
         match kind {

@@ -5,17 +5,21 @@
 //! can only be given afterwards, by [`Netlink::set_first_name`].
 
 use std::fmt;
-use std::os::fd::{AsFd as _, AsRawFd as _};
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
-use netlink_packet_route::link::{
-    InfoData, InfoIpVlan, InfoKind, InfoMacVlan, InfoVlan, LinkAttribute, LinkInfo, LinkMessage,
-};
 
+use super::LinkRequest;
 use crate::error::{Error, Result};
 use crate::mac::Mac;
-use crate::netlink::{Kind, Netlink, attributes};
+use crate::netlink::wire::{attribute, new_attribute};
+use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
+
+/// `IFLA_MACVLAN_MODE` (32 bits), `IFLA_IPVLAN_MODE` and `IFLA_VLAN_ID` (16 bits): each the first
+/// attribute of its kind.
+const MODE_OR_ID: u16 = 1;
+
+const IFLA_MACVLAN_BC_QUEUE_LEN: u16 = 7;
 
 /// An interface on top of a master, with its mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,8 +106,7 @@ impl Stacked {
 
     /// Reads the options of a link of that kind. `None` for other kinds and modes.
     pub(super) fn decode(kind: &str, options: &[u8]) -> Option<Stacked> {
-        // Mode and ID alike are the first attribute of their kind, the modes of macvlan in 32 bits.
-        let value = attributes(options).find(|(attribute, _)| *attribute == 1)?.1;
+        let value = attribute(options, MODE_OR_ID)?;
         let short = || value.first_chunk().copied().map(u16::from_ne_bytes);
         match kind {
             "macvlan" => {
@@ -156,7 +159,7 @@ impl Netlink {
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
         // The kernel would send an echo to the socket of that port in the other namespace, which is
         // another connection.
-        let made = self.request(Kind::NewLink, &message(spec), NLM_F_CREATE | NLM_F_EXCL);
+        let made = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
         made.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
 
@@ -165,32 +168,27 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if the name is taken: then the alias was not set.
     pub fn set_first_name(&self, index: u32, name: &str, alias: &str) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        message.attributes.push(LinkAttribute::IfAlias(alias.to_owned()));
-        self.set_link(message, |link| format!("failed to rename {link} to {name:?}"))
+        self.set_link(LinkRequest::new(index).name(name).alias(alias), |link| {
+            format!("failed to rename {link} to {name:?}")
+        })
     }
 }
 
-fn message(spec: &StackedSpec<'_>) -> LinkMessage {
-    let (kind, data) = match spec.stacked {
+fn request(spec: &StackedSpec<'_>) -> LinkRequest {
+    let options = match spec.stacked {
         Stacked::Macvlan(mode) => {
-            let mut options = vec![InfoMacVlan::Mode((mode as u32).into())];
-            options.extend(spec.broadcast_queue.map(InfoMacVlan::BcQueueLen));
-            (InfoKind::MacVlan, InfoData::MacVlan(options))
+            let mut options = new_attribute(MODE_OR_ID, &(mode as u32).to_ne_bytes());
+            if let Some(frames) = spec.broadcast_queue {
+                options.extend(new_attribute(IFLA_MACVLAN_BC_QUEUE_LEN, &frames.to_ne_bytes()));
+            }
+            options
         }
-        Stacked::Ipvlan(mode) => (InfoKind::IpVlan, InfoData::IpVlan(vec![InfoIpVlan::Mode((mode as u16).into())])),
-        Stacked::Vlan(id) => (InfoKind::Vlan, InfoData::Vlan(vec![InfoVlan::Id(id)])),
+        Stacked::Ipvlan(mode) => new_attribute(MODE_OR_ID, &(mode as u16).to_ne_bytes()),
+        Stacked::Vlan(id) => new_attribute(MODE_OR_ID, &id.to_ne_bytes()),
     };
-    let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::IfName(spec.name.to_owned()));
-    message.attributes.push(LinkAttribute::Link(spec.master));
-    message.attributes.push(LinkAttribute::NetNsFd(spec.netns.as_fd().as_raw_fd()));
-    message.attributes.extend(spec.mtu.map(LinkAttribute::Mtu));
-    message.attributes.extend(spec.mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
-    message.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(kind), LinkInfo::Data(data)]));
-    message
+    let request = LinkRequest::new(0).name(spec.name).on_top_of(spec.master).netns(spec.netns);
+    let request = request.optional(spec.mtu, LinkRequest::mtu).optional(spec.mac, LinkRequest::mac);
+    request.kind(spec.stacked.kind(), &options)
 }
 
 #[cfg(test)]

@@ -192,16 +192,14 @@ fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<V
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::link::LinkRequest;
     use crate::testing::{in_new_netns, new_netns};
-    use netlink_packet_route::link::{LinkAttribute, LinkMessage};
 
     #[test]
     fn an_answer_given_up_does_not_reach_the_next_question() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
-            let mut ask = LinkMessage::default();
-            ask.attributes.push(LinkAttribute::IfName("lo".to_owned()));
-            let payload = &wire::emitted(&ask);
+            let payload = &LinkRequest::new(0).name("lo").bytes();
             let mut bytes = Vec::new();
             // Sequence number 0: no caller waits for the answer.
             wire::Message { kind: Kind::GetLink as u16, flags: 1, sequence: 0, payload }.write(&mut bytes);

@@ -4,7 +4,6 @@
 //! What is not put into words here is in the bytes.
 
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
-use netlink_packet_route::link::{AfSpecBridge, InfoData, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
 use netlink_packet_route::route::{RouteAttribute, RouteMessage};
 use netlink_packet_route::rule::{RuleAttribute, RuleMessage};
@@ -15,58 +14,6 @@ use crate::route;
 
 fn index(index: u32) -> String {
     format!("index {index}")
-}
-
-impl Body for LinkMessage {
-    fn words(&self) -> Vec<String> {
-        let link = self;
-        let mut words = Vec::new();
-        if link.header.index != 0 {
-            words.push(index(link.header.index));
-        }
-        for (flag, on, off) in [
-            (LinkFlags::Up, "up", "down"),
-            (LinkFlags::Promisc, "promisc on", "promisc off"),
-            (LinkFlags::Allmulti, "allmulticast on", "allmulticast off"),
-        ] {
-            if link.header.change_mask.contains(flag) {
-                words.push(if link.header.flags.contains(flag) { on } else { off }.to_owned());
-            }
-        }
-        for attribute in &link.attributes {
-            match attribute {
-                LinkAttribute::IfName(name) if link.header.index == 0 => words.insert(0, name.clone()),
-                LinkAttribute::IfName(name) => words.push(format!("name {name}")),
-                LinkAttribute::Mtu(mtu) => words.push(format!("mtu {mtu}")),
-                LinkAttribute::Address(bytes) => {
-                    words.extend(Mac::from_slice(bytes).map(|mac| format!("address {mac}")))
-                }
-                LinkAttribute::IfAlias(alias) => words.push(format!("alias {alias:?}")),
-                LinkAttribute::Group(group) => words.push(format!("group {group}")),
-                LinkAttribute::TxQueueLen(packets) => words.push(format!("txqueuelen {packets}")),
-                LinkAttribute::Controller(0) => words.push("nomaster".to_owned()),
-                LinkAttribute::Controller(master) => words.push(format!("master {}", index(*master))),
-                LinkAttribute::Link(master) => words.push(format!("link {}", index(*master))),
-                LinkAttribute::NetNsFd(_) => words.push("netns of the container".to_owned()),
-                LinkAttribute::LinkInfo(infos) => infos.iter().for_each(|info| match info {
-                    LinkInfo::Kind(kind) => words.push(format!("type {kind}")),
-                    LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))) => {
-                        words.push(format!("peer ( {} )", peer.words().join(" ")));
-                    }
-                    LinkInfo::Data(_) => words.push("with options".to_owned()),
-                    LinkInfo::PortData(_) => words.push("with options of a port".to_owned()),
-                    _ => {}
-                }),
-                LinkAttribute::AfSpecBridge(specs) => specs.iter().for_each(|spec| {
-                    if let AfSpecBridge::VlanInfo(vlan) = spec {
-                        words.push(format!("vid {}", vlan.vid));
-                    }
-                }),
-                _ => {}
-            }
-        }
-        words
-    }
 }
 
 impl Body for AddressMessage {
@@ -145,27 +92,16 @@ impl Body for NeighbourMessage {
 #[cfg(test)]
 mod tests {
     use super::super::{Kind, Request};
-    use super::*;
+    use crate::Mac;
+    use crate::link::LinkRequest;
     use netlink_packet_core::NLM_F_DUMP;
-    use netlink_packet_route::link::InfoKind;
 
     #[test]
     fn a_request_is_named_with_its_arguments() {
-        let mut link = LinkMessage::default();
-        link.attributes = vec![
-            LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Bridge)]),
-            LinkAttribute::IfName("br0".to_owned()),
-            LinkAttribute::Mtu(1400),
-            LinkAttribute::Address(vec![2, 0, 0, 0, 0, 7]),
-        ];
+        let link = LinkRequest::new(0).kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
         let new = Request { kind: Kind::NewLink, body: &link };
         assert_eq!(new.name(0), "netlink NewLink br0 type bridge mtu 1400 address 02:00:00:00:00:07");
         assert!(new.bytes().starts_with("type 16: 00") && new.bytes().contains("62723000"), "{}", new.bytes());
         assert_eq!(Request { kind: Kind::GetLink, body: &link }.name(NLM_F_DUMP), "netlink GetLink (all)");
-        let mut set = LinkMessage::default();
-        (set.header.index, set.header.change_mask) = (7, LinkFlags::Up);
-        set.attributes = vec![LinkAttribute::Controller(3), LinkAttribute::IfAlias("a b".to_owned())];
-        let set = Request { kind: Kind::SetLink, body: &set };
-        assert_eq!(set.name(0), "netlink SetLink index 7 down master index 3 alias \"a b\"");
     }
 }

@@ -1,0 +1,308 @@
+//! Requests about links: `struct ifinfomsg` and its attributes.
+//!
+//! This module replaces the packet crate's `LinkMessage` in requests. That type can contain every
+//! option of every kind of link, so each binary that writes one contains the code for all of them:
+//! 120 KB.
+
+use std::os::fd::{AsFd as _, AsRawFd as _};
+
+use netlink_packet_core::Emitable;
+
+use super::number;
+use crate::mac::Mac;
+use crate::netlink::wire::{attribute, new_attribute};
+use crate::netlink::{Body, attributes, text};
+use crate::netns::Netns;
+
+/// The length of `struct ifinfomsg` in bytes.
+const HEADER: usize = 16;
+
+/// `AF_BRIDGE` of the kernel, in the one byte that a header has for it.
+const AF_BRIDGE: u8 = 7;
+
+/// In the options of a veth: the other end, as a request of its own.
+const VETH_INFO_PEER: u16 = 1;
+
+/// In `IFLA_AF_SPEC` of a bridge: a VLAN, as `struct bridge_vlan_info`.
+pub(crate) const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
+
+/// A request about one link. The methods add to it and return it.
+#[derive(Clone, Debug)]
+pub(crate) struct LinkRequest {
+    family: u8,
+    index: u32,
+    flags: u32,
+    /// The flags that the request changes.
+    change: u32,
+    attributes: Vec<u8>,
+}
+
+impl LinkRequest {
+    /// Returns a request about the link with this index. With index 0 the attributes describe the
+    /// link: one to create or to look up.
+    pub(crate) fn new(index: u32) -> LinkRequest {
+        LinkRequest { family: 0, index, flags: 0, change: 0, attributes: Vec::new() }
+    }
+
+    /// Returns the index of the link, 0 if the attributes describe it.
+    pub(crate) fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Makes it a request to the bridge code of the kernel: `AF_BRIDGE`.
+    pub(crate) fn of_bridge(mut self) -> LinkRequest {
+        self.family = AF_BRIDGE;
+        self
+    }
+
+    /// Sets the link up.
+    pub(crate) fn up(self) -> LinkRequest {
+        self.flag(libc::IFF_UP, true)
+    }
+
+    /// Sets or clears a flag (`IFF_*`).
+    pub(crate) fn flag(mut self, flag: libc::c_int, is_set: bool) -> LinkRequest {
+        self.change |= flag.cast_unsigned();
+        if is_set {
+            self.flags |= flag.cast_unsigned();
+        }
+        self
+    }
+
+    /// Adds what `add` adds for the value, if there is one.
+    pub(crate) fn optional<T>(self, value: Option<T>, add: fn(LinkRequest, T) -> LinkRequest) -> LinkRequest {
+        match value {
+            Some(value) => add(self, value),
+            None => self,
+        }
+    }
+
+    /// Adds an attribute (`IFLA_*`).
+    pub(crate) fn with(mut self, kind: u16, value: &[u8]) -> LinkRequest {
+        self.attributes.extend(new_attribute(kind, value));
+        self
+    }
+
+    fn with_number(self, kind: u16, number: u32) -> LinkRequest {
+        self.with(kind, &number.to_ne_bytes())
+    }
+
+    fn with_text(self, kind: u16, value: &str) -> LinkRequest {
+        self.with(kind, &terminated(value))
+    }
+
+    pub(crate) fn name(self, name: &str) -> LinkRequest {
+        self.with_text(libc::IFLA_IFNAME, name)
+    }
+
+    pub(crate) fn alias(self, alias: &str) -> LinkRequest {
+        self.with_text(libc::IFLA_IFALIAS, alias)
+    }
+
+    pub(crate) fn mac(self, mac: Mac) -> LinkRequest {
+        self.with(libc::IFLA_ADDRESS, &mac.0)
+    }
+
+    pub(crate) fn mtu(self, mtu: u32) -> LinkRequest {
+        self.with_number(libc::IFLA_MTU, mtu)
+    }
+
+    pub(crate) fn txqlen(self, packets: u32) -> LinkRequest {
+        self.with_number(libc::IFLA_TXQLEN, packets)
+    }
+
+    pub(crate) fn group(self, group: u32) -> LinkRequest {
+        self.with_number(libc::IFLA_GROUP, group)
+    }
+
+    /// Names the bridge or VRF that the link is a port of; 0 for none.
+    pub(crate) fn master(self, index: u32) -> LinkRequest {
+        self.with_number(libc::IFLA_MASTER, index)
+    }
+
+    /// Names the link that this one is on top of.
+    pub(crate) fn on_top_of(self, index: u32) -> LinkRequest {
+        self.with_number(libc::IFLA_LINK, index)
+    }
+
+    /// Names the namespace that the link is created in or moved to.
+    pub(crate) fn netns(self, netns: &Netns) -> LinkRequest {
+        self.with(libc::IFLA_NET_NS_FD, &netns.as_fd().as_raw_fd().to_ne_bytes())
+    }
+
+    /// Looks the link up in the namespace that has this ID in the connection's namespace.
+    pub(crate) fn netns_id(self, id: i32) -> LinkRequest {
+        self.with(libc::IFLA_IF_NETNSID, &id.to_ne_bytes())
+    }
+
+    /// Sets what an answer contains or omits (`RTEXT_FILTER_*`).
+    pub(crate) fn answer_filter(self, filter: libc::c_int) -> LinkRequest {
+        self.with_number(libc::IFLA_EXT_MASK, filter.cast_unsigned())
+    }
+
+    /// Sets the kind of link, and options of that kind as attributes.
+    pub(crate) fn kind(self, kind: &str, options: &[u8]) -> LinkRequest {
+        self.info((libc::IFLA_INFO_KIND, kind), (libc::IFLA_INFO_DATA, options))
+    }
+
+    /// Sets options as attributes that the link has as a port of this kind of master.
+    pub(crate) fn port(self, master_kind: &str, options: &[u8]) -> LinkRequest {
+        self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
+    }
+
+    fn info(self, (name, kind): (u16, &str), (data, options): (u16, &[u8])) -> LinkRequest {
+        let mut info = new_attribute(name, &terminated(kind));
+        if !options.is_empty() {
+            info.extend(new_attribute(data, options));
+        }
+        self.with(libc::IFLA_LINKINFO, &info)
+    }
+
+    /// Makes it a veth with this other end.
+    pub(crate) fn veth(self, peer: &LinkRequest) -> LinkRequest {
+        self.kind("veth", &new_attribute(VETH_INFO_PEER, &peer.bytes()))
+    }
+
+    /// Returns the message as the kernel reads it.
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.buffer_len()];
+        self.emit(&mut bytes);
+        bytes
+    }
+}
+
+impl Emitable for LinkRequest {
+    fn buffer_len(&self) -> usize {
+        HEADER + self.attributes.len()
+    }
+
+    fn emit(&self, buffer: &mut [u8]) {
+        let header = [u32::from(self.family).to_le_bytes(), self.index.to_ne_bytes()];
+        let flags = [self.flags.to_ne_bytes(), self.change.to_ne_bytes()];
+        let bytes = [header.concat(), flags.concat(), self.attributes.clone()].concat();
+        buffer[..bytes.len()].copy_from_slice(&bytes);
+    }
+}
+
+impl Body for LinkRequest {
+    fn words(&self) -> Vec<String> {
+        words(self.index, (self.flags, self.change), &self.attributes)
+    }
+}
+
+/// Returns the bytes of a text with the zero byte that ends it.
+fn terminated(text: &str) -> Vec<u8> {
+    [text.as_bytes(), &[0]].concat()
+}
+
+/// Returns a request's content in words, as the arguments of `ip link` would name it.
+fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
+    let mut words = Vec::new();
+    if index != 0 {
+        words.push(format!("index {index}"));
+    }
+    for (flag, on, off) in [
+        (libc::IFF_UP, "up", "down"),
+        (libc::IFF_PROMISC, "promisc on", "promisc off"),
+        (libc::IFF_ALLMULTI, "allmulticast on", "allmulticast off"),
+    ] {
+        let flag = flag.cast_unsigned();
+        if change & flag != 0 {
+            words.push(if flags & flag != 0 { on } else { off }.to_owned());
+        }
+    }
+    for (kind, value) in attributes(all) {
+        let number = number(value).unwrap_or_default();
+        match kind {
+            libc::IFLA_IFNAME if index == 0 => words.insert(0, text(value)),
+            libc::IFLA_IFNAME => words.push(format!("name {}", text(value))),
+            libc::IFLA_MTU => words.push(format!("mtu {number}")),
+            libc::IFLA_ADDRESS => words.extend(Mac::from_slice(value).map(|mac| format!("address {mac}"))),
+            libc::IFLA_IFALIAS => words.push(format!("alias {:?}", text(value))),
+            libc::IFLA_GROUP => words.push(format!("group {number}")),
+            libc::IFLA_TXQLEN => words.push(format!("txqueuelen {number}")),
+            libc::IFLA_MASTER if number == 0 => words.push("nomaster".to_owned()),
+            libc::IFLA_MASTER => words.push(format!("master index {number}")),
+            libc::IFLA_LINK => words.push(format!("link index {number}")),
+            libc::IFLA_NET_NS_FD => words.push("netns of the container".to_owned()),
+            libc::IFLA_LINKINFO => words.extend(info_words(value)),
+            libc::IFLA_AF_SPEC => {
+                if let Some([_, _, low, high, ..]) = attribute(value, IFLA_BRIDGE_VLAN_INFO) {
+                    words.push(format!("vid {}", u16::from_ne_bytes([*low, *high])));
+                }
+            }
+            _ => {}
+        }
+    }
+    words
+}
+
+/// Returns the content of `IFLA_LINKINFO` in words.
+fn info_words(info: &[u8]) -> Vec<String> {
+    let mut words = Vec::new();
+    let kind = attribute(info, libc::IFLA_INFO_KIND).map(text);
+    words.extend(kind.as_ref().map(|kind| format!("type {kind}")));
+    if let Some(options) = attribute(info, libc::IFLA_INFO_DATA) {
+        let peer = attribute(options, VETH_INFO_PEER).filter(|_| kind.as_deref() == Some("veth"));
+        words.push(match peer.and_then(|peer| peer.split_at_checked(HEADER)) {
+            Some((_, peer)) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
+            None => "with options".to_owned(),
+        });
+    }
+    if attribute(info, libc::IFLA_INFO_SLAVE_DATA).is_some() {
+        words.push("with options of a port".to_owned());
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use netlink_packet_core::Parseable as _;
+    use netlink_packet_route::link::{InfoBridge, InfoData, InfoKind, InfoVeth, LinkAttribute, LinkInfo, LinkMessage};
+
+    fn words(request: &LinkRequest) -> String {
+        request.words().join(" ")
+    }
+
+    #[test]
+    fn every_part_of_a_request_is_in_its_words() {
+        let new = LinkRequest::new(0).kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
+        assert_eq!(words(&new), "br0 type bridge mtu 1400 address 02:00:00:00:00:07");
+        let set = LinkRequest::new(7).flag(libc::IFF_UP, false).master(3).alias("a b").group(4).txqlen(5);
+        assert_eq!(words(&set), "index 7 down master index 3 alias \"a b\" group 4 txqueuelen 5");
+        let flags = LinkRequest::new(7).flag(libc::IFF_PROMISC, true).flag(libc::IFF_ALLMULTI, false).master(0);
+        assert_eq!(words(&flags), "index 7 promisc on allmulticast off nomaster");
+        let peer = LinkRequest::new(0).name("eth0").mtu(9000);
+        assert_eq!(words(&LinkRequest::new(0).name("v").veth(&peer)), "v type veth peer ( eth0 mtu 9000 )");
+        let stacked = LinkRequest::new(0).on_top_of(2).name("m").kind("vlan", &new_attribute(1, &[5, 0]));
+        assert_eq!(words(&stacked), "m link index 2 type vlan with options");
+        assert_eq!(
+            words(&LinkRequest::new(7).name("x").port("bridge", &[0; 4])),
+            "index 7 name x with options of a port"
+        );
+    }
+
+    /// The packet crate reads what is written here, and would have written the same bytes.
+    #[test]
+    fn a_request_has_the_bytes_of_the_packet_crate() {
+        let peer = LinkRequest::new(0).name("eth0").mac(Mac([2; 6])).mtu(1400);
+        let veth = LinkRequest::new(0).flag(libc::IFF_UP, true).name("veth0").master(3).group(9).veth(&peer);
+        let bridge = LinkRequest::new(0).name("br0").kind("bridge", &new_attribute(7, &[1]));
+        let set = LinkRequest::new(7).alias("x").txqlen(0).of_bridge().netns_id(-1).answer_filter(8);
+        for request in [veth.clone(), bridge.clone(), set] {
+            let read = LinkMessage::parse(&request.bytes()[..]).unwrap();
+            let mut written = vec![0; read.buffer_len()];
+            read.emit(&mut written);
+            assert_eq!(written, request.bytes(), "{read:?}");
+        }
+        let read = LinkMessage::parse(&bridge.bytes()[..]).unwrap();
+        let data = InfoData::Bridge(vec![InfoBridge::VlanFiltering(true)]);
+        let info = vec![LinkInfo::Kind(InfoKind::Bridge), LinkInfo::Data(data)];
+        assert_eq!(read.attributes, [LinkAttribute::IfName("br0".to_owned()), LinkAttribute::LinkInfo(info)]);
+        let read = LinkMessage::parse(&veth.bytes()[..]).unwrap();
+        let Some(LinkAttribute::LinkInfo(info)) = read.attributes.last() else { panic!("{read:?}") };
+        let LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))) = &info[1] else { panic!("{info:?}") };
+        assert_eq!(peer.attributes[0], LinkAttribute::IfName("eth0".to_owned()));
+    }
+}
