@@ -38,18 +38,18 @@ pub struct AttachedPort {
 
 /// Creates a veth pair whose host's end is a port of the bridge.
 pub(crate) fn create<'a>(
-    site: &AttachmentContext<'a, Conf>,
+    context: &AttachmentContext<'a, Conf>,
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<AttachedPort>> {
-    let (host, conf) = (&site.host, &site.conf);
+    let (host, conf) = (&context.host, &context.conf);
     if conf.spoof_check {
-        port::refuse_second(host, &site.mark, None)?;
+        port::refuse_second(host, &context.mark, None)?;
     }
-    let bridge = device::ensure(host, conf, site.call.machine)?;
+    let bridge = device::ensure(host, conf, context.call.machine)?;
     let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
-    let pair = veth::create(site, &choices, rollback)?;
+    let pair = veth::create(context, &choices, rollback)?;
     let ends = PortEnds { index: pair.index, name: &pair.name, peer_mac: pair.peer_mac };
-    port::protect(host, &ends, &site.mark, conf, rollback).map_err(|error| match error.errno() {
+    port::protect(host, &ends, &context.mark, conf, rollback).map_err(|error| match error.errno() {
         Some(errno) if errno == EOPNOTSUPP && conf.vlans.is_some() => device::no_vlan_filtering(error, conf),
         _ => error,
     })?;
@@ -57,7 +57,7 @@ pub(crate) fn create<'a>(
         interfaces: vec![
             host_interface(&bridge.name, None),
             host_interface(&pair.name, Some(pair.mac)),
-            site.container_interface(pair.peer_mac),
+            context.container_interface(pair.peer_mac),
         ],
         ..AddResult::default()
     };
@@ -69,24 +69,24 @@ pub(crate) fn create<'a>(
 /// have their carriers. A worker of the kernel sets each carrier, in any order, and an interface
 /// drops what it is to send until then.
 pub(crate) fn wait_for_frames(
-    site: &AttachmentContext<'_, Conf>,
-    made: &CreatedLink<AttachedPort>,
+    context: &AttachmentContext<'_, Conf>,
+    created: &CreatedLink<AttachedPort>,
     watch: &Watch,
 ) -> Result<()> {
-    let machine = site.call.machine;
+    let machine = context.call.machine;
     let deadline = machine.now() + PORT_DEADLINE;
     let wait = || -> cni_linux::Result<()> {
-        let port = site.host.wait_port_forwarding(watch, made.link.port, deadline, machine)?;
+        let port = context.host.wait_port_forwarding(watch, created.link.port, deadline, machine)?;
         if port.port.is_some_and(|state| state.state == PortState::Forwarding) {
-            if let Some(gateway) = made.link.gateway {
-                site.host.wait_carrier(watch, gateway, deadline, machine)?;
+            if let Some(gateway) = created.link.gateway {
+                context.host.wait_carrier(watch, gateway, deadline, machine)?;
             }
         } else {
-            let notes = &site.call.notes;
+            let notes = &context.call.notes;
             notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", port.name));
         }
         // The container's end nearly always has its carrier by now.
-        site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)
+        context.container.wait_carrier_in(&context.netns, created.index, deadline, machine)
     };
     wait().map_err(|error| Error::from(error).context("bridge port in error state"))
 }

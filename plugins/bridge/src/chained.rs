@@ -57,12 +57,12 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
 
 /// Makes the host's end of the earlier plugin's interface a port of the bridge.
 pub(crate) fn plug_in<'a>(
-    site: &AttachmentContext<'a, Conf>,
+    context: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<AttachedPort>> {
-    let AttachmentContext { call, conf, host, mark, .. } = site;
-    let inner = site.container.find_link(&call.ifname)?.ok_or_else(|| {
+    let AttachmentContext { call, conf, host, mark, .. } = context;
+    let inner = context.container.find_link(&call.ifname)?.ok_or_else(|| {
         Error::config(format!(
             "chained use: the container has no interface {:?}, which an earlier plugin should have made",
             call.ifname
@@ -121,24 +121,24 @@ pub(crate) struct Earlier {
 /// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM
 /// gets them back. The addresses that it has already are the earlier plugin's.
 pub(crate) fn note_addresses<'a>(
-    site: &AttachmentContext<'a, Conf>,
-    made: &CreatedLink<AttachedPort>,
+    context: &AttachmentContext<'a, Conf>,
+    created: &CreatedLink<AttachedPort>,
     layer3: &Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let Some(Earlier { inner_up, port_mark }) = &made.link.earlier else { return Ok(()) };
-    let there = site.container.list_addresses(made.index)?;
+    let Some(Earlier { inner_up, port_mark }) = &created.link.earlier else { return Ok(()) };
+    let there = context.container.list_addresses(created.index)?;
     let mut addresses = layer3.addresses();
     addresses.retain(|cidr| there.iter().all(|address| address.cidr != *cidr));
-    let (undo, index, was_up) = (site.container.clone(), made.index, *inner_up);
-    rollback.push(format!("take our addresses off {}", site.call.ifname), move || {
+    let (undo, index, was_up) = (context.container.clone(), created.index, *inner_up);
+    rollback.push(format!("take our addresses off {}", context.call.ifname), move || {
         let purged = purge_addresses(&undo, index, &addresses);
         let down = if was_up { Ok(()) } else { undo.set_down(index) };
         purged.and(down)
     });
-    let addresses = (made.result.ips.len(), layer3.ips.len());
+    let addresses = (created.result.ips.len(), layer3.ips.len());
     let port_mark = PortMark { addresses, ..port_mark.clone() };
-    Ok(site.host.set_alias(made.link.port, &port_mark.alias())?)
+    Ok(context.host.set_alias(created.link.port, &port_mark.alias())?)
 }
 
 /// The one interface of prevResult that is on the host and the other end of CNI_IFNAME.

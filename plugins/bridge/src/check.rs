@@ -16,7 +16,7 @@ use crate::port;
 type Check<'a> = cni_plugin::interface::Check<'a, Conf>;
 
 pub(crate) fn check(check: &Check<'_>) -> Result<()> {
-    let (host, conf) = (&*check.site.host, &check.site.conf);
+    let (host, conf) = (&*check.context.host, &check.context.conf);
     let outer = host_end(check)?;
     let bridge = bridge(host, conf)?;
     check.interface()?;
@@ -35,28 +35,28 @@ pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     let deadline = check.dad_deadline();
     if outer.port.is_none_or(|port| port.state != PortState::Forwarding) {
         let watch = Watch::open()?;
-        host.wait_port_forwarding(&watch, outer.index, deadline, check.site.call.machine)
+        host.wait_port_forwarding(&watch, outer.index, deadline, check.context.call.machine)
             .map_err(|error| failed(format!("{} does not forward: {error}", outer.name)))?;
     }
     check.wait_for_dad(deadline)
 }
 
 fn host_end(check: &Check<'_>) -> Result<Link> {
-    check.host_end(&format!("CNI veth created for bridge {} was not found", check.site.conf.bridge))
+    check.host_end(&format!("CNI veth created for bridge {} was not found", check.context.conf.bridge))
 }
 
 /// Writes the missing rules of `ipMasq` and `macspoofchk` again.
 pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
     let outer = host_end(check)?;
     let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode)?;
-    if !check.site.conf.spoof_check {
+    if !check.context.conf.spoof_check {
         return Ok(masquerade);
     }
     let mut restored =
-        masquerade.unwrap_or_else(|| Restored { missing: Vec::new(), rollback: check.site.call.rollback() });
+        masquerade.unwrap_or_else(|| Restored { missing: Vec::new(), rollback: check.context.call.rollback() });
     let (mac, missing) = spoof_rules(check, &outer)?;
     if mode == RestoreMode::Write && !missing.is_empty() {
-        port::guard(&outer.name, mac, &check.site.mark, &mut restored.rollback)?;
+        port::guard(&outer.name, mac, &check.context.mark, &mut restored.rollback)?;
     }
     restored.missing.extend(missing);
     Ok(Some(restored))
@@ -64,7 +64,7 @@ pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<
 
 /// The container's address, and what is wrong with the rules of `macspoofchk`.
 fn spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String>)> {
-    let (call, inner) = (check.site.call, &check.inner);
+    let (call, inner) = (check.context.call, &check.inner);
     let mac = inner.mac.ok_or_else(|| failed(format!("{} has no hardware address", inner.name)))?;
     Ok((mac, SpoofCheck::open()?.check(&call.container_id, &call.ifname, &outer.name, mac)?))
 }
@@ -87,7 +87,7 @@ fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
 }
 
 fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
-    let (host, conf) = (&*check.site.host, &check.site.conf);
+    let (host, conf) = (&*check.context.host, &check.context.conf);
     let name = &outer.name;
     if outer.master != Some(bridge.index) {
         return Err(failed(format!("{name} is not attached to bridge {}", bridge.name)));
@@ -95,7 +95,7 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     if !outer.up {
         return Err(failed(format!("{name} is down")));
     }
-    if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.site.mark)) {
+    if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.context.mark)) {
         return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
     let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;

@@ -23,18 +23,18 @@ const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 /// Puts the gateways' addresses onto the link that is to have them, if the bridge is to be the
 /// gateway. A link of their own is added to the result.
 pub(crate) fn serve<'a>(
-    site: &AttachmentContext<'a, Conf>,
-    made: &mut CreatedLink<AttachedPort>,
+    context: &AttachmentContext<'a, Conf>,
+    created: &mut CreatedLink<AttachedPort>,
     layer3: &Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<HostState> {
-    let link = gateway_link(&site.host, &made.link.bridge, &site.conf)?;
-    made.link.gateway = Some(link.index);
-    if link.index != made.link.bridge.index {
-        made.result.interfaces.push(host_interface(&link.name, link.mac));
+    let link = gateway_link(&context.host, &created.link.bridge, &context.conf)?;
+    created.link.gateway = Some(link.index);
+    if link.index != created.link.bridge.index {
+        created.result.interfaces.push(host_interface(&link.name, link.mac));
     }
     let neighbours_on = Some(link.index);
-    let added = Plan::new(site, link, layer3)?.serve(site, rollback)?;
+    let added = Plan::new(context, link, layer3)?.serve(context, rollback)?;
     Ok(HostState { added, neighbours_on })
 }
 
@@ -52,8 +52,8 @@ impl Plan {
     ///
     /// # Errors
     /// 102 with Go's text if an address is in the way and `forceAddress` is not set.
-    fn new(site: &AttachmentContext<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
-        let (host, conf) = (&site.host, &site.conf);
+    fn new(context: &AttachmentContext<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
+        let (host, conf) = (&context.host, &context.conf);
         let mut plan = Plan { link, missing: Vec::new(), in_the_way: Vec::new(), families: BTreeSet::new() };
         if conf.gateway == Gateway::None {
             return Ok(plan);
@@ -85,8 +85,8 @@ impl Plan {
 
     /// Removes the addresses that are in the way, adds the missing ones and lets the host forward.
     /// Returns those that were missing.
-    fn serve<'a>(self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
-        let (host, conf, notes) = (&site.host, &site.conf, &site.call.notes);
+    fn serve<'a>(self, context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
+        let (host, conf, notes) = (&context.host, &context.conf, &context.call.notes);
         let Plan { link, missing, in_the_way, families } = self;
         if !in_the_way.is_empty() {
             let saved = host.save_addresses(link.index, &in_the_way)?;

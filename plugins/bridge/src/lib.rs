@@ -77,45 +77,45 @@ impl Interface for Bridge {
 
     fn create<'a>(
         &self,
-        site: &AttachmentContext<'a, Conf>,
+        context: &AttachmentContext<'a, Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<AttachedPort>> {
-        match &site.earlier {
-            Some(earlier) => chained::plug_in(site, earlier, rollback),
-            None => attach::create(site, rollback),
+        match &context.earlier {
+            Some(earlier) => chained::plug_in(context, earlier, rollback),
+            None => attach::create(context, rollback),
         }
     }
 
     fn serve<'a>(
         &self,
-        site: &AttachmentContext<'a, Conf>,
-        made: &mut CreatedLink<AttachedPort>,
+        context: &AttachmentContext<'a, Conf>,
+        created: &mut CreatedLink<AttachedPort>,
         layer3: &Layer3,
         rollback: &mut Rollback<'a>,
     ) -> Result<HostState> {
-        if site.earlier.is_some() {
-            chained::note_addresses(site, made, layer3, rollback)?;
+        if context.earlier.is_some() {
+            chained::note_addresses(context, created, layer3, rollback)?;
         }
-        gateway::serve(site, made, layer3, rollback)
+        gateway::serve(context, created, layer3, rollback)
     }
 
     fn wait_for_frames(
         &self,
-        site: &AttachmentContext<'_, Conf>,
-        made: &CreatedLink<AttachedPort>,
+        context: &AttachmentContext<'_, Conf>,
+        created: &CreatedLink<AttachedPort>,
         watch: &Watch,
     ) -> Result<()> {
-        attach::wait_for_frames(site, made, watch)
+        attach::wait_for_frames(context, created, watch)
     }
 
-    fn finish(&self, site: &AttachmentContext<'_, Conf>, made: &mut CreatedLink<AttachedPort>) -> Result<()> {
-        let bridge = &made.link.bridge;
-        let interfaces = &mut made.result.interfaces;
-        if site.earlier.is_none() {
-            interfaces[0] = device::interface(&site.host, bridge)?;
+    fn finish(&self, context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<AttachedPort>) -> Result<()> {
+        let bridge = &created.link.bridge;
+        let interfaces = &mut created.result.interfaces;
+        if context.earlier.is_none() {
+            interfaces[0] = device::interface(&context.host, bridge)?;
         } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
             // At the end, so that no index into the earlier plugins' list changes its meaning.
-            interfaces.push(device::interface(&site.host, bridge)?);
+            interfaces.push(device::interface(&context.host, bridge)?);
         }
         Ok(())
     }

@@ -56,14 +56,18 @@ impl Interface for Dummy {
         Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
-        let (name, mac) = (&site.call.ifname, made_up_mac()?);
+    fn create<'a>(
+        &self,
+        context: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<()>> {
+        let (name, mac) = (&context.call.ifname, made_up_mac()?);
         let created =
-            undo_creation(&Rc::new(site.container.clone()), name, move |link| link.mac == Some(mac), rollback);
-        let link = site.container.create_dummy(name, mac)?;
+            undo_creation(&Rc::new(context.container.clone()), name, move |link| link.mac == Some(mac), rollback);
+        let link = context.container.create_dummy(name, mac)?;
         created.set(Some(link.index));
-        site.container.set_alias(link.index, &site.mark.alias())?;
-        let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
+        context.container.set_alias(link.index, &context.mark.alias())?;
+        let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
         Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
     }
 }

@@ -57,19 +57,23 @@ impl Interface for HostDevice {
         true
     }
 
-    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
-        let (index, mac) = match Device::of(&site.conf)? {
+    fn create<'a>(
+        &self,
+        context: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<()>> {
+        let (index, mac) = match Device::of(&context.conf)? {
             Device::Dpdk => (0, None),
             Device::Interface(selector) => {
-                let device = find(&site.host, &selector)?;
-                if has_the_only_default_routes(&site.host, &device)? {
-                    site.call.notes.note(format_args!("{}", cut_off(&device)));
+                let device = find(&context.host, &selector)?;
+                if has_the_only_default_routes(&context.host, &device)? {
+                    context.call.notes.note(format_args!("{}", cut_off(&device)));
                 }
-                (take(site, &device, rollback)?, device.mac)
+                (take(context, &device, rollback)?, device.mac)
             }
         };
-        let sandbox = site.call.sandbox().to_owned();
-        let interface = ResultInterface { sandbox, ..host_interface(&site.call.ifname, mac) };
+        let sandbox = context.call.sandbox().to_owned();
+        let interface = ResultInterface { sandbox, ..host_interface(&context.call.ifname, mac) };
         let result = AddResult { interfaces: vec![interface], ..AddResult::default() };
         Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
     }
@@ -121,8 +125,8 @@ impl Interface for HostDevice {
 }
 
 /// Moves the host's interface into the container. Returns its index there.
-fn take<'a>(site: &AttachmentContext<'a, Conf>, device: &Link, rollback: &mut Rollback<'a>) -> Result<u32> {
-    let AttachmentContext { host, container, call, .. } = site;
+fn take<'a>(context: &AttachmentContext<'a, Conf>, device: &Link, rollback: &mut Rollback<'a>) -> Result<u32> {
+    let AttachmentContext { host, container, call, .. } = context;
     let (home, undo_host, undo_container, before) =
         (Netns::current()?, Rc::clone(host), container.clone(), device.clone());
     rollback.push(format!("give {} back to the host", device.name), move || {
@@ -130,9 +134,9 @@ fn take<'a>(site: &AttachmentContext<'a, Conf>, device: &Link, rollback: &mut Ro
     });
     // First, so that the interface is found wherever the move ends.
     host.set_alias(device.index, &device.name)?;
-    let moved = host.move_link(device.index, &site.netns, &call.ifname, &device.name);
+    let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
     moved.map_err(|error| match error.is_exists() {
-        true => name_taken::<HostDevice>(&site.mark),
+        true => name_taken::<HostDevice>(&context.mark),
         false => Error::from(error).context("failed to move link"),
     })?;
     Ok(container.link(&call.ifname)?.index)

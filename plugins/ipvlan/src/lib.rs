@@ -77,8 +77,12 @@ impl Interface for Ipvlan {
         Layer3Policy { ipam: conf.ipam.as_deref(), earlier, dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
-        let conf = &site.conf;
+    fn create<'a>(
+        &self,
+        context: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<()>> {
+        let conf = &context.conf;
         let mut link = conf.link.clone();
         if let (None, Some(earlier)) = (&link.master, &conf.earlier) {
             link.master = Some(master(earlier)?);
@@ -87,11 +91,11 @@ impl Interface for Ipvlan {
         if policy.ipam.is_none() && policy.earlier.is_none() {
             return Err(Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\""));
         }
-        stacked::create(site, &link, rollback)
+        stacked::create(context, &link, rollback)
     }
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
-        stacked::check(check, check.site.conf.link.stacked, "Container IPVlan mode")
+        stacked::check(check, check.context.conf.link.stacked, "Container IPVlan mode")
     }
 
     /// The master may come from another plugin's result, which STATUS does not get.

@@ -86,10 +86,14 @@ impl Interface for Ptp {
         }
     }
 
-    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<Pair>> {
-        let choices = Choices { mtu: site.conf.mtu, ..Choices::default() };
-        let pair = veth::create(site, &choices, rollback)?;
-        let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), site.container_interface(pair.peer_mac)];
+    fn create<'a>(
+        &self,
+        context: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<Pair>> {
+        let choices = Choices { mtu: context.conf.mtu, ..Choices::default() };
+        let pair = veth::create(context, &choices, rollback)?;
+        let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), context.container_interface(pair.peer_mac)];
         let result = AddResult { interfaces, ..AddResult::default() };
         Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
     }
@@ -97,8 +101,8 @@ impl Interface for Ptp {
     /// The host forwards, answers as the gateway and knows the way to each address.
     fn serve<'a>(
         &self,
-        site: &AttachmentContext<'a, Conf>,
-        made: &mut CreatedLink<Pair>,
+        context: &AttachmentContext<'a, Conf>,
+        created: &mut CreatedLink<Pair>,
         layer3: &Layer3,
         _rollback: &mut Rollback<'a>,
     ) -> Result<HostState> {
@@ -108,35 +112,35 @@ impl Interface for Ptp {
             let Some(gateway) = ip.gateway.filter(|gateway| !served.added.contains(gateway)) else { continue };
             // Without duplicate address detection, so that the gateway answers at once and packets
             // for the container are forwarded at once.
-            site.host.add_address(made.link.index, Cidr::host(gateway), Dad::Skip)?;
+            context.host.add_address(created.link.index, Cidr::host(gateway), Dad::Skip)?;
             if gateway.is_ipv6() {
-                site.host.add_link_local(made.link.index, made.link.mac)?;
+                context.host.add_link_local(created.link.index, created.link.mac)?;
             }
             served.added.push(gateway);
         }
         for ip in &layer3.ips {
-            add_route(site, &route_to(ip, made.link.index))?;
+            add_route(context, &route_to(ip, created.link.index))?;
         }
         Ok(served)
     }
 
     fn wait_for_frames(
         &self,
-        site: &AttachmentContext<'_, Conf>,
-        made: &CreatedLink<Pair>,
+        context: &AttachmentContext<'_, Conf>,
+        created: &CreatedLink<Pair>,
         watch: &Watch,
     ) -> Result<()> {
-        let machine = site.call.machine;
+        let machine = context.call.machine;
         let deadline = machine.now() + CARRIER_DEADLINE;
-        site.host.wait_carrier(watch, made.link.index, deadline, machine)?;
-        Ok(site.container.wait_carrier_in(&site.netns, made.index, deadline, machine)?)
+        context.host.wait_carrier(watch, created.link.index, deadline, machine)?;
+        Ok(context.container.wait_carrier_in(&context.netns, created.index, deadline, machine)?)
     }
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
         let outer = check.host_end("the other end of the container's veth was not found on the host")?;
         check.interface()?;
         check.layer3()?;
-        check_host_end(&check.site.host, &outer, &check.layer3.ips)?;
+        check_host_end(&check.context.host, &outer, &check.layer3.ips)?;
         check.masquerade(&check.layer3.ips)?;
         check.wait_for_dad(check.dad_deadline())
     }
@@ -149,12 +153,12 @@ impl Interface for Ptp {
 
 /// Adds the host's route to an address. The route of a container that had the address before may be
 /// left: the new one goes in front.
-fn add_route(site: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
-    match site.host.add_route(route) {
+fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
+    match context.host.add_route(route) {
         Err(error) if error.is_exists() => {
-            site.host.add_route_in_front(&[*route])?;
+            context.host.add_route_in_front(&[*route])?;
             let msg = format_args!("ptp: the host had a route to {} already; packets take the new one", route.dst);
-            site.call.notes.note(msg);
+            context.call.notes.note(msg);
             Ok(())
         }
         added => Ok(added?),

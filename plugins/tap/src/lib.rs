@@ -99,20 +99,20 @@ impl Interface for TapPlugin {
 
     fn create<'a>(
         &self,
-        site: &AttachmentContext<'a, Conf>,
+        context: &AttachmentContext<'a, Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<Option<Tap>>> {
-        let AttachmentContext { container, conf, call, .. } = site;
+        let AttachmentContext { container, conf, call, .. } = context;
         let bridge = match &conf.bridge {
             Some(name) => Some(container.find_link(name)?.ok_or_else(|| no_bridge(name))?),
             None => None,
         };
         let spec = TapSpec { name: &call.ifname, owner: conf.owner, group: conf.group, queues: conf.queues };
         let tap = match &conf.selinux_context {
-            None => Some(create(site, &spec)?),
-            Some(context) => {
-                purge_on_failure(site, rollback);
-                create_labelled(site, &spec, context)?;
+            None => Some(create(context, &spec)?),
+            Some(selinux_context) => {
+                purge_on_failure(context, rollback);
+                create_labelled(context, &spec, selinux_context)?;
                 None
             }
         };
@@ -121,19 +121,19 @@ impl Interface for TapPlugin {
             let undo = container.clone();
             rollback.push(format!("delete {}", link.name), move || undo.purge_link(link.index).map(drop));
         }
-        container.set_alias(link.index, &site.mark.alias())?;
-        let mac = configure(site, &link)?;
+        container.set_alias(link.index, &context.mark.alias())?;
+        let mac = configure(context, &link)?;
         if let Some(bridge) = bridge {
             let doing = format!("failed to set tap {} as a port of bridge {}", link.name, bridge.name);
             container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(doing))?;
         }
-        let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
+        let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
         Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: tap })
     }
 
     /// Makes the tap persistent: from here on it outlives this process.
-    fn finish(&self, _site: &AttachmentContext<'_, Conf>, made: &mut CreatedLink<Option<Tap>>) -> Result<()> {
-        match made.link.take() {
+    fn finish(&self, _context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<Option<Tap>>) -> Result<()> {
+        match created.link.take() {
             Some(tap) => Ok(tap.keep()?),
             None => Ok(()),
         }
@@ -141,8 +141,8 @@ impl Interface for TapPlugin {
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
         check.interface()?;
-        if let Some(name) = &check.site.conf.bridge {
-            let bridge = check.site.container.find_link(name)?;
+        if let Some(name) = &check.context.conf.bridge {
+            let bridge = check.context.container.find_link(name)?;
             if bridge.is_none_or(|bridge| check.inner.master != Some(bridge.index)) {
                 return Err(failed(format!("{} is not attached to bridge {name}", check.inner.name)));
             }
@@ -163,17 +163,17 @@ fn no_bridge(name: &str) -> Error {
         .with_details("the container has no such interface")
 }
 
-fn create(site: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
-    Tap::create(&site.netns, spec).map_err(|error| match error.is_exists() {
-        true => name_taken::<TapPlugin>(&site.mark),
+fn create(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
+    Tap::create(&context.netns, spec).map_err(|error| match error.is_exists() {
+        true => name_taken::<TapPlugin>(&context.mark),
         false => error.into(),
     })
 }
 
 /// Sets the hardware address and the MTU that the configuration asks for. Returns the hardware
 /// address.
-fn configure(site: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> {
-    let AttachmentContext { container, conf, .. } = site;
+fn configure(context: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> {
+    let AttachmentContext { container, conf, .. } = context;
     if let Some(mtu) = conf.mtu {
         container.set_mtu(link.index, mtu)?;
     }
@@ -187,17 +187,20 @@ fn configure(site: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> {
 }
 
 /// Registers the deletion of a tap that `ip` is about to create. The name was free.
-fn purge_on_failure<'a>(site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) {
-    let (container, name) = (site.container.clone(), site.call.ifname.clone());
+fn purge_on_failure<'a>(context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) {
+    let (container, name) = (context.container.clone(), context.call.ifname.clone());
     rollback.push(format!("delete {name}"), move || match container.find_link(&name)? {
         Some(link) if link.kind.to_string() == TapPlugin::KIND => container.purge_link(link.index).map(drop),
         _ => Ok(()),
     });
 }
 
-/// Has `ip` create the tap, so that it gets the label `context`. As in Go the tap has no virtio
-/// header.
-fn create_labelled(site: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, context: &str) -> Result<()> {
+/// Runs `ip tuntap add` to create the tap with the SELinux label `selinux_context`. The tap has no
+/// virtio header, as in Go.
+///
+/// # Errors
+/// Code 2 if `ip` is not installed; the label or the program failed.
+fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, selinux_context: &str) -> Result<()> {
     let missing =
         || Error::new(Code::UNSUPPORTED_FIELD, "\"selinuxContext\" needs the program ip, which is not installed");
     let path = std::env::var_os("PATH");
@@ -217,8 +220,8 @@ fn create_labelled(site: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, conte
         on_sigterm: OnSigterm::Kill,
     };
     // The program inherits both the label and the namespace of the thread that starts it.
-    let run = || site.netns.run(|| site.call.machine.run(&child));
-    let labelled = selinux::with_exec_label(context, run);
+    let run = || context.netns.run(|| context.call.machine.run(&child));
+    let labelled = selinux::with_exec_label(selinux_context, run);
     let ran = labelled.map_err(|error| Error::from(error).context("failed set socket label"))??;
     let output = ran.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
     if output.status == Exit::Status(0) {

@@ -71,12 +71,16 @@ impl Interface for Vlan {
         Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
-    fn create<'a>(&self, site: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
-        stacked::create(site, &site.conf.link, rollback)
+    fn create<'a>(
+        &self,
+        context: &AttachmentContext<'a, Conf>,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<CreatedLink<()>> {
+        stacked::create(context, &context.conf.link, rollback)
     }
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
-        stacked::check(check, check.site.conf.link.stacked, "Container VLAN ID")
+        stacked::check(check, check.context.conf.link.stacked, "Container VLAN ID")
     }
 
     fn ready(&self, _call: &Call<'_>, conf: &Conf) -> Result<()> {

@@ -15,19 +15,19 @@ use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Relea
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
     let earlier = plugin.earlier(call)?;
-    let site = AttachmentContext::open(call, conf, earlier)?;
-    let in_kernel = plugin.is_in_kernel(&site.conf)?;
+    let context = AttachmentContext::open(call, conf, earlier)?;
+    let in_kernel = plugin.is_in_kernel(&context.conf)?;
     // The kernel would refuse this too, but only after links that are shared have been created for
     // it.
-    if in_kernel && site.earlier.is_none() && site.container.find_link(&call.ifname)?.is_some() {
-        return Err(name_taken::<I>(&site.mark));
+    if in_kernel && context.earlier.is_none() && context.container.find_link(&call.ifname)?.is_some() {
+        return Err(name_taken::<I>(&context.mark));
     }
-    let policy = plugin.layer3(&site.conf);
+    let policy = plugin.layer3(&context.conf);
     // Dropped in reverse on failure: an address in `lease` is given back only after the interface
     // that had it is gone.
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
-    let mut made = plugin.create(&site, &mut rollback)?;
+    let mut created = plugin.create(&context, &mut rollback)?;
     let answer = match policy.ipam {
         Some(kind) => {
             let undos = match Release::order::<I>(call) {
@@ -43,66 +43,66 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
         None => policy.earlier.cloned(),
     };
     if let Some(ipam) = answer {
-        let mut layer3 = Layer3::new(&ipam, &policy, made.interface, &made.result.ips)?;
+        let mut layer3 = Layer3::new(&ipam, &policy, created.interface, &created.result.ips)?;
         if in_kernel {
-            masquerade::ensure(&site, policy.masquerade, &layer3.addresses(), &mut rollback)?;
-            bring_up(plugin, &site, &mut made, &mut layer3, &mut rollback)?;
+            masquerade::ensure(&context, policy.masquerade, &layer3.addresses(), &mut rollback)?;
+            bring_up(plugin, &context, &mut created, &mut layer3, &mut rollback)?;
         }
-        made.result.ips.append(&mut layer3.ips);
-        made.result.routes.append(&mut layer3.routes);
+        created.result.ips.append(&mut layer3.ips);
+        created.result.routes.append(&mut layer3.routes);
         if !ipam.dns.is_empty() {
-            made.result.dns = ipam.dns;
+            created.result.dns = ipam.dns;
         }
-    } else if in_kernel && policy.state == LinkState::Up && site.earlier.is_none() {
+    } else if in_kernel && policy.state == LinkState::Up && context.earlier.is_none() {
         let watch = host_watch::<I>()?;
-        site.container.set_up(made.index)?;
+        context.container.set_up(created.index)?;
         if let Some(watch) = &watch {
-            plugin.wait_for_frames(&site, &made, watch)?;
+            plugin.wait_for_frames(&context, &created, watch)?;
         }
     }
-    plugin.finish(&site, &mut made)?;
+    plugin.finish(&context, &mut created)?;
     if let Some(dns) = policy.dns {
-        made.result.dns = dns.clone();
+        created.result.dns = dns.clone();
     }
     lease.append(rollback);
-    Ok(Added { result: made.result, rollback: lease })
+    Ok(Added { result: created.result, rollback: lease })
 }
 
 /// Layer 3: the host first, then the container's end, then, once frames pass, the announcement.
 fn bring_up<'a, I: Interface>(
     plugin: &I,
-    site: &AttachmentContext<'a, I::Conf>,
-    made: &mut CreatedLink<I::Link>,
+    context: &AttachmentContext<'a, I::Conf>,
+    created: &mut CreatedLink<I::Link>,
     layer3: &mut Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let dad = plugin.layer3(&site.conf).dad;
-    let served = plugin.serve(site, made, layer3, rollback)?;
-    layer3::prepare_namespace(site, dad, layer3)?;
+    let dad = plugin.layer3(&context.conf).dad;
+    let served = plugin.serve(context, created, layer3, rollback)?;
+    layer3::prepare_namespace(context, dad, layer3)?;
     // Listening starts before there is anything to hear.
     let watch = host_watch::<I>()?;
-    let inner = if dad == Dad::Normal { Some(Watch::open_in(&site.netns)?) } else { None };
-    layer3::configure(&site.container, made.index, dad, layer3, &site.call.notes)?;
+    let inner = if dad == Dad::Normal { Some(Watch::open_in(&context.netns)?) } else { None };
+    layer3::configure(&context.container, created.index, dad, layer3, &context.call.notes)?;
     if let Some(watch) = &watch {
-        plugin.wait_for_frames(site, made, watch)?;
+        plugin.wait_for_frames(context, created, watch)?;
     }
     if let Some(inner) = &inner {
-        layer3::wait_for_dad(&site.container, inner, made.index, site.call.machine)?;
+        layer3::wait_for_dad(&context.container, inner, created.index, context.call.machine)?;
     } else {
         // Duplicate address detection of the gateway's address takes seconds. ADD does not wait for
         // it, because no first packet of the container depends on it.
-        layer3::wait_for_own(&site.host, served.added, site.call, Watch::open)?;
+        layer3::wait_for_own(&context.host, served.added, context.call, Watch::open)?;
     }
     let own = layer3.ips.iter().map(|ip| ip.address.address());
-    layer3::wait_for_own(&site.container, own, site.call, || Watch::open_in(&site.netns))?;
+    layer3::wait_for_own(&context.container, own, context.call, || Watch::open_in(&context.netns))?;
     // An address that another container had a moment ago: its neighbours, and the host, still know
     // the old MAC.
-    if !made.mac.is_zero() {
-        site.container.announce(made.index, made.mac)?;
+    if !created.mac.is_zero() {
+        context.container.announce(created.index, created.mac)?;
     }
     if let Some(link) = served.neighbours_on {
         for ip in &layer3.ips {
-            site.host.correct_neighbour(link, ip.address.address(), made.mac)?;
+            context.host.correct_neighbour(link, ip.address.address(), created.mac)?;
         }
     }
     Ok(())

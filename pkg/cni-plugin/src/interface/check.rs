@@ -23,7 +23,7 @@ const SETTLE: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Check<'a, C> {
     /// Both sides of the attachment.
-    pub site: AttachmentContext<'a, C>,
+    pub context: AttachmentContext<'a, C>,
     /// The result of the list so far.
     pub prev: AddResult,
     /// CNI_IFNAME in the container.
@@ -38,11 +38,11 @@ pub struct Check<'a, C> {
 
 pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let sides = Sides::open(plugin, call)?;
-    if !plugin.is_in_kernel(&sides.site.conf)? {
-        return check_ipam(plugin, call, &sides.site.conf);
+    if !plugin.is_in_kernel(&sides.context.conf)? {
+        return check_ipam(plugin, call, &sides.context.conf);
     }
     let check = sides.compare(plugin)?;
-    check_ipam(plugin, call, &check.site.conf)?;
+    check_ipam(plugin, call, &check.context.conf)?;
     if !plugin.is_kind(&check.inner) {
         return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
     }
@@ -58,7 +58,7 @@ fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Resu
 
 /// Both sides of an attachment, and the result of its ADD.
 struct Sides<'a, C> {
-    site: AttachmentContext<'a, C>,
+    context: AttachmentContext<'a, C>,
     prev: AddResult,
     /// The place of CNI_IFNAME in `prev`.
     place: usize,
@@ -68,26 +68,26 @@ impl<'a, C> Sides<'a, C> {
     fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Sides<'a, C>> {
         let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
-        let site = AttachmentContext::open(call, conf, None)?;
+        let context = AttachmentContext::open(call, conf, None)?;
         let place = container_interface(call, &prev)?;
-        Ok(Sides { site, prev, place })
+        Ok(Sides { context, prev, place })
     }
 
     fn compare<I: Interface<Conf = C>>(self, plugin: &I) -> Result<Check<'a, C>> {
-        let Sides { site, prev, place } = self;
-        let Some(inner) = site.container.find_link(&site.call.ifname)? else {
-            return Err(absent::<I>(&site, &prev)?);
+        let Sides { context, prev, place } = self;
+        let Some(inner) = context.container.find_link(&context.call.ifname)? else {
+            return Err(absent::<I>(&context, &prev)?);
         };
         let expected = prev.interfaces[place].clone();
         // An interface whose sandbox is the container's ID is a virtual machine's, which has the
         // addresses of this one since tc-redirect-tap.
-        let is_ours = |of: &cni::result::Interface| *of == expected || of.sandbox == site.call.container_id;
+        let is_ours = |of: &cni::result::Interface| *of == expected || of.sandbox == context.call.container_id;
         let ips =
             prev.ips.iter().filter(|ip| ip.interface.is_none_or(|at| prev.interfaces.get(at).is_some_and(is_ours)));
-        let policy = plugin.layer3(&site.conf);
+        let policy = plugin.layer3(&context.conf);
         let layer3 = Layer3 { ips: ips.cloned().collect(), routes: prev.routes.clone(), subnet: policy.subnet };
         let (masquerade, state) = (policy.masquerade, policy.state);
-        Ok(Check { site, prev, inner, layer3, expected, masquerade, state })
+        Ok(Check { context, prev, inner, layer3, expected, masquerade, state })
     }
 }
 
@@ -113,15 +113,15 @@ fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
 }
 
 /// The container's end is gone. Is anything left of the attachment? If not, that is code 3.
-fn absent<I: Interface>(site: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
-    let msg = format!("Interface name {} not found", site.call.ifname);
+fn absent<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
+    let msg = format!("Interface name {} not found", context.call.ifname);
     if let HostEnd::Veth { .. } = I::HOST_END {
         let host_names = prev
             .interfaces
             .iter()
             .filter(|interface| interface.sandbox.is_empty() && interface.name.starts_with("veth"));
-        for name in host_names.map(|interface| interface.name.clone()).chain([site.mark.host_name(0)]) {
-            if site.host.find_link(&name)?.is_some() {
+        for name in host_names.map(|interface| interface.name.clone()).chain([context.mark.host_name(0)]) {
+            if context.host.find_link(&name)?.is_some() {
                 return Ok(failed(msg).with_details(format!("the host's end {name} still exists")));
             }
         }
@@ -150,7 +150,7 @@ impl<'a, C> Check<'a, C> {
     pub fn host_end(&self, missing: &str) -> Result<Link> {
         let missing = || failed(missing);
         let index = self.inner.peer_index.ok_or_else(missing)?;
-        let outer = self.site.host.find_link_by_index(index)?.ok_or_else(missing)?;
+        let outer = self.context.host.find_link_by_index(index)?.ok_or_else(missing)?;
         if outer.peer_index == Some(self.inner.index) { Ok(outer) } else { Err(missing()) }
     }
 
@@ -184,7 +184,7 @@ impl<'a, C> Check<'a, C> {
     }
 
     fn addresses(&self) -> Result<()> {
-        let there = self.site.container.list_addresses(self.inner.index)?;
+        let there = self.context.container.list_addresses(self.inner.index)?;
         for ip in &self.layer3.ips {
             if !there.iter().any(|address| address.cidr == ip.address) {
                 let found: Vec<String> = there.iter().map(|address| address.cidr.to_string()).collect();
@@ -201,7 +201,7 @@ impl<'a, C> Check<'a, C> {
         for wanted in self.layer3.kernel_routes(self.inner.index) {
             let wanted = cni_linux::Route { dst: wanted.dst.network(), ..wanted };
             let is_it = |route: &cni_linux::Route| route.gw == wanted.gw && route.oif == wanted.oif;
-            let container = &self.site.container;
+            let container = &self.context.container;
             let mut there = container.list_conflicting(&wanted)?;
             if wanted.table_id() == MAIN_TABLE && !there.iter().any(is_it) {
                 there = container.list_all_routes(Family::of(wanted.dst.address()))?;
@@ -228,7 +228,7 @@ impl<'a, C> Check<'a, C> {
         if self.masquerade == Masquerading::Off {
             return Ok(None);
         }
-        Ok(Some(masquerade::open(self.site.call).check(&self.site.mark, addresses)?))
+        Ok(Some(masquerade::open(self.context.call).check(&self.context.mark, addresses)?))
     }
 
     /// Writes the masquerade rules of these addresses again, if some are missing. `None` if the
@@ -239,16 +239,16 @@ impl<'a, C> Check<'a, C> {
     pub fn restore_masquerade(&self, ips: &[IpConfig], mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         let addresses = addresses(ips);
         let Some(missing) = self.missing_masquerade(&addresses)? else { return Ok(None) };
-        let mut rollback = self.site.call.rollback();
+        let mut rollback = self.context.call.rollback();
         if mode == RestoreMode::Write && !missing.is_empty() {
-            masquerade::ensure(&self.site, self.masquerade, &addresses, &mut rollback)?;
+            masquerade::ensure(&self.context, self.masquerade, &addresses, &mut rollback)?;
         }
         Ok(Some(Restored { missing, rollback }))
     }
 
     /// The end of the wait for states that settle by themselves, if it begins now.
     pub fn dad_deadline(&self) -> Instant {
-        self.site.call.machine.now() + SETTLE
+        self.context.call.machine.now() + SETTLE
     }
 
     /// Waits until none of the attachment's addresses is tentative.
@@ -256,7 +256,7 @@ impl<'a, C> Check<'a, C> {
     /// # Errors
     /// 101 if one is at `deadline`, or is a duplicate.
     pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
-        let AttachmentContext { container, netns, call, .. } = &self.site;
+        let AttachmentContext { container, netns, call, .. } = &self.context;
         let unsettled = || -> cni_linux::Result<bool> {
             // The kernel's own link-local address is not part of the attachment, and may take its
             // time.

@@ -209,9 +209,10 @@ impl Layer3 {
 ///
 /// # Errors
 /// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
-pub(super) fn prepare_namespace<C>(site: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
-    let ifname = &site.call.ifname;
-    site.netns
+pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
+    let ifname = &context.call.ifname;
+    context
+        .netns
         .run(|| {
             let (accept, enhanced) = if dad == Dad::Normal { ("1", Some("1")) } else { ("0", None) };
             if let Some(enhanced) = enhanced {

@@ -22,13 +22,13 @@ pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
 
 /// ADD: puts the rules in force, if they are wanted.
 pub(super) fn ensure<'a, C>(
-    site: &AttachmentContext<'a, C>,
+    context: &AttachmentContext<'a, C>,
     wanted: Masquerading,
     addresses: &[Cidr],
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let Masquerading::On(backend) = wanted else { return Ok(()) };
-    let (call, mark) = (site.call, &site.mark);
+    let (call, mark) = (context.call, &context.mark);
     // Registered before the effect, because one family may be done when the other fails. Rules that
     // an earlier ADD of the attachment made, into another namespace, stay.
     let former = Rc::new(PreviousRules::default());

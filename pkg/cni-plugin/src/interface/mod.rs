@@ -17,10 +17,10 @@ mod add;
 mod adopted;
 mod check;
 mod collect;
+mod context;
 mod delete;
 mod layer3;
 mod masquerade;
-mod site;
 pub mod stacked;
 pub mod veth;
 
@@ -42,8 +42,8 @@ use crate::keys::Masquerading;
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use check::{Check, failed};
 pub use collect::collect_links;
+pub use context::{AttachmentContext, host_interface};
 pub use layer3::{Layer3, forwarding};
-pub use site::{AttachmentContext, host_interface};
 
 /// The parts of an interface plugin that are special to its link.
 pub trait Interface {
@@ -96,7 +96,7 @@ pub trait Interface {
     /// needs cleaning here.
     fn create<'a>(
         &self,
-        site: &AttachmentContext<'a, Self::Conf>,
+        context: &AttachmentContext<'a, Self::Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<Self::Link>>;
 
@@ -106,8 +106,8 @@ pub trait Interface {
     /// The kernel's.
     fn serve<'a>(
         &self,
-        _site: &AttachmentContext<'a, Self::Conf>,
-        _made: &mut CreatedLink<Self::Link>,
+        _context: &AttachmentContext<'a, Self::Conf>,
+        _created: &mut CreatedLink<Self::Link>,
         _layer3: &Layer3,
         _rollback: &mut Rollback<'a>,
     ) -> Result<HostState> {
@@ -122,8 +122,8 @@ pub trait Interface {
     /// The kernel's; code 11 at the deadline.
     fn wait_for_frames(
         &self,
-        _site: &AttachmentContext<'_, Self::Conf>,
-        _made: &CreatedLink<Self::Link>,
+        _context: &AttachmentContext<'_, Self::Conf>,
+        _created: &CreatedLink<Self::Link>,
         _watch: &Watch,
     ) -> Result<()> {
         Ok(())
@@ -133,7 +133,11 @@ pub trait Interface {
     ///
     /// # Errors
     /// The kernel's.
-    fn finish(&self, _site: &AttachmentContext<'_, Self::Conf>, _made: &mut CreatedLink<Self::Link>) -> Result<()> {
+    fn finish(
+        &self,
+        _context: &AttachmentContext<'_, Self::Conf>,
+        _created: &mut CreatedLink<Self::Link>,
+    ) -> Result<()> {
         Ok(())
     }
 

@@ -99,21 +99,21 @@ impl Choices {
 /// # Errors
 /// Code 7 for the master and the MTU, with Go's texts; the kernel's.
 pub fn create<'a, C>(
-    site: &AttachmentContext<'a, C>,
+    context: &AttachmentContext<'a, C>,
     choices: &Choices,
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<()>> {
-    let container = Rc::new(site.container.clone());
-    let socket: &Netlink = if choices.place == MasterNamespace::Host { &site.host } else { &container };
+    let container = Rc::new(context.container.clone());
+    let socket: &Netlink = if choices.place == MasterNamespace::Host { &context.host } else { &container };
     let (master, stacked) = (choices.find_master(socket)?, choices.stacked);
     let spec = StackedSpec {
-        name: &site.mark.host_name(0),
+        name: &context.mark.host_name(0),
         master: master.index,
         stacked,
         mtu: choices.mtu(&master)?,
         mac: choices.mac,
         broadcast_queue: choices.broadcast_queue,
-        netns: &site.netns,
+        netns: &context.netns,
     };
     // The name is this attachment's alone. An interface that is called CNI_IFNAME already is found
     // by its index.
@@ -122,15 +122,15 @@ pub fn create<'a, C>(
     let link = container.link(spec.name)?;
     created.set(Some(link.index));
     container
-        .set_first_name(link.index, &site.call.ifname, &site.mark.alias())
-        .map_err(|error| if error.is_exists() { taken(&site.call.ifname) } else { error.into() })?;
+        .set_first_name(link.index, &context.call.ifname, &context.mark.alias())
+        .map_err(|error| if error.is_exists() { taken(&context.call.ifname) } else { error.into() })?;
     let Some(mac) = link.mac else {
         return Err(Error::new(Code::KERNEL, format!("{} has no Ethernet address", stacked.kind())));
     };
     if choices.mac.is_some_and(|wanted| wanted != mac) {
-        site.call.notes.note(format_args!("{} has its master's hardware address {mac}", site.call.ifname));
+        context.call.notes.note(format_args!("{} has its master's hardware address {mac}", context.call.ifname));
     }
-    let result = AddResult { interfaces: vec![site.container_interface(mac)], ..AddResult::default() };
+    let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
     Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
 }
 

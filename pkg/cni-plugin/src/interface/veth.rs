@@ -41,8 +41,12 @@ pub struct Pair {
 ///
 /// # Errors
 /// 102 with Go's text if the container has an interface of that name.
-pub fn create<'a, C>(site: &AttachmentContext<'a, C>, choices: &Choices, rollback: &mut Rollback<'a>) -> Result<Pair> {
-    let (host, mark) = (&site.host, &site.mark);
+pub fn create<'a, C>(
+    context: &AttachmentContext<'a, C>,
+    choices: &Choices,
+    rollback: &mut Rollback<'a>,
+) -> Result<Pair> {
+    let (host, mark) = (&context.host, &context.mark);
     let (mac, peer_mac) = (made_up_mac()?, choices.mac.map_or_else(made_up_mac, Ok)?);
     let alias = mark.alias();
     let mut attempt = 0;
@@ -53,7 +57,7 @@ pub fn create<'a, C>(site: &AttachmentContext<'a, C>, choices: &Choices, rollbac
             alias: Some(&alias),
             master: choices.master,
             up: true,
-            peer_netns: Some(&site.netns),
+            peer_netns: Some(&context.netns),
             ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
         };
         attempt += 1;
