@@ -1,7 +1,7 @@
 //! Keys that several plugins have, each read by one function.
 //!
-//! A plugin's own structure declares the keys it has, so that `cnitool validate` knows which those
-//! are; the functions here turn their values into sound ones.
+//! Each plugin declares its keys in a structure of its own, from which `cnitool validate` knows
+//! them. The functions here check and convert the values.
 
 use std::ops::RangeInclusive;
 
@@ -19,7 +19,7 @@ pub const VETH_MTU: RangeInclusive<i64> = 68..=65535;
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Args {
-    /// The keys for CNI plugins. Other programs have other keys beside it.
+    /// The keys for CNI plugins. `args` may have more objects, for other programs.
     pub cni: CniArgs,
 }
 
@@ -52,24 +52,25 @@ pub struct RuntimeDnsConfig {
 /// Whether packets that leave the network get the host's address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Masquerading {
-    /// They keep their own.
+    /// The packets keep their source address.
     #[default]
     Off,
-    /// They do, by this backend, or by the one that the host has.
+    /// The packets get the host's address, by rules of this backend; `None` takes the backend that
+    /// the host has.
     On(Option<Backend>),
 }
 
-/// Reads `ipMasqBackend`.
+/// Parses `ipMasqBackend`. Returns `None` if it is absent or empty.
 ///
 /// # Errors
-/// Code 7 with Go's text.
+/// Code 7 with the Go plugins' text for an unknown name.
 pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
     let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
     let known = Backend::by_name(&name);
     known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
 }
 
-/// Reads `mtu`; 0 leaves the kernel's default.
+/// Checks `mtu`. Returns `None` for 0, which leaves the kernel's default.
 ///
 /// # Errors
 /// Code 7 for a value outside `accepted`.
@@ -80,14 +81,15 @@ pub fn mtu(mtu: i64, accepted: RangeInclusive<i64>) -> Result<Option<u32>> {
     if accepted.contains(&mtu) {
         return Ok(u32::try_from(mtu).ok());
     }
-    let (least, most) = accepted.into_inner();
-    Err(Error::config(format!("invalid MTU {mtu} (must be between {least} and {most}, or 0)")))
+    let (smallest, largest) = accepted.into_inner();
+    Err(Error::config(format!("invalid MTU {mtu} (must be between {smallest} and {largest}, or 0)")))
 }
 
-/// Reads a hardware address: the first of `sources` that is not empty.
+/// Parses a hardware address: the first of `sources` that is not empty. Returns `None` if all are
+/// empty.
 ///
 /// # Errors
-/// Go's text, without Go's prefix, which differs between plugins.
+/// The Go plugins' text for an invalid address, without their prefix, which each plugin adds.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
@@ -97,12 +99,12 @@ pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     Ok(Some(mac))
 }
 
-/// Returns the name, unless it is empty.
+/// Returns a copy of `name`, or `None` if it is empty.
 pub fn name(name: &str) -> Option<String> {
     Some(name.to_owned()).filter(|name| !name.is_empty())
 }
 
-/// Returns `ipam.type`, unless it is absent or empty.
+/// Returns `ipam.type`, or `None` if it is absent or empty.
 pub fn ipam(conf: &NetConf) -> Option<String> {
     name(conf.ipam_type())
 }

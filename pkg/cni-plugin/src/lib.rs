@@ -1,9 +1,9 @@
-//! What every plugin has around its verbs.
+//! The parts that all plugins have in common around their verbs.
 //!
 //! - [`main!`]: the whole `main.rs` of a plugin. [`process`]: the start of a plugin's process.
-//! - [`logging`]: where the log goes, if one is asked for.
+//! - [`logging`]: the log, if `CNI_LOG` asks for one.
 //! - [`keys`]: keys that several plugins have.
-//! - [`interface`]: plugins that create an interface, as what is special about their link.
+//! - [`interface`]: everything that plugins have in common that create an interface.
 
 #![forbid(unsafe_code)]
 
@@ -17,7 +17,7 @@ pub use interface::{Interface, InterfacePlugin};
 #[doc(hidden)]
 pub use cni_linux::Arena;
 
-/// Expands to the `main` of a plugin's binary, and to its allocator.
+/// Expands to the function `main` of a plugin's binary, with its global allocator.
 ///
 /// ```text
 /// cni_plugin::main!(plugin_portmap::Portmap);

@@ -1,14 +1,13 @@
 //! Writes the log if `CNI_LOG` is `info`, `debug` or `trace`: to the file `CNI_LOG_FILE` if set,
-//! else to journald, else to stderr. Never to stdout, which carries the result. For another value,
-//! or a file that cannot be trusted, a note on stderr says so, and nothing is logged.
+//! else to journald, else to stderr, never to stdout, which carries the result. With any other
+//! value, or a file that cannot be trusted, it prints a note on stderr and logs nothing.
 //!
-//! Runtimes hand their own environment on, so a variable set for containerd's service reaches every
-//! plugin, and through it the delegates. A line is one write, so that lines of many processes do
-//! not mix. Nothing here can fail a call or hold it up: what cannot be written is lost.
-//! `TRACEPARENT` (W3C) gives the call its id.
+//! Runtimes pass their environment on, so a variable set for containerd's service reaches every
+//! plugin, and through it the delegates. Each line is one write, so that the lines of several
+//! processes do not mix. Logging never fails or delays a call: a line that cannot be written is
+//! lost. The trace ID of `TRACEPARENT` (W3C Trace Context) is part of each line.
 //!
-//! Logging starts before the call is parsed, so this module reads its environment variables itself,
-//! once.
+//! Logging starts before the call is parsed, so this module reads its environment variables itself.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -20,13 +19,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use log::{Level, LevelFilter, Log, Metadata, Record};
 use nix::unistd::geteuid;
 
-/// Where journald listens.
+/// The socket on which journald receives log entries.
 const JOURNAL: &str = "/run/systemd/journal/socket";
 
-/// No line is longer; the rest of it is lost.
+/// The longest line in bytes. Longer lines are truncated.
 const LONGEST: usize = 32 << 10;
 
-/// Where lines go.
+/// The destination of the log.
 #[derive(Debug)]
 enum Sink {
     File(File),
@@ -38,22 +37,22 @@ enum Sink {
 #[derive(Debug)]
 struct Logger {
     sink: Sink,
-    /// `cni-bridge`, as journald shows it.
+    /// The name that each line has, for example `cni-bridge`.
     identifier: String,
-    /// The trace's id, if the caller gave one.
+    /// The trace ID of `TRACEPARENT`, if that is set.
     trace: Option<String>,
     level: LevelFilter,
 }
 
-/// Installs the logger that the environment asks for; costs one look at it where it asks for none.
+/// Installs the logger that the environment variables ask for, if any.
 pub fn install(program: &str) {
-    let Some(wanted) = std::env::var_os("CNI_LOG") else { return };
+    let Some(value) = std::env::var_os("CNI_LOG") else { return };
     let note = |what: std::fmt::Arguments<'_>| drop(writeln!(io::stderr(), "{program}: {what}"));
-    let level = match level(&wanted.to_string_lossy()) {
+    let level = match level(&value.to_string_lossy()) {
         Some(LevelFilter::Off) => return,
         Some(level) => level,
         None => {
-            return note(format_args!("CNI_LOG is {wanted:?}, not info, debug, trace or off: nothing is logged"));
+            return note(format_args!("CNI_LOG is {value:?}, not info, debug, trace or off: nothing is logged"));
         }
     };
     let sink = match std::env::var_os("CNI_LOG_FILE").filter(|path| !path.is_empty()) {
@@ -73,7 +72,7 @@ pub fn install(program: &str) {
     }
 }
 
-/// Returns the level that a value of `CNI_LOG` asks for; `None` if it is not understood.
+/// Parses a value of `CNI_LOG`. Returns `None` if it is unknown.
 fn level(value: &str) -> Option<LevelFilter> {
     match value.to_ascii_lowercase().as_str() {
         "" | "off" | "none" | "false" | "0" => Some(LevelFilter::Off),
@@ -84,8 +83,11 @@ fn level(value: &str) -> Option<LevelFilter> {
     }
 }
 
-/// Opens the log file to append. Only a regular file that this user owns, that no other user may
-/// access and that has one hard link is accepted; symbolic links and FIFOs are refused.
+/// Opens the log file for appending, and creates it if it does not exist.
+///
+/// # Errors
+/// The file is not a regular file with one hard link that this user owns and that only this user
+/// can access. Otherwise another user could make root write to a file of his choice.
 fn open(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
@@ -106,26 +108,29 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
+/// Connects to journald. Returns `None` if that is not possible.
 fn journal() -> Option<UnixDatagram> {
     let socket = UnixDatagram::unbound().ok()?;
-    // A journal that does not keep up must not hold up a call.
+    // A slow journal must not delay the call.
     socket.set_nonblocking(true).ok()?;
     socket.connect(JOURNAL).ok()?;
     Some(socket)
 }
 
-/// The trace's id in a `traceparent`: `00-<32 hex digits>-<16>-<2>`.
+/// Returns the trace ID in a `traceparent`, whose form is `version-traceid-parentid-flags` with 2,
+/// 32, 16 and 2 hexadecimal digits. Returns `None` if it is malformed or the ID is zero.
 fn trace_id(parent: &str) -> Option<&str> {
     let mut parts = parent.split('-');
     let (version, trace, span) = (parts.next()?, parts.next()?, parts.next()?);
     let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let is_id = is_hex(version, 2) && is_hex(trace, 32) && is_hex(span, 16) && trace.bytes().any(|byte| byte != b'0');
-    is_id.then_some(trace)
+    let is_well_formed = is_hex(version, 2) && is_hex(trace, 32) && is_hex(span, 16);
+    let is_zero = trace.bytes().all(|byte| byte == b'0');
+    if is_well_formed && !is_zero { Some(trace) } else { None }
 }
 
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        // Messages of the libraries are shown only if everything is asked for.
+        // Messages of other libraries are logged at the level trace only.
         let ours = metadata.target().starts_with("cni") || metadata.target().starts_with("plugin_");
         metadata.level() <= self.level && (ours || self.level == LevelFilter::Trace)
     }
@@ -168,6 +173,7 @@ impl Log for Logger {
     fn flush(&self) {}
 }
 
+/// Returns a line of the log file or stderr, with the time.
 fn line(level: &str, identifier: &str, text: &str) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{} {level} {identifier} {text}\n", cni::time::rfc3339(now))

@@ -17,8 +17,7 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
             skel::run(plugin, &machine, &mut stdin, &mut stdout)
         }
         Err(error) => {
-            // Without its signals under control nothing has been begun; a runtime reads stderr when
-            // stdout is empty.
+            // Nothing has been done yet. A runtime reports stderr when stdout is empty.
             let _ = writeln!(std::io::stderr(), "{}: failed to take over the signals: {error}", plugin.name());
             ExitCode::FAILURE
         }

@@ -60,7 +60,7 @@ impl Interface for Ipvlan {
             link: Choices {
                 stacked: Stacked::Ipvlan(mode),
                 master: keys::name(&keys.master),
-                place: keys.link_in_container,
+                master_namespace: keys.link_in_container,
                 // Go ignores what is negative.
                 mtu: keys.mtu.max(0),
                 mac: None,

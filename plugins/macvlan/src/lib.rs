@@ -68,7 +68,7 @@ impl Interface for Macvlan {
             link: Choices {
                 stacked: Stacked::Macvlan(mode),
                 master: keys::name(&keys.master),
-                place: keys.link_in_container,
+                master_namespace: keys.link_in_container,
                 mtu: keys.mtu,
                 mac: keys::mac(sources).map_err(|why| mac_error(sources, &why))?,
                 broadcast_queue: Some(keys.broadcast_queue).filter(|length| *length > 0),

@@ -57,7 +57,7 @@ impl Interface for Vlan {
             link: Choices {
                 stacked: Stacked::Vlan(vlan_id(keys.vlan_id)?),
                 master: Some(master),
-                place: keys.link_in_container,
+                master_namespace: keys.link_in_container,
                 mtu: keys.mtu,
                 mac: None,
                 broadcast_queue: None,

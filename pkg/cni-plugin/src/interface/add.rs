@@ -1,6 +1,6 @@
-//! ADD: the link, the address, what the host does for it, and only then an interface that is up.
+//! ADD: creates the link, gets the addresses, configures the host, then the container's interface.
 //!
-//! The order is the point: no frame passes before the plugin's protection is in force, and no
+//! The order matters: no frame passes before the plugin's protection rules are in force, and no
 //! address is announced before frames can reach it.
 
 use cni::Result;
@@ -12,31 +12,37 @@ use cni_linux::{Dad, Watch};
 use super::layer3::{self, Layer3};
 use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Release, masquerade, name_taken};
 
+/// Adds the interface, its addresses and routes, and the masquerade rules. Returns the result, and
+/// the undos of everything that was done.
+///
+/// # Errors
+/// Those of the configuration, the IPAM plugin and the kernel; code 102 if CNI_IFNAME exists. By
+/// then the undos have run.
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
     let earlier = plugin.earlier(call)?;
     let context = AttachmentContext::open(call, conf, earlier)?;
     let in_kernel = plugin.is_in_kernel(&context.conf)?;
-    // The kernel would refuse this too, but only after links that are shared have been created for
-    // it.
+    // The kernel would refuse a taken name too, but only after `create` has created shared links,
+    // for example the bridge.
     if in_kernel && context.earlier.is_none() && context.container.find_link(&call.ifname)?.is_some() {
         return Err(name_taken::<I>(&context.mark));
     }
     let policy = plugin.layer3(&context.conf);
-    // Dropped in reverse on failure: an address in `lease` is given back only after the interface
-    // that had it is gone.
+    // On failure, `rollback` is dropped before `lease`: IPAM gets an address back only after the
+    // interface that had it is gone.
     let mut lease = call.rollback();
     let mut rollback = call.rollback();
     let mut created = plugin.create(&context, &mut rollback)?;
     let answer = match policy.ipam {
         Some(kind) => {
-            let undos = match Release::order::<I>(call) {
+            let release_undo = match Release::order::<I>(call) {
                 Release::AfterLink => &mut lease,
                 Release::BeforeLink => &mut rollback,
             };
-            let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(undos));
+            let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(release_undo));
             Some(answer.map_err(|error| match I::LEASE_CONTEXT {
-                Some(doing) => error.context(doing),
+                Some(text) => error.context(text),
                 None => error,
             })?)
         }
@@ -68,7 +74,12 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     Ok(Added { result: created.result, rollback: lease })
 }
 
-/// Layer 3: the host first, then the container's end, then, once frames pass, the announcement.
+/// Configures the addresses: the host's part first, then the container's interface, which is then
+/// up. Announces the addresses to the neighbours once frames pass.
+///
+/// # Errors
+/// The kernel refuses a change; a wait ends at its deadline (code 11); another host has an address
+/// (code 102).
 fn bring_up<'a, I: Interface>(
     plugin: &I,
     context: &AttachmentContext<'a, I::Conf>,
@@ -77,30 +88,30 @@ fn bring_up<'a, I: Interface>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let dad = plugin.layer3(&context.conf).dad;
-    let served = plugin.serve(context, created, layer3, rollback)?;
+    let host_state = plugin.serve(context, created, layer3, rollback)?;
     layer3::prepare_namespace(context, dad, layer3)?;
-    // Listening starts before there is anything to hear.
-    let watch = host_watch::<I>()?;
-    let inner = if dad == Dad::Normal { Some(Watch::open_in(&context.netns)?) } else { None };
+    // Both watches are opened before the interface is set up, so that no event is missed.
+    let host_watch = host_watch::<I>()?;
+    let dad_watch = if dad == Dad::Normal { Some(Watch::open_in(&context.netns)?) } else { None };
     layer3::configure(&context.container, created.index, dad, layer3, &context.call.notes)?;
-    if let Some(watch) = &watch {
+    if let Some(watch) = &host_watch {
         plugin.wait_for_frames(context, created, watch)?;
     }
-    if let Some(inner) = &inner {
-        layer3::wait_for_dad(&context.container, inner, created.index, context.call.machine)?;
+    if let Some(watch) = &dad_watch {
+        layer3::wait_for_dad(&context.container, watch, created.index, context.call.machine)?;
     } else {
         // Duplicate address detection of the gateway's address takes seconds. ADD does not wait for
         // it, because no first packet of the container depends on it.
-        layer3::wait_for_own(&context.host, served.added, context.call, Watch::open)?;
+        layer3::wait_until_usable(&context.host, host_state.added, context.call, Watch::open)?;
     }
-    let own = layer3.ips.iter().map(|ip| ip.address.address());
-    layer3::wait_for_own(&context.container, own, context.call, || Watch::open_in(&context.netns))?;
-    // An address that another container had a moment ago: its neighbours, and the host, still know
-    // the old MAC.
+    let addresses = layer3.ips.iter().map(|ip| ip.address.address());
+    layer3::wait_until_usable(&context.container, addresses, context.call, || Watch::open_in(&context.netns))?;
+    // Another container may have had this address a moment ago. The neighbours, and the host, may
+    // still have the MAC of that container in their neighbour tables.
     if !created.mac.is_zero() {
         context.container.announce(created.index, created.mac)?;
     }
-    if let Some(link) = served.neighbours_on {
+    if let Some(link) = host_state.neighbours_on {
         for ip in &layer3.ips {
             context.host.correct_neighbour(link, ip.address.address(), created.mac)?;
         }
@@ -108,7 +119,7 @@ fn bring_up<'a, I: Interface>(
     Ok(())
 }
 
-/// Listens to the host, if the link has an end there.
+/// Opens a watch on the host's link events if the link has an end on the host, else returns `None`.
 fn host_watch<I: Interface>() -> Result<Option<Watch>> {
     Ok(match I::HOST_END {
         HostEnd::Veth { .. } => Some(Watch::open()?),

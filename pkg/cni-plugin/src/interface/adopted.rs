@@ -1,26 +1,27 @@
-//! An interface that an earlier plugin of the list created and this one uses.
+//! An interface that an earlier plugin of the list created and that this plugin uses.
 //!
-//! It gets a mark of its own kind, and DEL gives it back instead of deleting it.
+//! While it is in use, its host end has a [`PortMark`] as its alias. DEL does not delete the
+//! interface but gives it back: takes it off the bridge and restores the alias.
 
 use cni::AttachmentId;
 use cni::Cidr;
 use cni_linux::{Link, Netlink};
 
-/// The alias of a host's end that another plugin made: `cni-port:<mark> <first>+<count> <alias it
-/// had before>`.
+/// The alias of a host end that another plugin created and that is now a port of our bridge:
+/// `cni-port:<attachment> <first>+<count> <earlier alias>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortMark {
-    /// The mark it would have if we had made it.
+    /// The attachment that the port belongs to, as the alias of a link of our own would name it.
     pub mark: String,
-    /// Which of the result's addresses are ours: the first one's place, and how many. The earlier
-    /// plugin's stay.
+    /// Which of the result's addresses this plugin added, as the position of the first and their
+    /// number. The others belong to the earlier plugin, and DEL leaves them.
     pub addresses: (usize, usize),
-    /// The alias to put back.
+    /// The alias before this plugin's ADD, which DEL restores.
     pub before: String,
 }
 
 impl PortMark {
-    /// Reads an alias. `None` if it is not one of this kind.
+    /// Parses an alias. Returns `None` if it is not a `cni-port:` alias.
     pub fn parse(alias: &str) -> Option<PortMark> {
         let mut parts = alias.strip_prefix("cni-port:")?.splitn(3, ' ');
         let (mark, addresses, before) = (parts.next()?, parts.next()?, parts.next()?);
@@ -29,42 +30,46 @@ impl PortMark {
         Some(PortMark { mark: mark.to_owned(), addresses, before: before.to_owned() })
     }
 
-    /// Reads a link's alias.
+    /// Parses a link's alias. Returns `None` if the link has no alias of this kind.
     pub fn of(link: &Link) -> Option<PortMark> {
         link.alias.as_deref().and_then(PortMark::parse)
     }
 
-    /// The text.
+    /// Returns the alias for this mark.
     pub fn alias(&self) -> String {
         let (first, count) = self.addresses;
         format!("cni-port:{} {first}+{count} {}", self.mark, self.before)
     }
 
-    /// Whether the port was given to the bridge by this attachment.
-    pub fn belongs_to(&self, mark: &AttachmentId) -> bool {
-        self.mark == mark.alias()
+    /// Whether the port belongs to this attachment.
+    pub fn belongs_to(&self, attachment: &AttachmentId) -> bool {
+        self.mark == attachment.alias()
     }
 }
 
-/// Takes addresses off an interface. What is not there is fine.
+/// Removes addresses from an interface. An address that the interface does not have is not an
+/// error.
 ///
 /// # Errors
-/// The first that the kernel refused, after all have been tried.
+/// The first refusal of the kernel, after all addresses have been tried.
 pub fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr]) -> cni_linux::Result<()> {
-    let mut first = Ok(());
+    let mut first_error = None;
     for address in addresses {
         match netlink.delete_address(index, *address) {
-            Err(error) if !error.is_not_found() && first.is_ok() => first = Err(error),
+            Err(error) if !error.is_not_found() => {
+                first_error.get_or_insert(error);
+            }
             _ => {}
         }
     }
-    first
+    first_error.map_or(Ok(()), Err)
 }
 
-/// Takes a marked link off its bridge and gives it its alias back.
+/// Takes a link with a port mark off its bridge and restores its earlier alias. Leaves a link
+/// without a port mark alone.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel refuses a change.
 pub fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     if PortMark::of(link).is_none() {
         return Ok(());
@@ -73,10 +78,10 @@ pub fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     restore_alias(host, link)
 }
 
-/// Gives a marked link its alias back.
+/// Restores the earlier alias of a link with a port mark. Leaves a link without one alone.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel refuses the change.
 pub fn restore_alias(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     match PortMark::of(link) {
         Some(port_mark) => host.set_alias(link.index, &port_mark.before),
@@ -84,7 +89,7 @@ pub fn restore_alias(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     }
 }
 
-/// Takes a marked link off its bridge. It stays marked.
+/// Takes a link off its bridge, if it is on one. The link keeps its port mark.
 pub(super) fn take_off(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     if link.master.is_some() { host.unset_master(link.index) } else { Ok(()) }
 }

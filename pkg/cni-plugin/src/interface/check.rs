@@ -1,7 +1,7 @@
-//! CHECK: is the attachment as ADD left it?
+//! CHECK: compares the attachment with the state in which ADD left it.
 //!
-//! What a later plugin of the list may have changed (MAC, MTU, addresses, routes) is judged by
-//! `prevResult` alone; the plugin's own things by its configuration.
+//! Properties that a later plugin of the list may have changed (MAC, MTU, addresses, routes) are
+//! compared with `prevResult` only, the plugin's own properties with its configuration.
 
 use std::time::{Duration, Instant};
 
@@ -16,32 +16,37 @@ use super::layer3::Layer3;
 use super::{AttachmentContext, HostEnd, Interface, LinkState, masquerade};
 use crate::keys::Masquerading;
 
-/// How long states that settle by themselves are given.
+/// How long CHECK waits for a state that the kernel reaches by itself.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// One CHECK: what is expected, and the steps that all plugins have.
+/// One CHECK: the expected state, and the steps that all plugins have in common.
 #[derive(Debug)]
 pub struct Check<'a, C> {
-    /// Both sides of the attachment.
+    /// The call, the configuration and both namespaces.
     pub context: AttachmentContext<'a, C>,
-    /// The result of the list so far.
+    /// `prevResult`: the result of the whole list.
     pub prev: AddResult,
     /// CNI_IFNAME in the container.
     pub inner: Link,
-    /// Its addresses and routes by `prevResult`.
+    /// The addresses and routes of CNI_IFNAME in `prevResult`.
     pub layer3: Layer3,
-    /// CNI_IFNAME by `prevResult`.
+    /// The entry of CNI_IFNAME in `prevResult`.
     expected: cni::result::Interface,
     masquerade: Masquerading,
     state: LinkState,
 }
 
+/// Compares the attachment with the configuration and with `prevResult`.
+///
+/// # Errors
+/// Code 101 for the first difference, 3 if nothing of the attachment exists; those of the
+/// configuration and of the IPAM plugin.
 pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let sides = Sides::open(plugin, call)?;
     if !plugin.is_in_kernel(&sides.context.conf)? {
         return check_ipam(plugin, call, &sides.context.conf);
     }
-    let check = sides.compare(plugin)?;
+    let check = sides.find_interface(plugin)?;
     check_ipam(plugin, call, &check.context.conf)?;
     if !plugin.is_kind(&check.inner) {
         return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
@@ -49,6 +54,7 @@ pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     plugin.check(&check)
 }
 
+/// Runs the CHECK of the IPAM plugin, if the configuration has one.
 fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Result<()> {
     match plugin.layer3(conf).ipam {
         Some(kind) => Delegate::find(call, kind)?.check(),
@@ -56,55 +62,78 @@ fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Resu
     }
 }
 
-/// Both sides of an attachment, and the result of its ADD.
+/// An attachment with the result of its ADD, before anything is compared.
 struct Sides<'a, C> {
     context: AttachmentContext<'a, C>,
     prev: AddResult,
-    /// The place of CNI_IFNAME in `prev`.
-    place: usize,
+    /// The position of CNI_IFNAME in `prev.interfaces`.
+    position: usize,
 }
 
 impl<'a, C> Sides<'a, C> {
+    /// Parses the configuration and `prevResult`, and opens both namespaces.
+    ///
+    /// # Errors
+    /// Code 7 without `prevResult`, or if it does not list CNI_IFNAME in this namespace.
     fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Sides<'a, C>> {
         let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         let context = AttachmentContext::open(call, conf, None)?;
-        let place = container_interface(call, &prev)?;
-        Ok(Sides { context, prev, place })
+        let position = container_interface(call, &prev)?;
+        Ok(Sides { context, prev, position })
     }
 
-    fn compare<I: Interface<Conf = C>>(self, plugin: &I) -> Result<Check<'a, C>> {
-        let Sides { context, prev, place } = self;
+    /// Finds CNI_IFNAME in the container, and what `prevResult` expects of it.
+    ///
+    /// # Errors
+    /// Code 101 or 3 if CNI_IFNAME does not exist.
+    fn find_interface<I: Interface<Conf = C>>(self, plugin: &I) -> Result<Check<'a, C>> {
+        let Sides { context, prev, position } = self;
         let Some(inner) = context.container.find_link(&context.call.ifname)? else {
             return Err(absent::<I>(&context, &prev)?);
         };
-        let expected = prev.interfaces[place].clone();
-        // An interface whose sandbox is the container's ID is a virtual machine's, which has the
-        // addresses of this one since tc-redirect-tap.
-        let is_ours = |of: &cni::result::Interface| *of == expected || of.sandbox == context.call.container_id;
-        let ips =
-            prev.ips.iter().filter(|ip| ip.interface.is_none_or(|at| prev.interfaces.get(at).is_some_and(is_ours)));
+        let expected = prev.interfaces[position].clone();
+        // tc-redirect-tap lists an interface of the virtual machine, with the container's ID as its
+        // sandbox, and assigns the addresses of CNI_IFNAME to that entry. The kernel has them on
+        // CNI_IFNAME.
+        let is_ours =
+            |listed: &cni::result::Interface| *listed == expected || listed.sandbox == context.call.container_id;
+        let mut ips = Vec::new();
+        for ip in &prev.ips {
+            let belongs = match ip.interface {
+                Some(position) => prev.interfaces.get(position).is_some_and(is_ours),
+                None => true,
+            };
+            if belongs {
+                ips.push(ip.clone());
+            }
+        }
         let policy = plugin.layer3(&context.conf);
-        let layer3 = Layer3 { ips: ips.cloned().collect(), routes: prev.routes.clone(), subnet: policy.subnet };
+        let layer3 = Layer3 { ips, routes: prev.routes.clone(), subnet: policy.subnet };
         let (masquerade, state) = (policy.masquerade, policy.state);
         Ok(Check { context, prev, inner, layer3, expected, masquerade, state })
     }
 }
 
-/// Code 101: the attachment differs from what ADD left.
+/// Returns the error, code 101, of a CHECK that has found a difference.
 pub fn failed(msg: impl Into<String>) -> Error {
     Error::new(Code::CHECK_FAILED, msg)
 }
 
-/// The place of CNI_IFNAME in prevResult.
+/// Returns the position of CNI_IFNAME in `prev.interfaces`.
+///
+/// # Errors
+/// Code 7 if it is not listed, or is listed with another namespace than CNI_NETNS.
 fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
     let sandbox = call.sandbox();
-    if let Some(place) = prev.find_interface(&call.ifname, sandbox).filter(|_| !sandbox.is_empty()) {
-        return Ok(place);
+    if !sandbox.is_empty()
+        && let Some(position) = prev.find_interface(&call.ifname, sandbox)
+    {
+        return Ok(position);
     }
-    let mut named =
-        prev.interfaces.iter().filter(|interface| interface.name == call.ifname && !interface.sandbox.is_empty());
-    Err(match named.next() {
+    let same_name =
+        prev.interfaces.iter().find(|interface| interface.name == call.ifname && !interface.sandbox.is_empty());
+    Err(match same_name {
         Some(other) => {
             Error::config(format!("Sandbox in prevResult {} doesn't match configured netns: {sandbox}", other.sandbox))
         }
@@ -112,15 +141,18 @@ fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
     })
 }
 
-/// The container's end is gone. Is anything left of the attachment? If not, that is code 3.
+/// Returns the error of a CHECK whose CNI_IFNAME does not exist: code 101 if the host's end still
+/// exists, else 3, because nothing of the attachment exists.
 fn absent<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
     let msg = format!("Interface name {} not found", context.call.ifname);
     if let HostEnd::Veth { .. } = I::HOST_END {
-        let host_names = prev
-            .interfaces
-            .iter()
-            .filter(|interface| interface.sandbox.is_empty() && interface.name.starts_with("veth"));
-        for name in host_names.map(|interface| interface.name.clone()).chain([context.mark.host_name(0)]) {
+        let mut host_names = vec![context.mark.host_name(0)];
+        for interface in &prev.interfaces {
+            if interface.sandbox.is_empty() && interface.name.starts_with("veth") {
+                host_names.push(interface.name.clone());
+            }
+        }
+        for name in host_names {
             if context.host.find_link(&name)?.is_some() {
                 return Ok(failed(msg).with_details(format!("the host's end {name} still exists")));
             }
@@ -130,23 +162,24 @@ fn absent<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResu
     Ok(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details))
 }
 
+/// Returns the addresses without their gateways.
 fn addresses(ips: &[IpConfig]) -> Vec<Cidr> {
     ips.iter().map(|ip| ip.address).collect()
 }
 
 impl<'a, C> Check<'a, C> {
-    /// Opens both sides of the attachment, to compare single things of it.
+    /// Opens the attachment, for a caller that runs single steps of a CHECK.
     ///
     /// # Errors
-    /// Those of the configuration and of `prevResult`; 101 or 3 if CNI_IFNAME does not exist.
+    /// Those of the configuration and of `prevResult`; code 101 or 3 if CNI_IFNAME does not exist.
     pub fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Check<'a, C>> {
-        Sides::open(plugin, call)?.compare(plugin)
+        Sides::open(plugin, call)?.find_interface(plugin)
     }
 
-    /// Returns the other end of the container's veth, on the host.
+    /// Returns the host's end of the veth pair whose other end is CNI_IFNAME.
     ///
     /// # Errors
-    /// 101 with the text of `missing` if there is none.
+    /// Code 101 with the text `missing` if the host has no such end.
     pub fn host_end(&self, missing: &str) -> Result<Link> {
         let missing = || failed(missing);
         let index = self.inner.peer_index.ok_or_else(missing)?;
@@ -154,10 +187,11 @@ impl<'a, C> Check<'a, C> {
         if outer.peer_index == Some(self.inner.index) { Ok(outer) } else { Err(missing()) }
     }
 
-    /// Compares the container's interface with prevResult, and its state with the policy's.
+    /// Compares MAC and MTU of CNI_IFNAME with `prevResult`, and its state with the plugin's
+    /// policy.
     ///
     /// # Errors
-    /// 101 for what differs.
+    /// Code 101 for the first difference.
     pub fn interface(&self) -> Result<()> {
         let (inner, expected) = (&self.inner, &self.expected);
         let name = &inner.name;
@@ -174,20 +208,21 @@ impl<'a, C> Check<'a, C> {
         Ok(())
     }
 
-    /// Looks for the addresses and routes of prevResult.
+    /// Checks that the container has the addresses and routes of `prevResult`.
     ///
     /// # Errors
-    /// 101 for the first that is missing.
+    /// Code 101 for the first that is missing.
     pub fn layer3(&self) -> Result<()> {
         self.addresses()?;
         self.routes()
     }
 
+    /// Checks that CNI_IFNAME has the addresses of `prevResult`.
     fn addresses(&self) -> Result<()> {
-        let there = self.context.container.list_addresses(self.inner.index)?;
+        let existing = self.context.container.list_addresses(self.inner.index)?;
         for ip in &self.layer3.ips {
-            if !there.iter().any(|address| address.cidr == ip.address) {
-                let found: Vec<String> = there.iter().map(|address| address.cidr.to_string()).collect();
+            if !existing.iter().any(|address| address.cidr == ip.address) {
+                let found: Vec<String> = existing.iter().map(|address| address.cidr.to_string()).collect();
                 let msg = format!("Failed to match addr {} on interface {}", ip.address, self.inner.name);
                 return Err(failed(msg).with_details(format!("found [{}]", found.join(" "))));
             }
@@ -195,35 +230,39 @@ impl<'a, C> Check<'a, C> {
         Ok(())
     }
 
-    /// Compares destination, table, metric and gateway. Does not compare MTU and MSS: Go never sets
-    /// them. Later plugins, sbr and vrf for example, move routes of the main table into others.
+    /// Checks that the container has the routes of `prevResult`, by destination, table, metric,
+    /// gateway and interface. MTU and MSS are not compared, because the Go plugins never set them.
+    /// A route of the main table is also accepted in another table, because later plugins (sbr,
+    /// vrf) move it there.
     fn routes(&self) -> Result<()> {
-        for wanted in self.layer3.kernel_routes(self.inner.index) {
-            let wanted = cni_linux::Route { dst: wanted.dst.network(), ..wanted };
-            let is_it = |route: &cni_linux::Route| route.gw == wanted.gw && route.oif == wanted.oif;
-            let container = &self.context.container;
-            let mut there = container.list_conflicting(&wanted)?;
-            if wanted.table_id() == MAIN_TABLE && !there.iter().any(is_it) {
-                there = container.list_all_routes(Family::of(wanted.dst.address()))?;
-                there.retain(|route| wanted.conflicts_with(&cni_linux::Route { table: wanted.table, ..*route }));
+        let container = &self.context.container;
+        for expected in self.layer3.kernel_routes(self.inner.index) {
+            let expected = cni_linux::Route { dst: expected.dst.network(), ..expected };
+            let is_expected = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
+            let mut candidates = container.list_conflicting(&expected)?;
+            if expected.table_id() == MAIN_TABLE && !candidates.iter().any(is_expected) {
+                candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
+                candidates
+                    .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));
             }
-            if !there.iter().any(is_it) {
-                return Err(failed(format!("Expected Route {wanted} not found in routing table")));
+            if !candidates.iter().any(is_expected) {
+                return Err(failed(format!("Expected Route {expected} not found in routing table")));
             }
         }
         Ok(())
     }
 
-    /// Looks for the masquerade rules of these addresses, if the configuration asks for any.
+    /// Checks that the masquerade rules of these addresses exist, if the configuration has
+    /// `ipMasq`.
     ///
     /// # Errors
-    /// 101 for what is missing.
+    /// Code 101 with every missing rule.
     pub fn masquerade(&self, ips: &[IpConfig]) -> Result<()> {
         let missing = self.missing_masquerade(&addresses(ips))?.unwrap_or_default();
         if missing.is_empty() { Ok(()) } else { Err(failed(missing.join("; "))) }
     }
 
-    /// Which masquerade rules are missing; `None` if the configuration asks for none.
+    /// Describes each masquerade rule that is missing. Returns `None` without `ipMasq`.
     fn missing_masquerade(&self, addresses: &[Cidr]) -> Result<Option<Vec<String>>> {
         if self.masquerade == Masquerading::Off {
             return Ok(None);
@@ -231,11 +270,11 @@ impl<'a, C> Check<'a, C> {
         Ok(Some(masquerade::open(self.context.call).check(&self.context.mark, addresses)?))
     }
 
-    /// Writes the masquerade rules of these addresses again, if some are missing. `None` if the
-    /// configuration asks for none.
+    /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
+    /// [`RestoreMode::Write`]. Returns the missing rules, or `None` without `ipMasq`.
     ///
     /// # Errors
-    /// What keeps the rules from being compared or written.
+    /// The rules cannot be read or written.
     pub fn restore_masquerade(&self, ips: &[IpConfig], mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         let addresses = addresses(ips);
         let Some(missing) = self.missing_masquerade(&addresses)? else { return Ok(None) };
@@ -246,29 +285,29 @@ impl<'a, C> Check<'a, C> {
         Ok(Some(Restored { missing, rollback }))
     }
 
-    /// The end of the wait for states that settle by themselves, if it begins now.
+    /// Returns the deadline, counted from now, for states that the kernel reaches by itself.
     pub fn dad_deadline(&self) -> Instant {
         self.context.call.machine.now() + SETTLE
     }
 
-    /// Waits until none of the attachment's addresses is tentative.
+    /// Waits until duplicate address detection has accepted all of the attachment's addresses.
     ///
     /// # Errors
-    /// 101 if one is at `deadline`, or is a duplicate.
+    /// Code 101 if an address is a duplicate, or still tentative at `deadline`.
     pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
         let AttachmentContext { container, netns, call, .. } = &self.context;
-        let unsettled = || -> cni_linux::Result<bool> {
-            // The kernel's own link-local address is not part of the attachment, and may take its
-            // time.
-            let ours = |cidr| self.layer3.ips.iter().any(|ip| ip.address == cidr);
-            let there = container.list_addresses(self.inner.index)?;
-            Ok(there.iter().any(|address| ours(address.cidr) && (address.tentative || address.dad_failed)))
+        let is_unfinished = || -> cni_linux::Result<bool> {
+            // The link-local address that the kernel adds is not part of the attachment, so its
+            // detection may still run.
+            let is_ours = |cidr| self.layer3.ips.iter().any(|ip| ip.address == cidr);
+            let existing = container.list_addresses(self.inner.index)?;
+            Ok(existing.iter().any(|address| is_ours(address.cidr) && (address.tentative || address.dad_failed)))
         };
-        if !self.layer3.ips.is_empty() && unsettled()? {
+        if !self.layer3.ips.is_empty() && is_unfinished()? {
             let watch = Watch::open_in(netns)?;
             watch
                 .wait("duplicate address detection", deadline, call.machine, || {
-                    Ok(if unsettled()? { None } else { Some(()) })
+                    Ok(if is_unfinished()? { None } else { Some(()) })
                 })
                 .map_err(|error| failed(format!("an address of {} is not usable: {error}", self.inner.name)))?;
         }

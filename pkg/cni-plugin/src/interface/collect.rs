@@ -1,9 +1,10 @@
-//! GC: what has this network's mark and belongs to no valid attachment, and links whose ADD was
-//! killed before it set the mark.
+//! GC: removes this network's links, masquerade rules and addresses that belong to no valid
+//! attachment.
 //!
-//! Links are known by their alias; what Go made has none. Masquerade rules name network and
-//! container in their comments, Go's too. IPAM gets the same request. A link without an end on the
-//! host ends with its container.
+//! A link is recognised by its alias, which links of the Go plugins do not have. Links whose ADD
+//! was killed before it set the alias are removed too. The comments of masquerade rules name
+//! network and container, also those of the Go plugins. IPAM gets a GC of its own. A link without
+//! an end on the host disappears with the container's namespace, so GC has nothing to do for it.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -14,38 +15,45 @@ use cni_linux::{Link, Netlink};
 
 use super::{HostEnd, Interface, PortMark, give_back, masquerade};
 
+/// Removes what belongs to this network and to no attachment in `valid`.
+///
+/// # Errors
+/// All errors joined; the steps after a failed one have run.
 pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
-    let on_host = I::HOST_END != HostEnd::None;
+    let has_host_end = I::HOST_END != HostEnd::None;
     let mut errors = Vec::new();
-    if on_host {
+    if has_host_end {
         errors.extend(collect_links(call, valid).err());
     }
     if !call.conf.ipam_type().is_empty() {
-        let forwarded = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.gc());
-        errors.extend(forwarded.err());
+        let ipam_gc = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.gc());
+        errors.extend(ipam_gc.err());
     }
     errors.extend(plugin.collect(call, valid).err());
-    if on_host {
+    if has_host_end {
         let valid: Vec<(&str, &str)> = valid.iter().collect();
         errors.extend(masquerade::open(call).gc(network, &valid).err().map(Error::from));
     }
     Error::join(errors)
 }
 
-/// GC: removes this network's links on the host that belong to no valid attachment.
+/// GC: removes this network's links on the host that belong to no attachment in `valid`, and gives
+/// back the ports that such an attachment put on a bridge.
 ///
 /// # Errors
-/// The kernel's.
+/// Those of the kernel, joined, after all links have been tried.
 pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = AttachmentId::network_prefix(network);
-    // Whole aliases are compared, so that a container ID too long for one is as good as any other.
-    let valid: Vec<String> = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname).alias()).collect();
-    let is_garbage = |mark: &str| mark.starts_with(&prefix) && !valid.iter().any(|alias| alias == mark);
+    // Aliases are compared as a whole, because the alias of a long container ID has its hash
+    // instead.
+    let valid_aliases: Vec<String> =
+        valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname).alias()).collect();
+    let is_garbage = |alias: &str| alias.starts_with(&prefix) && !valid_aliases.iter().any(|valid| valid == alias);
     let mut errors = Vec::new();
-    let listed = host.list_links()?;
-    for link in &listed {
+    let links = host.list_links()?;
+    for link in &links {
         let Link { index, alias: Some(alias), .. } = link else { continue };
         let removed = match PortMark::parse(alias) {
             Some(port_mark) if is_garbage(&port_mark.mark) => give_back(&host, link),
@@ -54,6 +62,6 @@ pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         };
         errors.extend(removed.err().map(Error::from));
     }
-    errors.extend(host.purge_unmarked(network, &listed, call.machine).err().map(Error::from));
+    errors.extend(host.purge_unmarked(network, &links, call.machine).err().map(Error::from));
     Error::join(errors)
 }

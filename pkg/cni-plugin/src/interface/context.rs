@@ -1,4 +1,4 @@
-//! Both sides of an attachment, and whose it is.
+//! The attachment that a verb works on: the call, the configuration, both namespaces.
 
 use std::rc::Rc;
 
@@ -8,26 +8,30 @@ use cni::result::{AddResult, Interface};
 use cni::skel::Call;
 use cni_linux::{Mac, Netlink, Netns};
 
-/// Both sides of an attachment, for one ADD or CHECK.
+/// What one ADD or CHECK needs to know about its attachment.
 #[derive(Debug)]
 pub struct AttachmentContext<'a, C> {
     /// The call.
     pub call: &'a Call<'a>,
     /// The plugin's configuration.
     pub conf: C,
-    /// The attachment's mark.
+    /// The attachment, whose links carry it as their alias.
     pub mark: AttachmentId,
     /// The container's network namespace.
     pub netns: Netns,
-    /// The connection to the host's links.
+    /// The netlink socket in the host's namespace.
     pub host: Rc<Netlink>,
-    /// The connection to the container's.
+    /// The netlink socket in the container's namespace.
     pub container: Netlink,
     /// The result of an earlier plugin whose interface this one uses.
     pub earlier: Option<AddResult>,
 }
 
 impl<'a, C> AttachmentContext<'a, C> {
+    /// Opens the namespace CNI_NETNS and a netlink socket in each of both namespaces.
+    ///
+    /// # Errors
+    /// Code 4 without CNI_NETNS; the namespace cannot be opened.
     pub(super) fn open(call: &'a Call<'_>, conf: C, earlier: Option<AddResult>) -> Result<AttachmentContext<'a, C>> {
         let netns = Netns::open(call.netns()?)?;
         let host = Rc::new(Netlink::open()?);
@@ -35,13 +39,13 @@ impl<'a, C> AttachmentContext<'a, C> {
         Ok(AttachmentContext { call, conf, mark: call.attachment(), netns, host, container, earlier })
     }
 
-    /// CNI_IFNAME as a result lists it.
+    /// Returns CNI_IFNAME as an entry of the result's `interfaces`.
     pub fn container_interface(&self, mac: Mac) -> Interface {
         Interface { sandbox: self.call.sandbox().to_owned(), ..host_interface(&self.call.ifname, Some(mac)) }
     }
 }
 
-/// An interface of the host as a result lists it.
+/// Returns an interface of the host as an entry of the result's `interfaces`.
 pub fn host_interface(name: &str, mac: Option<Mac>) -> Interface {
     Interface { name: name.to_owned(), mac: mac.map(|mac| mac.to_string()).unwrap_or_default(), ..Interface::default() }
 }

@@ -1,12 +1,12 @@
-//! DEL: everything of the attachment that can be found, in whatever state it is.
+//! DEL: removes everything of the attachment that it can find.
 //!
-//! Nothing here needs an ADD to have worked, a namespace to exist or the configuration to be what
-//! it was: the host's end is found by its mark, rules by the attachment's name, and IPAM is always
-//! asked. Every step runs, whatever the ones before it met; the errors are reported together.
+//! DEL works after a partial ADD, without a namespace and with a changed configuration: it finds
+//! the host's end by its alias and the rules by the attachment's name, and always asks IPAM. Every
+//! step runs even if an earlier one failed; the errors are reported together.
 //!
-//! The masquerade rules go first: the kernel frees them after an RCU grace period, for which the
-//! closing of their sockets waits. The deletion of the link, which comes next, waits for one too,
-//! and so they wait together.
+//! The masquerade rules are removed first. The kernel frees them after an RCU grace period, and
+//! closing their socket waits for that. Deleting the link waits for a grace period too. With the
+//! socket closed last, both waits overlap.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -21,26 +21,31 @@ use cni_linux::{Link, Mac, Netlink, Netns};
 use super::adopted::take_off;
 use super::{HostEnd, Interface, Ownership, PortMark, Release, give_back, masquerade, purge_addresses};
 
+/// Removes the attachment's masquerade rules, its links, what the plugin itself created, and its
+/// addresses in IPAM.
+///
+/// # Errors
+/// All errors joined; the steps after a failed one have run.
 pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
-    let mark = call.attachment();
+    let attachment = call.attachment();
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
-    // Dropped last: closing a socket that has removed rules waits until the kernel has freed them,
-    // and the link's removal waits for the same.
+    // Declared first so that its socket is closed last: see the head of this module.
     let masquerade = masquerade::open(call);
     if I::HOST_END != HostEnd::None {
-        // Done without `ipMasq` too: it may have been on at the time of the ADD.
+        // Done even without `ipMasq`, which may have been set at the time of the ADD.
         let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
-        errors.extend(masquerade.purge(&mark, &addresses).err().map(Error::from));
+        errors.extend(masquerade.purge(&attachment, &addresses).err().map(Error::from));
     }
     let order = Release::order::<I>(call);
     if order == Release::BeforeLink {
         errors.extend(release(call).err());
     }
-    let links = Links { plugin, call, mark: &mark, prev: prev.as_ref() };
+    let links = Links { plugin, call, attachment: &attachment, prev: prev.as_ref() };
     errors.extend(links.remove().err());
-    let cleaned = plugin.clean(call, &mark);
-    // Released last: an address that is free again must not answer any more.
+    let cleaned = plugin.clean(call, &attachment);
+    // Only now: IPAM may give a released address to the next container at once, so no interface may
+    // answer for it any more.
     if order == Release::AfterLink {
         errors.extend(release(call).err());
     }
@@ -48,7 +53,8 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     Error::join(errors)
 }
 
-/// Has IPAM give the attachment's addresses back.
+/// Runs the DEL of the IPAM plugin, which releases the attachment's addresses. Does nothing without
+/// an IPAM plugin.
 fn release(call: &Call<'_>) -> Result<()> {
     match call.conf.ipam_type() {
         "" => Ok(()),
@@ -56,7 +62,7 @@ fn release(call: &Call<'_>) -> Result<()> {
     }
 }
 
-/// `prevResult`, if there is one that can be read.
+/// Returns `prevResult`. Returns `None` if there is none, or, with a note, if it cannot be parsed.
 fn prev_result(call: &Call<'_>) -> Option<AddResult> {
     call.conf.prev_result().unwrap_or_else(|error| {
         call.notes.note(format_args!("prevResult is not used: {error}"));
@@ -64,50 +70,61 @@ fn prev_result(call: &Call<'_>) -> Option<AddResult> {
     })
 }
 
-/// The links of the attachment that is to go.
+/// Finds and removes the links of one attachment.
 struct Links<'c, 'm, I> {
     plugin: &'c I,
     call: &'c Call<'m>,
-    mark: &'c AttachmentId,
+    attachment: &'c AttachmentId,
     prev: Option<&'c AddResult>,
 }
 
 impl<I: Interface> Links<'_, '_, I> {
+    /// Removes the attachment's interface in the container and its end on the host.
+    ///
+    /// # Errors
+    /// CNI_NETNS exists but cannot be opened; the kernel refuses a change. The host's end is
+    /// removed in any case.
     fn remove(&self) -> Result<()> {
         let host = Netlink::open()?;
         let netns = match self.call.netns.as_deref().map(Netns::open) {
             None => None,
             Some(Ok(netns)) => Some(netns),
-            // Gone, unmounted, or a path that never was one: nothing can be inside it.
+            // The path does not exist or is not a namespace (any more), so there is nothing inside.
             Some(Err(error)) if error.is_no_netns() => None,
             Some(Err(error)) => {
-                let outside = self.by_mark(&host, DetachedPort::TakenOff);
+                let outside = self.purge_host_end(&host, DetachedPort::TakenOff);
                 return Err(Error::from(error).and(outside.err()));
             }
         };
-        let Some(netns) = netns else { return self.by_mark(&host, DetachedPort::GivenBack) };
-        let inside = || -> Result<bool> {
-            let container = host.open_in(&netns)?;
-            let unnamed = self.remove_unnamed(&container);
-            let Some(inner) = container.find_link(&self.call.ifname)? else { return unnamed.map(|()| false) };
-            let inner = self.remove_inner(&host, &container, &inner);
-            Error::join([inner.err(), unnamed.err()].into_iter().flatten()).map(|()| true)
-        };
-        let inside = inside();
-        // Also removes the host's end of an earlier ADD whose DEL was lost. If CNI_IFNAME does not
-        // exist either, both ends may have been renamed.
+        let Some(netns) = netns else { return self.purge_host_end(&host, DetachedPort::GivenBack) };
+        let inside = self.remove_inside(&host, &netns);
+        // The host's end usually disappears with CNI_IFNAME. This also removes the end of an
+        // earlier ADD whose DEL was lost. If there was no CNI_IFNAME, both ends may have been
+        // renamed.
         let outside = match inside {
-            Ok(true) => self.by_name(&host).map(drop),
-            Ok(false) => self.by_mark(&host, DetachedPort::GivenBack),
-            Err(_) => self.by_mark(&host, DetachedPort::TakenOff),
+            Ok(true) => self.purge_named_host_ends(&host).map(drop),
+            Ok(false) => self.purge_host_end(&host, DetachedPort::GivenBack),
+            Err(_) => self.purge_host_end(&host, DetachedPort::TakenOff),
         };
         Error::join([inside.err(), outside.err()].into_iter().flatten())
     }
 
-    /// Deletes an interface that did not get CNI_IFNAME any more, because its ADD was killed.
+    /// Removes the attachment's interfaces in the container's namespace. Returns whether there was
+    /// an interface CNI_IFNAME, removed or not.
+    fn remove_inside(&self, host: &Netlink, netns: &Netns) -> Result<bool> {
+        let container = host.open_in(netns)?;
+        let unnamed = self.remove_unnamed(&container);
+        let Some(inner) = container.find_link(&self.call.ifname)? else { return unnamed.map(|()| false) };
+        let removed = self.remove_inner(host, &container, &inner);
+        Error::join([removed.err(), unnamed.err()].into_iter().flatten())?;
+        Ok(true)
+    }
+
+    /// Removes the interface of an ADD that was killed before it renamed the interface from its
+    /// temporary name to CNI_IFNAME. Only links without a host end are created that way.
     fn remove_unnamed(&self, container: &Netlink) -> Result<()> {
         if I::HOST_END == HostEnd::None
-            && let Some(link) = container.find_link(&self.mark.host_name(0))?
+            && let Some(link) = container.find_link(&self.attachment.host_name(0))?
             && link.kind.to_string() == I::KIND
         {
             container.purge_link(link.index)?;
@@ -115,9 +132,11 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Deletes CNI_IFNAME if it is this attachment's as far as can be determined: by the mark of
-    /// its end on the host, else by the MAC in `prevResult`. Another interface stays, with a note.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. A port mark, the
+    /// plugin's own claim and the alias decide, in this order, and without any of them
+    /// `prevResult`. Leaves another attachment's interface, with a note.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
+        // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
             Some(index) if I::HOST_END != HostEnd::None => {
                 host.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(inner.index))
@@ -125,13 +144,13 @@ impl<I: Interface> Links<'_, '_, I> {
             _ => None,
         };
         if let (Some(outer), Some(port_mark)) = (&outer, outer.as_ref().and_then(PortMark::of)) {
-            if port_mark.belongs_to(self.mark) {
+            if port_mark.belongs_to(self.attachment) {
                 let (first, count) = port_mark.addresses;
-                let ours = self.prev.into_iter().flat_map(|prev| prev.ips.iter().skip(first).take(count));
-                let ours: Vec<Cidr> = ours.map(|ip| ip.address).collect();
-                // Where one cannot be taken away the port is taken off the bridge by its mark, and
-                // keeps that.
-                purge_addresses(container, inner.index, &ours)?;
+                let prev_ips = self.prev.map(|prev| prev.ips.as_slice()).unwrap_or_default();
+                let added: Vec<Cidr> = prev_ips.iter().skip(first).take(count).map(|ip| ip.address).collect();
+                // If this fails, the caller takes the port off the bridge but leaves its mark, so
+                // that the next DEL finds the addresses again.
+                purge_addresses(container, inner.index, &added)?;
                 give_back(host, outer)?;
             }
             return Ok(());
@@ -139,36 +158,38 @@ impl<I: Interface> Links<'_, '_, I> {
         if let Some(claim) = self.plugin.claims(self.call, self.prev, inner) {
             return self.remove_or_leave(container, inner, claim);
         }
-        let marked = if I::HOST_END == HostEnd::None { Some(inner) } else { outer.as_ref() };
-        let alias = marked.and_then(|link| link.alias.as_deref());
-        let ours = match alias.filter(|alias| AttachmentId::parse(alias).is_some()) {
-            Some(_) => self.mark.is_on(alias),
+        let marked_end = if I::HOST_END == HostEnd::None { Some(inner) } else { outer.as_ref() };
+        let alias = marked_end.and_then(|link| link.alias.as_deref());
+        let is_ours = match alias.filter(|alias| AttachmentId::parse(alias).is_some()) {
+            Some(_) => self.attachment.is_on(alias),
             None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer.as_ref())?,
         };
-        self.remove_or_leave(container, inner, if ours { Ownership::Ours } else { Ownership::NotOurs })
+        self.remove_or_leave(container, inner, if is_ours { Ownership::Ours } else { Ownership::NotOurs })
     }
 
-    fn remove_or_leave(&self, container: &Netlink, inner: &Link, claim: Ownership) -> Result<()> {
-        if claim == Ownership::Ours {
+    /// Removes `inner`, which is CNI_IFNAME, or leaves it and writes a note.
+    fn remove_or_leave(&self, container: &Netlink, inner: &Link, ownership: Ownership) -> Result<()> {
+        if ownership == Ownership::Ours {
             return self.plugin.remove(self.call, container, inner);
         }
         self.call.notes.note(format_args!(
-            "{} in {} was left: it is not the interface that this attachment made",
+            "{} in {} was not removed: it is not the interface that this attachment created",
             inner.name,
             self.call.netns.as_deref().unwrap_or(Path::new("the container")).display()
         ));
         Ok(())
     }
 
-    /// Whether a link that a Go plugin made, or whose ADD was cut off before it was marked, is
-    /// ours.
+    /// Whether `inner` belongs to this attachment although no alias names an attachment: a Go
+    /// plugin created it, or its ADD was killed before it set the alias. `outer` is its end on the
+    /// host. `prevResult` decides, by the host end's name or by the MAC, else the plugin.
     fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
-            && let Some(place) = outer.and_then(|outer| self.place_in_prev(outer))
+            && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))
         {
-            // An entry further ahead was created by an earlier plugin; a chained use of this plugin
-            // has already given that interface back.
-            return Ok(place >= listed_after);
+            // A host interface listed before this position was created by an earlier plugin of the
+            // list. This plugin has given it back already.
+            return Ok(position >= listed_after);
         }
         match self.expected_mac() {
             Some(expected) => Ok(inner.mac == Some(expected)),
@@ -176,44 +197,49 @@ impl<I: Interface> Links<'_, '_, I> {
         }
     }
 
-    /// Where `prevResult` names the host's end among the interfaces of the host. It knows it by
-    /// name, which no later plugin changes; the container end's MAC it may give as `tuning` set it,
-    /// and has set it back since.
-    fn place_in_prev(&self, outer: &Link) -> Option<usize> {
+    /// Returns the position of the host's end among the host's interfaces in `prevResult`, or
+    /// `None` if it is not listed. Compares names, which no later plugin changes. The MAC of the
+    /// container's end may differ: `tuning` may have changed it in ADD and changed it back in its
+    /// DEL.
+    fn position_in_prev(&self, outer: &Link) -> Option<usize> {
         let mut on_host = self.prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
         on_host.position(|interface| interface.name == outer.name)
     }
 
-    /// The interface's MAC by `prevResult`, if that is there and says one.
+    /// Returns the MAC that `prevResult` has for CNI_IFNAME, or `None` if it has none.
     fn expected_mac(&self) -> Option<Mac> {
         let prev = self.prev?;
-        let place = prev.find_interface(&self.call.ifname, self.call.sandbox())?;
-        prev.interfaces[place].mac.parse().ok()
+        let position = prev.find_interface(&self.call.ifname, self.call.sandbox())?;
+        prev.interfaces[position].mac.parse().ok()
     }
 
-    /// The host's end by the names it may have; several, where an ADD was cut off and another one
-    /// followed. Returns whether there was one.
-    fn by_name(&self, host: &Netlink) -> Result<bool> {
+    /// Removes the attachment's veth ends on the host, found by the names that ADD derives from the
+    /// attachment. There are several if an ADD was killed and another one followed. Returns whether
+    /// there was one.
+    fn purge_named_host_ends(&self, host: &Netlink) -> Result<bool> {
         let mut found = false;
         if I::HOST_END == HostEnd::None {
             return Ok(found);
         }
-        while let Some(link) = host.find_host_end(self.mark)? {
+        while let Some(link) = host.find_host_end(self.attachment)? {
             host.purge_link(link.index)?;
             found = true;
         }
         Ok(found)
     }
 
-    /// Removes the host's end by its names, without a namespace. If no link has such a name, the
-    /// end may have been renamed, or a port that another plugin created may still be on the bridge.
-    /// Either can have any name, so all links are searched.
-    fn by_mark(&self, host: &Netlink, port: DetachedPort) -> Result<()> {
+    /// Removes the attachment's end on the host without looking into the container.
+    ///
+    /// First tries the names that ADD uses. If no link has one, the end may have been renamed, or
+    /// it may be a port that another plugin created and that is still on the bridge. Either can
+    /// have any name, so then the aliases of all links are searched. `port` says what happens to
+    /// such a port.
+    fn purge_host_end(&self, host: &Netlink, port: DetachedPort) -> Result<()> {
         if I::HOST_END == HostEnd::None {
             return Ok(());
         }
         let mut errors: Vec<Error> = Vec::new();
-        match self.by_name(host) {
+        match self.purge_named_host_ends(host) {
             Ok(true) => return Ok(()),
             Ok(false) => {}
             Err(error) => errors.push(error),
@@ -223,9 +249,9 @@ impl<I: Interface> Links<'_, '_, I> {
             Vec::new()
         });
         for link in links {
-            let done = if link.is_veth() && self.mark.is_on(link.alias.as_deref()) {
+            let removed = if link.is_veth() && self.attachment.is_on(link.alias.as_deref()) {
                 host.purge_link(link.index).map(drop)
-            } else if PortMark::of(&link).is_some_and(|port_mark| port_mark.belongs_to(self.mark)) {
+            } else if PortMark::of(&link).is_some_and(|port_mark| port_mark.belongs_to(self.attachment)) {
                 match port {
                     DetachedPort::GivenBack => give_back(host, &link),
                     DetachedPort::TakenOff => take_off(host, &link),
@@ -233,18 +259,18 @@ impl<I: Interface> Links<'_, '_, I> {
             } else {
                 Ok(())
             };
-            errors.extend(done.err().map(Error::from));
+            errors.extend(removed.err().map(Error::from));
         }
         Error::join(errors)
     }
 }
 
-/// The state of a port of another plugin after DEL.
+/// What DEL does with a port that another plugin created.
 #[derive(Clone, Copy)]
 enum DetachedPort {
-    /// It is off the bridge and has its former alias again.
+    /// Takes it off the bridge and restores its earlier alias.
     GivenBack,
-    /// It is off the bridge, so that addresses that may still be in the container are unreachable.
-    /// It keeps its mark, by which the next DEL finds the addresses.
+    /// Takes it off the bridge, so that addresses that may still be in the container are
+    /// unreachable, but leaves its mark, by which the next DEL finds these addresses.
     TakenOff,
 }

@@ -1,4 +1,4 @@
-//! Addresses and routes: what IPAM said, completed, checked, and put into the container.
+//! Addresses and routes: completes and checks IPAM's answer, and configures it in the container.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -17,30 +17,32 @@ use super::{AttachmentContext, Gateway, Layer3Policy, SubnetRoute};
 /// How long duplicate address detection may take.
 const DAD_DEADLINE: Duration = Duration::from_secs(5);
 
-/// A worker of the kernel's needs microseconds; for that long it may be kept from its work.
-const OWN_DEADLINE: Duration = Duration::from_secs(1);
+/// How long to wait until the kernel accepts packets for an IPv6 address. A kernel worker does that
+/// within microseconds unless the machine is overloaded.
+const USABLE_DEADLINE: Duration = Duration::from_secs(1);
 
-/// The scope from which on a destination is on the link itself, so that a gateway makes no sense.
+/// RT_SCOPE_LINK. With this scope or a larger number the destination is on the link itself, so that
+/// the route has no gateway.
 const SCOPE_LINK: u8 = 253;
 
-/// The addresses and routes to configure, checked.
+/// The checked addresses and routes that ADD configures.
 #[derive(Clone, Debug)]
 pub struct Layer3 {
     /// The container's addresses, each with its gateway.
     pub ips: Vec<IpConfig>,
-    /// The routes as they will stand in the result.
+    /// The routes as the result will list them.
     pub routes: Vec<ResultRoute>,
     /// How the container reaches its own subnets.
     pub(super) subnet: SubnetRoute,
 }
 
 impl Layer3 {
-    /// Completes IPAM's answer by the configuration: gateways, the default routes, the interface's
-    /// index. `before`: the addresses that the container has from earlier plugins.
+    /// Completes IPAM's answer as the configuration asks: with gateways, default routes and
+    /// `interface`, which is the position of CNI_IFNAME in the result's interfaces. `before` has
+    /// the addresses that earlier plugins gave to the container. Nothing is configured yet.
     ///
     /// # Errors
-    /// 7 for an answer without addresses and for routes that could not work, before anything is
-    /// configured.
+    /// Code 7 if the answer has no addresses, or a route that cannot work.
     pub(super) fn new(
         ipam: &AddResult,
         policy: &Layer3Policy<'_>,
@@ -75,12 +77,12 @@ impl Layer3 {
         Ok(layer3)
     }
 
-    /// The container's addresses, with their prefixes.
+    /// Returns the container's addresses, with their prefixes.
     pub fn addresses(&self) -> Vec<Cidr> {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
-    /// The gateways, each with the prefix of its address.
+    /// Returns each gateway once, with the prefix length of the address that names it.
     pub fn gateways(&self) -> Vec<Cidr> {
         let mut gateways = Vec::new();
         for ip in &self.ips {
@@ -93,14 +95,15 @@ impl Layer3 {
         gateways
     }
 
-    /// One default route per family, in the order of the addresses. One that IPAM lists without a
-    /// gateway means this one.
+    /// Adds a default route for each address family that has a gateway; the family of the first
+    /// address comes first. If IPAM lists a default route without a gateway, sets its gateway
+    /// instead.
     fn add_default_routes(&mut self) {
-        let first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
-        for is_ipv4 in [first, !first] {
+        let ipv4_first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
+        for is_ipv4 in [ipv4_first, !ipv4_first] {
             let Some(gateway) = self.family_gateway(is_ipv4) else { continue };
             let default = Cidr::default_route(gateway);
-            // As in Go: one with a gateway of its own is enough, whatever its metric and table.
+            // As in Go: a default route with a gateway is enough, whatever its metric and table.
             if self.routes.iter().any(|route| route.dst.network() == default && route.gw.is_some()) {
                 continue;
             }
@@ -116,15 +119,18 @@ impl Layer3 {
         }
     }
 
-    /// The first gateway of a family, which its routes use unless they name one.
+    /// Returns the first gateway of an address family. Routes of the family that name no gateway
+    /// use it.
     fn family_gateway(&self, is_ipv4: bool) -> Option<IpAddr> {
         self.ips.iter().filter(|ip| ip.address.is_ipv4() == is_ipv4).find_map(|ip| ip.gateway)
     }
 
-    /// The next hop that a route will have.
+    /// Returns the gateway that the kernel's route will have, or `None` for a route over the link
+    /// itself.
     fn next_hop(&self, route: &ResultRoute) -> Option<IpAddr> {
         match route.gw {
-            // An on-link route in releases that have no `scope`.
+            // Configurations write 0.0.0.0 for a route over the link itself, because `scope` exists
+            // only since specification 1.1.0.
             Some(IpAddr::V4(gw)) if gw.is_unspecified() => None,
             Some(gw) => Some(gw),
             // The kernel ignores the scope of an IPv6 route.
@@ -133,7 +139,14 @@ impl Layer3 {
         }
     }
 
+    /// Checks that the kernel will accept the routes in their order: network addresses without host
+    /// bits, and gateways that an address or an earlier route reaches. `before` has the container's
+    /// addresses from earlier plugins.
+    ///
+    /// # Errors
+    /// Code 7 for the first route that cannot work.
     fn check_routes<'a>(&'a self, before: impl Iterator<Item = &'a IpConfig>) -> Result<()> {
+        // The networks that are reached over the link itself.
         let mut on_link: Vec<Cidr> = self.ips.iter().chain(before).map(|ip| ip.address.network()).collect();
         if self.subnet == SubnetRoute::ThroughGateway {
             on_link.extend(self.ips.iter().filter_map(|ip| ip.gateway.map(Cidr::host)));
@@ -162,12 +175,13 @@ impl Layer3 {
         Ok(())
     }
 
-    /// Whether there is an IPv6 address.
+    /// Whether the container gets an IPv6 address.
     fn has_ipv6(&self) -> bool {
         self.ips.iter().any(|ip| !ip.address.is_ipv4())
     }
 
-    /// The routes as the kernel is to have them.
+    /// Returns the routes that the kernel gets: those to the gateways and subnets, then those of
+    /// the result, in its order. `interface_index` is the index of CNI_IFNAME.
     pub(super) fn kernel_routes(&self, interface_index: u32) -> impl Iterator<Item = Route> + '_ {
         self.subnet_routes(interface_index).into_iter().chain(self.routes.iter().map(move |route| Route {
             mtu: route.mtu,
@@ -179,8 +193,9 @@ impl Layer3 {
         }))
     }
 
-    /// The routes to the gateways and, through them, to the subnets, where the kernel adds none
-    /// with the addresses.
+    /// Returns, for [`SubnetRoute::ThroughGateway`], a route to each gateway and, through it, one
+    /// to its subnet. Returns none for [`SubnetRoute::OnLink`], where the kernel adds the subnet's
+    /// route with the address.
     fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes: Vec<Route> = Vec::new();
         if self.subnet == SubnetRoute::OnLink {
@@ -193,8 +208,8 @@ impl Layer3 {
                 Route { scope: Some(SCOPE_LINK), source, ..Route::new(Cidr::host(gateway), None, interface_index) };
             let to_subnet = Route { source, ..Route::new(ip.address.network(), Some(gateway), interface_index) };
             for route in [to_gateway, to_subnet] {
-                // Several addresses may share a gateway or a subnet, and a subnet may have no other
-                // address.
+                // Several addresses may share a gateway or a subnet. A subnet may consist of the
+                // container's own address (/32), which needs no route.
                 if route.dst != Cidr::host(ip.address.address()) && !routes.iter().any(|other| other.dst == route.dst) {
                     routes.push(route);
                 }
@@ -204,21 +219,22 @@ impl Layer3 {
     }
 }
 
-/// Settings of the container's namespace that must stand before the interface is up and has an
-/// address.
+/// Writes the sysctls of the container's namespace that must be set before the interface is up and
+/// has an address: duplicate address detection, announcements, and IPv6 itself.
 ///
 /// # Errors
-/// Only where IPv6 cannot be switched on: the rest is a comfort, as in Go.
+/// IPv6 is needed and cannot be switched on. The other sysctls are optional, as in Go, and their
+/// errors are ignored.
 pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
     let ifname = &context.call.ifname;
     context
         .netns
         .run(|| {
-            let (accept, enhanced) = if dad == Dad::Normal { ("1", Some("1")) } else { ("0", None) };
-            if let Some(enhanced) = enhanced {
-                let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/enhanced_dad"), enhanced);
+            if dad == Dad::Normal {
+                let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/enhanced_dad"), "1");
             }
-            let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/accept_dad"), accept);
+            let accept_dad = if dad == Dad::Normal { "1" } else { "0" };
+            let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/accept_dad"), accept_dad);
             let _ = announce::allow(ifname);
             if layer3.has_ipv6() {
                 for link in ["lo", ifname.as_str()] {
@@ -231,14 +247,13 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
         .map_err(|error: cni_linux::Error| Error::from(error))
 }
 
-/// Adds the addresses, then sets the interface up, then adds the routes.
+/// Adds the addresses to the interface `index`, sets it up, and adds the routes.
 ///
-/// Accepts identical routes that exist already. Puts a route to the interface's own subnet before
-/// the kernel's. A default route in whose way another network's stands is left out, here and in the
-/// result, as the specification asks.
+/// A default route that another network of the container already has is left out, here and in
+/// `layer3.routes`, with a note, as the specification asks.
 ///
 /// # Errors
-/// What the kernel refuses.
+/// The kernel refuses an address or a route.
 pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut Layer3, notes: &Notes) -> Result<()> {
     for ip in &layer3.ips {
         match layer3.subnet {
@@ -247,221 +262,137 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         }
     }
     container.set_up(index)?;
-    let wanted: Vec<Route> = layer3.kernel_routes(index).collect();
-    let mut skipped = BTreeSet::new();
-    let mut done: Vec<usize> = Vec::new();
-    for (position, route) in wanted.iter().enumerate() {
-        if done.contains(&position) {
+    let routes: Vec<Route> = layer3.kernel_routes(index).collect();
+    // Positions in `routes`: of routes that are already part of an earlier multipath route, and of
+    // those that were left out.
+    let mut merged: BTreeSet<usize> = BTreeSet::new();
+    let mut left_out: BTreeSet<usize> = BTreeSet::new();
+    for (position, route) in routes.iter().enumerate() {
+        if merged.contains(&position) {
             continue;
         }
-        // Routes of this result to one destination with several gateways are one route over several
-        // paths.
+        // Several routes to one destination, with different gateways, become one multipath route.
         let mut paths = vec![*route];
-        let mut places = vec![position];
-        for (other, rival) in wanted.iter().enumerate().skip(position + 1) {
-            if rival.conflicts_with(route) {
-                done.push(other);
-                places.push(other);
-                if !paths.iter().any(|path| path.is_same(rival)) {
-                    paths.push(*rival);
-                }
+        let mut positions = vec![position];
+        for (later_position, later) in routes.iter().enumerate().skip(position + 1) {
+            if !later.conflicts_with(route) {
+                continue;
+            }
+            merged.insert(later_position);
+            positions.push(later_position);
+            if !paths.iter().any(|path| path.is_same(later)) {
+                paths.push(*later);
             }
         }
-        match if paths.len() == 1 { container.add_route(route) } else { container.add_multipath_route(&paths) } {
-            Ok(()) => {}
-            Err(error) if error.is_exists() => {
-                let rivals = container.list_conflicting(route)?;
-                if rivals.iter().any(|rival| rival.is_same(route)) {
-                    continue;
-                }
-                // As in Go, a route to the interface's own subnet goes before the kernel's.
-                if rivals.iter().all(|rival| rival.is_connected(index)) {
-                    container.add_route_in_front(&paths)?;
-                    continue;
-                }
-                let other_network = rivals.iter().any(|rival| rival.oif != index);
-                if !(route.dst.is_default_route() && other_network) {
-                    return Err(error.into());
-                }
+        match add_route(container, index, &paths)? {
+            AddedRoute::InForce => {}
+            AddedRoute::OtherDefaultRoute => {
                 notes.note(format_args!("{route} was not added: the default route of another network exists already"));
-                skipped.extend(places);
+                left_out.extend(positions);
             }
-            Err(error) => return Err(error.into()),
         }
     }
-    // The result's own are behind those to the subnets.
-    let mut position = wanted.len() - layer3.routes.len();
+    // `routes` ends with the routes of the result; those to the subnets come before.
+    let mut position = routes.len() - layer3.routes.len();
     layer3.routes.retain(|_| {
+        let keep = !left_out.contains(&position);
         position += 1;
-        !skipped.contains(&(position - 1))
+        keep
     });
     Ok(())
 }
 
-/// Waits until duplicate address detection has let every address pass.
+/// The outcome of [`add_route`].
+enum AddedRoute {
+    /// The kernel has the route, new or from before.
+    InForce,
+    /// It is a default route, and the kernel has one over another interface, which stays.
+    OtherDefaultRoute,
+}
+
+/// Adds one route, as a multipath route if there are several `paths`. Accepts an identical route
+/// that exists already. As in Go, a route to the subnet of the interface `index` gets priority over
+/// the route that the kernel has added for that subnet itself.
 ///
 /// # Errors
-/// 102 for an address that another host on the link has, 11 if it takes too long.
-pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: &dyn Machine) -> Result<()> {
-    let deadline = machine.now() + DAD_DEADLINE;
-    let failed = watch.wait("duplicate address detection", deadline, machine, || {
-        let addresses = container.list_addresses(index)?;
-        if let Some(address) = addresses.iter().find(|address| address.dad_failed) {
-            return Ok(Some(Some(address.cidr)));
-        }
-        Ok(if addresses.iter().any(|address| address.tentative) { None } else { Some(None) })
-    })?;
-    match failed {
-        None => Ok(()),
-        Some(cidr) => Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host on the link"))
-            .with_details("duplicate address detection failed (DADFAILED state)")),
+/// The kernel refuses the route.
+fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRoute> {
+    let route = &paths[0];
+    let added = if paths.len() == 1 { container.add_route(route) } else { container.add_multipath_route(paths) };
+    let error = match added {
+        Ok(()) => return Ok(AddedRoute::InForce),
+        Err(error) if error.is_exists() => error,
+        Err(error) => return Err(error.into()),
+    };
+    let existing = container.list_conflicting(route)?;
+    if existing.iter().any(|other| other.is_same(route)) {
+        return Ok(AddedRoute::InForce);
+    }
+    if existing.iter().all(|other| other.is_connected(index)) {
+        container.add_route_in_front(paths)?;
+        return Ok(AddedRoute::InForce);
+    }
+    let is_over_other_interface = existing.iter().any(|other| other.oif != index);
+    if route.dst.is_default_route() && is_over_other_interface {
+        Ok(AddedRoute::OtherDefaultRoute)
+    } else {
+        Err(error.into())
     }
 }
 
-/// Waits until each of these addresses takes packets in. `listen` is called if one does not yet.
-/// One that keeps not to is noted, no more: its route may be in another table than the one that is
-/// asked, as in a VRF.
+/// Waits until duplicate address detection has finished for every address of the interface `index`.
 ///
 /// # Errors
-/// The kernel's.
-pub(super) fn wait_for_own(
+/// Code 102 for an address that another host on the link has, 11 after [`DAD_DEADLINE`].
+pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: &dyn Machine) -> Result<()> {
+    let deadline = machine.now() + DAD_DEADLINE;
+    // The wait ends at `Some`: with `Ok(())` if all addresses are usable, else with the duplicate.
+    let outcome = watch.wait("duplicate address detection", deadline, machine, || {
+        let addresses = container.list_addresses(index)?;
+        if let Some(duplicate) = addresses.iter().find(|address| address.dad_failed) {
+            return Ok(Some(Err(duplicate.cidr)));
+        }
+        let is_pending = addresses.iter().any(|address| address.tentative);
+        Ok(if is_pending { None } else { Some(Ok(())) })
+    })?;
+    outcome.map_err(|cidr| {
+        Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host on the link"))
+            .with_details("duplicate address detection failed (DADFAILED state)")
+    })
+}
+
+/// Waits until the kernel accepts packets for each of `addresses`. At [`USABLE_DEADLINE`] it only
+/// writes a note: the address may be in another routing table than the one that is queried, as in a
+/// VRF. `open_watch` is called only if an address has to be waited for.
+///
+/// # Errors
+/// Those of the kernel.
+pub(super) fn wait_until_usable(
     netlink: &Netlink,
     addresses: impl IntoIterator<Item = IpAddr>,
     call: &Call<'_>,
-    listen: impl Fn() -> cni_linux::Result<Watch>,
+    open_watch: impl Fn() -> cni_linux::Result<Watch>,
 ) -> Result<()> {
-    // An IPv4 address takes them in from the start.
+    // An IPv4 address accepts packets as soon as it is added.
     for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
         if !netlink.is_local_address(address)? {
             let what = format!("{address} to become usable");
             let check = || Ok(netlink.is_local_address(address)?.then_some(()));
-            match listen()?.wait(&what, call.machine.now() + OWN_DEADLINE, call.machine, check) {
+            let deadline = call.machine.now() + USABLE_DEADLINE;
+            match open_watch()?.wait(&what, deadline, call.machine, check) {
                 Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
-                waited => waited?,
+                outcome => outcome?,
             }
         }
     }
     Ok(())
 }
 
-/// The sysctl that lets the host forward a family.
+/// Returns the path below /proc/sys of the sysctl that lets the host forward packets of an address
+/// family.
 pub fn forwarding(is_ipv4: bool) -> &'static str {
     if is_ipv4 { "net/ipv4/ip_forward" } else { "net/ipv6/conf/all/forwarding" }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use cni::json::Json;
-    use cni::version::Version;
-
-    fn layer3(ipam: &str, gateway: Gateway) -> Result<Layer3> {
-        let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
-        Layer3::new(&ipam, &Layer3Policy { gateway, ..Layer3Policy::default() }, 2, &[])
-    }
-
-    #[test]
-    fn an_ipam_default_route_without_gateway_gets_the_own_one() {
-        let made = layer3(
-            r#"{"ips":[{"address":"10.1.0.5/24"},{"address":"fd00::5/64"}],"routes":[{"dst":"0.0.0.0/0"},{"dst":"::/0","table":7}]}"#,
-            Gateway::DefaultRoute,
-        )
-        .unwrap();
-        let routes: Vec<_> =
-            made.routes.iter().map(|r| (r.dst.to_string(), r.gw.map(|gw| gw.to_string()), r.table)).collect();
-        assert_eq!(
-            routes,
-            [
-                ("0.0.0.0/0".into(), Some("10.1.0.1".into()), None),
-                ("::/0".into(), None, Some(7)),
-                ("::/0".into(), Some("fd00::1".into()), None)
-            ]
-        );
-        assert_eq!(made.ips[0].interface, Some(2));
-    }
-
-    #[test]
-    fn a_default_route_with_a_gateway_is_enough() {
-        for route in [r#""priority":1024"#, r#""table":7"#, r#""priority":0"#] {
-            let made = layer3(
-                &format!(
-                    r#"{{"ips":[{{"address":"10.1.0.5/24"}}],"routes":[{{"dst":"0.0.0.0/0","gw":"10.1.0.9",{route}}}]}}"#
-                ),
-                Gateway::DefaultRoute,
-            );
-            assert_eq!(made.unwrap().routes.len(), 1, "{route}");
-        }
-    }
-
-    #[test]
-    fn a_subnet_behind_its_gateway_has_two_routes() {
-        let ipam = r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"},{"address":"10.1.0.6/24","gateway":"10.1.0.1"},
-            {"address":"fd00::5/128","gateway":"fe80::1"}],"routes":[{"dst":"0.0.0.0/0"}]}"#;
-        let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
-        let policy = Layer3Policy { subnet: SubnetRoute::ThroughGateway, ..Layer3Policy::default() };
-        let made = Layer3::new(&ipam, &policy, 1, &[]).unwrap();
-        let routes: Vec<String> = made.kernel_routes(1).map(|route| route.to_string()).collect();
-        assert_eq!(routes, ["10.1.0.1/32", "10.1.0.0/24 via 10.1.0.1", "fe80::1/128", "0.0.0.0/0 via 10.1.0.1"]);
-        assert_eq!(made.kernel_routes(1).next().unwrap().source, Some([10, 1, 0, 5].into()));
-    }
-
-    #[test]
-    fn a_gateway_may_be_required_of_ipam() {
-        let error = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, Gateway::Required).unwrap_err();
-        assert_eq!(
-            (error.code(), error.msg()),
-            (Code::INVALID_CONFIG, "IPAM plugin returned address 10.1.0.5/24 without a gateway")
-        );
-    }
-
-    #[test]
-    fn a_bridge_that_is_not_a_gateway_reports_none() {
-        let made = layer3(r#"{"ips":[{"address":"10.1.0.5/24"}]}"#, Gateway::None).unwrap();
-        assert_eq!((made.ips[0].gateway, made.routes.len()), (None, 0));
-    }
-
-    #[test]
-    fn routes_that_cannot_work_are_refused_before_anything_is_done() {
-        for (routes, why) in [
-            (r#"{"dst":"10.9.0.1/16"}"#, "host bits"),
-            (r#"{"dst":"10.9.0.0/16","gw":"fd00::1"}"#, "other address family"),
-            (r#"{"dst":"10.9.0.0/16","gw":"10.2.0.1"}"#, "reaches the gateway"),
-        ] {
-            let ipam = format!(r#"{{"ips":[{{"address":"10.1.0.5/24"}}],"routes":[{routes}]}}"#);
-            let error = layer3(&ipam, Gateway::None).unwrap_err();
-            assert_eq!(error.code(), Code::INVALID_CONFIG);
-            assert!(error.msg().contains(why), "{error}");
-        }
-        assert!(
-            layer3(r#"{"ips":[]}"#, Gateway::None)
-                .unwrap_err()
-                .msg()
-                .starts_with("IPAM plugin returned missing IP config")
-        );
-    }
-
-    #[test]
-    fn a_route_on_the_link_may_carry_the_next_ones_gateway() {
-        let made = layer3(
-            r#"{"ips":[{"address":"10.1.0.5/32"}],"routes":[{"dst":"169.254.1.1/32","scope":253},{"dst":"0.0.0.0/0","gw":"169.254.1.1"},{"dst":"fd00:1::/64","gw":"fe80::1"}]}"#,
-            Gateway::None,
-        )
-        .unwrap();
-        let hops: Vec<_> = made.kernel_routes(1).map(|route| route.gw.is_some()).collect();
-        assert_eq!(hops, [false, true, true]);
-    }
-
-    #[test]
-    fn the_unspecified_ipv4_address_is_not_a_gateway() {
-        let made = layer3(
-            r#"{"ips":[{"address":"10.1.0.5/24","gateway":"10.1.0.1"}],"routes":[{"dst":"10.9.0.0/16","gw":"0.0.0.0"}]}"#,
-            Gateway::None,
-        )
-        .unwrap();
-        assert_eq!(made.kernel_routes(1).map(|route| route.gw).collect::<Vec<_>>(), [None]);
-        assert!(
-            layer3(r#"{"ips":[{"address":"fd00::5/64"}],"routes":[{"dst":"fd01::/64","gw":"::"}]}"#, Gateway::None)
-                .is_err()
-        );
-    }
-}
+mod tests;

@@ -1,8 +1,8 @@
-//! `ipMasq`: what leaves the network goes with the host's address.
+//! `ipMasq`: packets that leave the network get the host's address as their source.
 //!
-//! Only ADD asks what the configuration wants; DEL and GC take away whatever there is, in both
-//! backends, since the configuration may have changed. The rules know addresses, not interfaces, so
-//! they can be there before the interface is up: its first packet is masqueraded already.
+//! ADD writes the rules of the configured backend. DEL and GC remove the rules of both backends,
+//! because the configuration may have changed since ADD. The rules match addresses, not interfaces,
+//! so ADD writes them before the interface is up, and its first packet is masqueraded already.
 
 use std::rc::Rc;
 
@@ -15,41 +15,51 @@ use cni_firewall::{Backend, Masquerade};
 use super::AttachmentContext;
 use crate::keys::Masquerading;
 
-/// Masquerading on this host, for one call.
+/// Returns the masquerade rules of this host, for one call.
 pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
     Masquerade::new(call.machine, call.notes.clone())
 }
 
-/// ADD: puts the rules in force, if they are wanted.
+/// ADD: writes the masquerade rules of `addresses`, unless `masquerading` is off.
+///
+/// # Errors
+/// Code 2 if this host has no such backend; the rules cannot be written.
 pub(super) fn ensure<'a, C>(
     context: &AttachmentContext<'a, C>,
-    wanted: Masquerading,
+    masquerading: Masquerading,
     addresses: &[Cidr],
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let Masquerading::On(backend) = wanted else { return Ok(()) };
-    let (call, mark) = (context.call, &context.mark);
-    // Registered before the effect, because one family may be done when the other fails. Rules that
-    // an earlier ADD of the attachment made, into another namespace, stay.
-    let former = Rc::new(PreviousRules::default());
-    let (mine, its, before) = (mark.clone(), addresses.to_vec(), Rc::clone(&former));
-    let undo = move || open(call).put_back(&mine, &its, &before);
-    rollback.push(format!("put the masquerade rules of {} back as they were", mark.ifname), undo);
-    open(call).ensure(mark, backend, addresses, &former).map_err(|error| {
-        let error = Error::from(error).context(key(backend));
-        // Does this host have what it takes at all?
+    let Masquerading::On(backend) = masquerading else { return Ok(()) };
+    let (call, attachment) = (context.call, &context.mark);
+    // The undo is registered before the rules are written, because the rules of one address family
+    // may be in force when the other fails. It restores rules that an earlier ADD of the same
+    // attachment, into another namespace, had written: `ensure` fills `previous` with them.
+    let previous = Rc::new(PreviousRules::default());
+    let undo = {
+        let (attachment, addresses, previous) = (attachment.clone(), addresses.to_vec(), Rc::clone(&previous));
+        move || open(call).put_back(&attachment, &addresses, &previous)
+    };
+    rollback.push(format!("restore the earlier masquerade rules of {}", attachment.ifname), undo);
+    open(call).ensure(attachment, backend, addresses, &previous).map_err(|error| {
+        let error = Error::from(error).context(configured_keys(backend));
         if open(call).probe(backend).is_err() { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }
     })
 }
 
-/// STATUS: whether the next ADD's rules could be made.
-pub(super) fn status(call: &Call<'_>, wanted: Masquerading) -> Result<()> {
-    let Masquerading::On(backend) = wanted else { return Ok(()) };
-    open(call).probe(backend).map_err(|error| Error::from(error).context(key(backend)).with_code(Code::NOT_AVAILABLE))
+/// STATUS: checks that the next ADD can write its masquerade rules.
+///
+/// # Errors
+/// Code 50 if this host has no such backend.
+pub(super) fn status(call: &Call<'_>, masquerading: Masquerading) -> Result<()> {
+    let Masquerading::On(backend) = masquerading else { return Ok(()) };
+    open(call)
+        .probe(backend)
+        .map_err(|error| Error::from(error).context(configured_keys(backend)).with_code(Code::NOT_AVAILABLE))
 }
 
-/// The keys that ask for it, as the configuration has them.
-fn key(backend: Option<Backend>) -> String {
+/// Returns the configuration's keys about masquerading, as the JSON has them, for error messages.
+fn configured_keys(backend: Option<Backend>) -> String {
     let backend = backend.map(|backend| format!(", \"ipMasqBackend\": \"{backend}\"")).unwrap_or_default();
     format!("\"ipMasq\": true{backend}")
 }

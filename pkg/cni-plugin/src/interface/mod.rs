@@ -1,12 +1,12 @@
 //! Plugins that create an interface.
 //!
-//! bridge, ptp, dummy and their like differ in how their link comes to be; everything around the
-//! link is the same. A plugin implements [`Interface`], which says what is special about its link,
-//! and [`InterfacePlugin`] makes a whole [`Plugin`] of it: `add`, `check`, `delete` (DEL) and
-//! `collect` (GC) are the verbs, in each of which the plugin's own steps are called; `layer3`
-//! configures addresses and routes, `masquerade` the rules for what leaves the network, `veth`
-//! creates a pair with one end on the host, `stacked` an interface on top of another one, `adopted`
-//! marks an interface that an earlier plugin of the list created.
+//! bridge, ptp, dummy and similar plugins differ only in how they create their link. Such a plugin
+//! implements [`Interface`] with the steps that are special to its link, and [`InterfacePlugin`]
+//! turns that into a complete [`Plugin`]. The modules `add`, `check`, `delete` (DEL) and `collect`
+//! (GC) are the verbs, which call the plugin's steps. `layer3` configures addresses and routes,
+//! `masquerade` the rules for packets that leave the network, `veth` creates a pair with one end on
+//! the host, `stacked` an interface on top of another one, and `adopted` marks an interface that an
+//! earlier plugin of the list created.
 //!
 //! ADD calls the steps in this order: [`parse`](Interface::parse), [`create`](Interface::create),
 //! then, if there is an IPAM plugin, its ADD and [`serve`](Interface::serve), and once the
@@ -47,36 +47,38 @@ pub use layer3::{Layer3, forwarding};
 
 /// The parts of an interface plugin that are special to its link.
 pub trait Interface {
-    /// The plugin's keys as they stand in the JSON. Keys that this type does not have are unknown
-    /// to `cnitool validate`.
+    /// The plugin's keys as the JSON has them. `cnitool validate` reports each key that this type
+    /// does not have as unknown.
     type Keys: DeserializeOwned;
-    /// The configuration, sound: after [`parse`](Interface::parse) nothing is validated again.
+    /// The checked configuration: after [`parse`](Interface::parse) nothing is validated again.
     type Conf;
     /// The plugin's own data about its link between the steps of one ADD; `()` if it has none.
     type Link;
 
     /// The name of the binary.
     const NAME: &'static str;
-    /// The kind of CNI_IFNAME, as the kernel names it.
+    /// The kind of link that CNI_IFNAME is, as the kernel names it, for example `veth`.
     const KIND: &'static str;
-    /// The link's end on the host.
+    /// Whether the link has an end on the host.
     const HOST_END: HostEnd;
     /// The text that ADD puts before an error of the IPAM plugin, as Go's plugin of this name does.
     const LEASE_CONTEXT: Option<&'static str> = None;
-    /// When DEL gives the address back.
+    /// When DEL and a failed ADD give the addresses back to IPAM.
     const RELEASE: Release = Release::AfterLink;
 
-    /// Reads the configuration. `args` is CNI_ARGS; what is ignored goes to `notes`.
+    /// Parses and checks the configuration. `args` is CNI_ARGS. Writes to `notes` which values it
+    /// ignores.
     ///
     /// # Errors
-    /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
+    /// Code 4 for CNI_ARGS, 6 and 7 for the configuration, with the Go plugin's texts where it has
+    /// them.
     fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Self::Conf>;
 
     /// Returns the configuration's policy for addresses, routes and name resolution.
     fn layer3<'c>(&self, conf: &'c Self::Conf) -> Layer3Policy<'c>;
 
-    /// Whether the container gets a link. Otherwise a program drives the device (DPDK): what IPAM
-    /// answers is only reported.
+    /// Whether the container gets a kernel interface. If not, a program drives the device itself
+    /// (DPDK), and ADD only reports IPAM's answer in the result.
     ///
     /// # Errors
     /// The device cannot be found.
@@ -84,26 +86,28 @@ pub trait Interface {
         Ok(true)
     }
 
-    /// Whether a link can be one of this plugin's.
+    /// Whether a link is of the kind that this plugin creates.
     fn is_kind(&self, link: &Link) -> bool {
         link.kind.to_string() == Self::KIND
     }
 
-    /// Creates the link, down, with CNI_IFNAME as its name in the container. The name is free.
+    /// Creates the link, down, under the name CNI_IFNAME in the container. The caller has checked
+    /// that the name is free. An implementation registers an undo on `rollback` before each change,
+    /// and so removes nothing itself when it fails.
     ///
     /// # Errors
-    /// The plugin's and the kernel's. Each effect is behind its undo on `rollback`, so nothing
-    /// needs cleaning here.
+    /// Those of the plugin and of the kernel.
     fn create<'a>(
         &self,
         context: &AttachmentContext<'a, Self::Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<Self::Link>>;
 
-    /// Sets up what the host does for the addresses, before the container gets them.
+    /// Configures the host for the container's addresses (routes, the gateway's address), before
+    /// the container gets them.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses a change.
     fn serve<'a>(
         &self,
         _context: &AttachmentContext<'a, Self::Conf>,
@@ -114,12 +118,12 @@ pub trait Interface {
         Ok(HostState::default())
     }
 
-    /// Waits until frames pass between host and container, whose interface has just been set up.
-    /// Called for a link with an end on the host. `watch` listens to the host, since before the
-    /// interface was up.
+    /// Waits until frames pass between host and container. Called after the container's interface
+    /// was set up, if the link has an end on the host. `watch` has received the host's link events
+    /// since before that.
     ///
     /// # Errors
-    /// The kernel's; code 11 at the deadline.
+    /// Those of the kernel; code 11 at the deadline.
     fn wait_for_frames(
         &self,
         _context: &AttachmentContext<'_, Self::Conf>,
@@ -129,10 +133,10 @@ pub trait Interface {
         Ok(())
     }
 
-    /// Completes the result, once everything is configured.
+    /// Completes the result after everything is configured.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the kernel.
     fn finish(
         &self,
         _context: &AttachmentContext<'_, Self::Conf>,
@@ -141,22 +145,22 @@ pub trait Interface {
         Ok(())
     }
 
-    /// Returns an earlier plugin's result, if this plugin is to use that one's interface instead of
-    /// creating its own: then [`create`](Interface::create) finds it in
-    /// [`AttachmentContext::earlier`].
+    /// Returns the result of the earlier plugin whose interface this plugin uses instead of
+    /// creating one. [`create`](Interface::create) then finds that result in
+    /// [`AttachmentContext::earlier`]. Returns `None` if this plugin creates its own interface.
     ///
     /// # Errors
-    /// A `prevResult` that is meant and cannot be read.
+    /// The configuration asks for the earlier interface, and `prevResult` cannot be read.
     fn earlier(&self, _call: &Call<'_>) -> Result<Option<AddResult>> {
         Ok(None)
     }
 
-    /// CHECK: compares the attachment with `prevResult` and the configuration. The kind of
-    /// CNI_IFNAME and IPAM have been checked. An implementation replaces the steps of the default,
-    /// so it calls those that apply to its link.
+    /// CHECK: compares the attachment with `prevResult` and the configuration. The caller has
+    /// checked the kind of CNI_IFNAME and has run the IPAM plugin's CHECK. An implementation
+    /// replaces the default's steps, so it calls those of them that apply to its link.
     ///
     /// # Errors
-    /// Code 101 for what differs.
+    /// Code 101 for the first difference.
     fn check(&self, check: &Check<'_, Self::Conf>) -> Result<()> {
         check.interface()?;
         check.layer3()?;
@@ -164,47 +168,47 @@ pub trait Interface {
         check.wait_for_dad(check.dad_deadline())
     }
 
-    /// Whether DEL removes CNI_IFNAME, a link of this plugin's kind that neither a mark nor
-    /// `prevResult` identifies. `outer` is its end on the host.
+    /// Whether DEL removes CNI_IFNAME although neither a mark nor `prevResult` identifies it as
+    /// this attachment's. CNI_IFNAME is of this plugin's kind; `outer` is its end on the host.
     ///
-    /// The default is yes in a namespace of the container's own: the Go plugins leave nothing but
-    /// the name on an interface, and before specification 0.4.0 DEL gets no result.
+    /// The default answers yes unless CNI_NETNS is the host's own namespace: the Go plugins mark an
+    /// interface by its name only, and before specification 0.4.0 DEL gets no `prevResult`.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the kernel.
     fn owns_unmarked(&self, call: &Call<'_>, _host: &Netlink, _outer: Option<&Link>) -> Result<bool> {
         Ok(call.netns.as_deref().is_some_and(|path| call.machine.is_own_netns(path).is_ok_and(|own| !own)))
     }
 
-    /// DEL: says whose `inner`, which is CNI_IFNAME, is; `None` lets kind, mark and `prevResult`
-    /// tell.
+    /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. On `None`,
+    /// its kind, its mark and `prevResult` decide.
     fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Ownership> {
         None
     }
 
-    /// DEL: removes CNI_IFNAME, which is this attachment's.
+    /// DEL: removes `inner`, which is CNI_IFNAME and belongs to this attachment.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the kernel.
     fn remove(&self, _call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
         container.purge_link(inner.index)?;
         Ok(())
     }
 
-    /// DEL: removes what the plugin made besides links and masquerade rules. The links have been
-    /// removed, the addresses have not been released yet.
+    /// DEL: removes what the plugin created besides links and masquerade rules. Called after the
+    /// links are removed and before IPAM releases the addresses.
     ///
     /// # Errors
-    /// What could not be removed.
+    /// Something could not be removed.
     fn clean(&self, _call: &Call<'_>, _mark: &AttachmentId) -> Result<()> {
         Ok(())
     }
 
-    /// GC: removes what the plugin made besides links and masquerade rules for attachments that are
-    /// not `valid`.
+    /// GC: removes what the plugin created, besides links and masquerade rules, for attachments
+    /// that are not in `valid`.
     ///
     /// # Errors
-    /// What could not be removed.
+    /// Something could not be removed.
     fn collect(&self, _call: &Call<'_>, _valid: &ValidAttachments) -> Result<()> {
         Ok(())
     }
@@ -212,15 +216,15 @@ pub trait Interface {
     /// STATUS: whether the next ADD can create its link.
     ///
     /// # Errors
-    /// What the kernel or the host lacks.
+    /// The kernel or the host lacks something that ADD needs.
     fn ready(&self, _call: &Call<'_>, _conf: &Self::Conf) -> Result<()> {
         Ok(())
     }
 
-    /// Writes the attachment's missing packet filter rules again, as [`Plugin::restore_rules`].
+    /// Writes the attachment's missing packet filter rules again; see [`Plugin::restore_rules`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Plugin::restore_rules`].
     fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         Ok(None)
     }
@@ -229,12 +233,12 @@ pub trait Interface {
 /// The end of an interface plugin's link that is on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostEnd {
-    /// None: all of the link is in the container, and its [mark](AttachmentId) too.
+    /// The whole link is in the container, and so is its alias, which names the
+    /// [attachment](AttachmentId).
     None,
-    /// An end of a veth pair, with the mark. The result lists it after this many other interfaces
-    /// of the host.
+    /// One end of a veth pair is on the host, with the alias that names the attachment.
     Veth {
-        /// How many.
+        /// The number of other interfaces of the host that the result lists before this end.
         listed_after: usize,
     },
 }
@@ -242,24 +246,25 @@ pub enum HostEnd {
 /// Whether an interface in the container belongs to an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ownership {
-    /// This attachment's.
+    /// It belongs to this attachment: DEL removes it.
     Ours,
-    /// Not this attachment's: DEL leaves the interface.
+    /// It does not: DEL leaves it.
     NotOurs,
 }
 
-/// When DEL gives the address back to IPAM.
+/// When the addresses are given back to IPAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Release {
-    /// Once no link has it any more.
+    /// After the link is removed, so that no interface has a released address.
     AfterLink,
-    /// At first, because the link may have to stay, or is what the address is given back over.
+    /// Before the link is removed, because the link may stay, or because the release is sent over
+    /// it.
     BeforeLink,
 }
 
 impl Release {
-    /// Returns when an attachment's address is released. With dhcp, the release is a message that
-    /// leaves over the link.
+    /// Returns when the call's addresses are released: before the link with dhcp, which sends its
+    /// release over the link, else as the plugin says.
     fn order<I: Interface>(call: &Call<'_>) -> Release {
         if call.conf.ipam_type() == "dhcp" { Release::BeforeLink } else { I::RELEASE }
     }
@@ -268,22 +273,23 @@ impl Release {
 /// A configuration's policy for addresses, routes and name resolution.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer3Policy<'c> {
-    /// The IPAM plugin; `None` is layer 2 alone.
+    /// The type of the IPAM plugin, or `None` for an interface without addresses.
     pub ipam: Option<&'c str>,
     /// The result of an earlier plugin. Without an IPAM plugin, the interface gets the addresses
     /// and routes of this result.
     pub earlier: Option<&'c AddResult>,
-    /// Replaces IPAM's name resolution.
+    /// The result's `dns`, instead of the IPAM plugin's.
     pub dns: Option<&'c Dns>,
-    /// Whether packets that leave the network get the host's address.
+    /// Whether packets that leave the network get the host's address as their source.
     pub masquerade: Masquerading,
-    /// The treatment of the gateways in IPAM's answer.
+    /// What ADD does with the gateways in IPAM's answer.
     pub gateway: Gateway,
     /// How the container reaches its own subnet.
     pub subnet: SubnetRoute,
     /// Whether duplicate address detection runs in the container.
     pub dad: Dad,
-    /// The state in which ADD leaves an interface without addresses, and CHECK expects any.
+    /// The state in which ADD leaves an interface without addresses, and which CHECK expects of any
+    /// interface.
     pub state: LinkState,
 }
 
@@ -302,25 +308,25 @@ impl Default for Layer3Policy<'_> {
     }
 }
 
-/// The treatment of the gateways in IPAM's answer.
+/// What ADD does with the gateways in IPAM's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gateway {
-    /// They stay as they are.
+    /// Takes them as they are.
     None,
-    /// An address without one gets the first address of its network.
+    /// Gives an address without a gateway the first address of its network as the gateway.
     Address,
-    /// And the container's default route goes there.
+    /// As `Address`, and adds a default route through the gateway.
     DefaultRoute,
-    /// An address without one is refused.
+    /// Refuses an address without a gateway.
     Required,
 }
 
 /// How the container reaches its own subnet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SubnetRoute {
-    /// Over the link, by the route that the kernel adds with the address.
+    /// Directly over the link, by the route that the kernel adds with the address.
     OnLink,
-    /// Over the gateway, which alone is on the link.
+    /// Through the gateway, which is the only host on the link.
     ThroughGateway,
 }
 
@@ -338,27 +344,27 @@ pub enum LinkState {
 pub struct CreatedLink<L> {
     /// The index of CNI_IFNAME in the container; 0 if the kernel has no such link.
     pub index: u32,
-    /// Its hardware address; zero if it has no Ethernet address.
+    /// The hardware address of CNI_IFNAME; zero if it has no Ethernet address.
     pub mac: Mac,
-    /// The result so far: the interfaces, and what an earlier plugin's result says.
+    /// The result so far: the interfaces, and the content of an earlier plugin's result.
     pub result: AddResult,
-    /// The place of CNI_IFNAME in `result.interfaces`.
+    /// The position of CNI_IFNAME in `result.interfaces`.
     pub interface: usize,
     /// The plugin's own data about the link.
     pub link: L,
 }
 
-/// The host's part of a container's addresses.
+/// What [`Interface::serve`] has configured on the host.
 #[derive(Debug, Default)]
 pub struct HostState {
-    /// The addresses that the host has got for it.
+    /// The addresses that the host now has for this container, for example the gateway's.
     pub added: Vec<IpAddr>,
-    /// The host's link on which the container is a neighbour, if the host may know the addresses as
-    /// another's.
+    /// The index of the host's link whose neighbour entries for the container's addresses may still
+    /// have the MAC of an earlier container; `None` if that cannot be.
     pub neighbours_on: Option<u32>,
 }
 
-/// The plugin of an [`Interface`].
+/// Makes a [`Plugin`] of an [`Interface`].
 #[derive(Clone, Copy, Debug)]
 pub struct InterfacePlugin<I>(pub I);
 
@@ -380,15 +386,17 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 
     fn examine_answers(&self, conf: &NetConf, answers: &[AddResult], earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
-        let address = |address: &Cidr| IpConfig { interface: None, address: *address, gateway: None };
-        let earlier: Vec<IpConfig> = earlier.iter().map(address).collect();
+        let mut earlier_ips = Vec::new();
+        for address in earlier {
+            earlier_ips.push(IpConfig { interface: None, address: *address, gateway: None });
+        }
         let parsed = self.0.parse(conf, "", &Notes::silent())?;
         let policy = self.0.layer3(&parsed);
-        Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, 0, &earlier).err()).collect())
+        Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, 0, &earlier_ips).err()).collect())
     }
 
-    /// The delegation's keys are read where the delegate is run, and the keys in `ipam` and `args`
-    /// belong to others.
+    /// Leaves out `delegateTimeout`, which the code that runs the IPAM plugin reads, and the keys
+    /// in `ipam` and `args`, which belong to other programs.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         let mut unknown = json.unknown_keys::<I::Keys>();
         unknown.retain(|key| {
@@ -429,7 +437,8 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 }
 
-/// Returns the error of an ADD whose CNI_IFNAME exists, with Go's text for a veth.
+/// Returns the error of an ADD whose CNI_IFNAME exists already: code 102, for a veth with the Go
+/// plugin's text.
 pub fn name_taken<I: Interface>(mark: &AttachmentId) -> Error {
     match I::HOST_END {
         HostEnd::Veth { .. } => veth::name_taken(&mark.ifname, &mark.host_name(0)),
@@ -437,10 +446,11 @@ pub fn name_taken<I: Interface>(mark: &AttachmentId) -> Error {
     }
 }
 
-/// The same for an interface without an end on the host.
+/// Returns the error, code 102, of an ADD whose CNI_IFNAME exists already, for a link that has no
+/// end on the host.
 fn taken(ifname: &str) -> Error {
     Error::new(Code::CONFLICT, format!("interface {ifname:?} already exists in the container")).with_details(UNTOUCHED)
 }
 
-/// A detail for the operator about an interface whose name was taken.
+/// The detail of the error about an interface that exists already.
 const UNTOUCHED: &str = "the interface was left untouched";

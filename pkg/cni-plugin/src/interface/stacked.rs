@@ -1,9 +1,9 @@
-//! An interface on top of another one, its master: macvlan, ipvlan and vlan.
+//! Creates an interface on top of another one, its master: macvlan, ipvlan and vlan.
 //!
-//! Nothing of it is ever on the host. It gets CNI_IFNAME only in its namespace, because old kernels
-//! want a new interface's name to be free in the host's namespace too; until then its name is
-//! derived from the attachment, as that of a veth's host end is. DEL removes an interface of either
-//! name.
+//! The interface is created in the container's namespace under a temporary name, which is derived
+//! from the attachment as the name of a veth's host end is, and then renamed to CNI_IFNAME. Old
+//! kernels require that the first name is free in the host's namespace too. DEL removes an
+//! interface with either name.
 
 use std::fmt;
 use std::rc::Rc;
@@ -17,20 +17,21 @@ use serde::{Deserialize, Deserializer};
 use super::veth::undo_creation;
 use super::{AttachmentContext, Check, CreatedLink, failed, taken};
 
-/// The choices of an interface that is to be created.
+/// The properties of an interface to create.
 #[derive(Clone, Debug)]
 pub struct Choices {
-    /// The kind and mode.
+    /// The kind of link, with its mode or VLAN ID.
     pub stacked: Stacked,
-    /// The name of the master, or that of the default route's interface.
+    /// The name of the master, or `None` for the interface of the default route.
     pub master: Option<String>,
-    /// Where the master is.
-    pub place: MasterNamespace,
-    /// The MTU as configured; what it may be depends on the master's.
+    /// The namespace that has the master.
+    pub master_namespace: MasterNamespace,
+    /// The MTU as configured, not yet compared with the master's; 0 for the kernel's default.
     pub mtu: i64,
-    /// The hardware address, or one of the kernel's choice.
+    /// The hardware address, or `None` for one that the kernel chooses.
     pub mac: Option<Mac>,
-    /// How many broadcast frames a macvlan's master may hold, or the kernel's default.
+    /// How many broadcast frames the master of a macvlan may queue, or `None` for the kernel's
+    /// default.
     pub broadcast_queue: Option<u32>,
 }
 
@@ -53,7 +54,10 @@ impl<'de> Deserialize<'de> for MasterNamespace {
 }
 
 impl Choices {
-    /// `master` is in the namespace of `netlink`.
+    /// Returns the master. `netlink` is a socket in the master's namespace.
+    ///
+    /// # Errors
+    /// Code 7 if there is no such interface, or neither `master` nor a default route.
     fn find_master(&self, netlink: &Netlink) -> Result<Link> {
         let found = match &self.master {
             Some(name) => netlink.find_link(name)?,
@@ -73,20 +77,24 @@ impl Choices {
         })
     }
 
-    /// Returns the name of the master, whether it exists or not. `None` if the master is not on the
-    /// host, or if there is neither a `master` nor a default route.
+    /// Returns the name of the master on the host, whether it exists or not. Returns `None` if the
+    /// master is in the container, or if there is neither a `master` nor a default route.
     pub fn host_master(&self) -> Option<String> {
-        match (&self.master, self.place) {
+        match (&self.master, self.master_namespace) {
             (_, MasterNamespace::Container) => None,
             (Some(name), MasterNamespace::Host) => Some(name.clone()),
             (None, MasterNamespace::Host) => Some(self.find_master(&Netlink::open().ok()?).ok()?.name),
         }
     }
 
-    /// An ipvlan may have a larger MTU than its master, as in Go.
-    fn mtu(&self, master: &Link) -> Result<Option<u32>> {
-        let most = if let Stacked::Ipvlan(_) = self.stacked { i64::from(u32::MAX) } else { master.mtu.into() };
-        if !(0..=most).contains(&self.mtu) {
+    /// Returns the MTU to set, or `None` for the kernel's default.
+    ///
+    /// # Errors
+    /// Code 7 if it is larger than the MTU of `master`. Only an ipvlan may have a larger one, as in
+    /// Go.
+    fn checked_mtu(&self, master: &Link) -> Result<Option<u32>> {
+        let largest = if let Stacked::Ipvlan(_) = self.stacked { i64::from(u32::MAX) } else { master.mtu.into() };
+        if !(0..=largest).contains(&self.mtu) {
             let msg = format!("invalid MTU {}, must be [0, master MTU({})]", self.mtu, master.mtu);
             return Err(Error::config(msg));
         }
@@ -94,52 +102,60 @@ impl Choices {
     }
 }
 
-/// Creates the interface, down and marked.
+/// Creates the interface CNI_IFNAME in the container, down, with the alias that names the
+/// attachment.
 ///
 /// # Errors
-/// Code 7 for the master and the MTU, with Go's texts; the kernel's.
+/// Code 7 for the master and the MTU, with the Go plugins' texts; code 102 if CNI_IFNAME or the
+/// master's VLAN exists already; those of the kernel.
 pub fn create<'a, C>(
     context: &AttachmentContext<'a, C>,
     choices: &Choices,
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<()>> {
     let container = Rc::new(context.container.clone());
-    let socket: &Netlink = if choices.place == MasterNamespace::Host { &context.host } else { &container };
-    let (master, stacked) = (choices.find_master(socket)?, choices.stacked);
+    let master_side: &Netlink = match choices.master_namespace {
+        MasterNamespace::Host => &context.host,
+        MasterNamespace::Container => &container,
+    };
+    let (master, stacked) = (choices.find_master(master_side)?, choices.stacked);
     let spec = StackedSpec {
         name: &context.mark.host_name(0),
         master: master.index,
         stacked,
-        mtu: choices.mtu(&master)?,
+        mtu: choices.checked_mtu(&master)?,
         mac: choices.mac,
         broadcast_queue: choices.broadcast_queue,
         netns: &context.netns,
     };
-    // The name is this attachment's alone. An interface that is called CNI_IFNAME already is found
-    // by its index.
-    let created = undo_creation(&container, spec.name, move |link| is_of(link, stacked), rollback);
-    socket.create_stacked(&spec).map_err(|error| exists(error, &master, stacked))?;
+    // Only this attachment uses the temporary name. Once the index is known, the undo finds the
+    // interface by it, even after it was renamed to CNI_IFNAME.
+    let created_index = undo_creation(&container, spec.name, move |link| is_of(link, stacked), rollback);
+    master_side.create_stacked(&spec).map_err(|error| creation_error(error, &master, stacked))?;
     let link = container.link(spec.name)?;
-    created.set(Some(link.index));
+    created_index.set(Some(link.index));
     container
         .set_first_name(link.index, &context.call.ifname, &context.mark.alias())
         .map_err(|error| if error.is_exists() { taken(&context.call.ifname) } else { error.into() })?;
     let Some(mac) = link.mac else {
         return Err(Error::new(Code::KERNEL, format!("{} has no Ethernet address", stacked.kind())));
     };
-    if choices.mac.is_some_and(|wanted| wanted != mac) {
+    // A macvlan in passthru mode and an ipvlan have the master's address whatever was asked for.
+    if choices.mac.is_some_and(|configured| configured != mac) {
         context.call.notes.note(format_args!("{} has its master's hardware address {mac}", context.call.ifname));
     }
     let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
     Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
 }
 
+/// Whether a link is of the kind macvlan, ipvlan or vlan that `stacked` names.
 fn is_of(link: &Link, stacked: Stacked) -> bool {
     link.kind.to_string() == stacked.kind()
 }
 
-/// The kernel allows only one interface for a master and a VLAN ID, in whichever namespace.
-fn exists(error: cni_linux::Error, master: &Link, stacked: Stacked) -> Error {
+/// Returns the error of a failed creation. For a VLAN whose ID the master already has, code 102:
+/// the kernel allows one interface for each master and VLAN ID, in all namespaces together.
+fn creation_error(error: cni_linux::Error, master: &Link, stacked: Stacked) -> Error {
     match stacked {
         Stacked::Vlan(id) if error.is_exists() => Error::from(error)
             .with_code(Code::CONFLICT)
@@ -148,10 +164,11 @@ fn exists(error: cni_linux::Error, master: &Link, stacked: Stacked) -> Error {
     }
 }
 
-/// CHECK: compares mode or VLAN ID with the configuration, everything else with `prevResult`.
+/// CHECK: compares the mode or VLAN ID with the configuration, everything else with `prevResult`.
+/// `mismatch` is the beginning of the Go plugin's message for a wrong mode or ID.
 ///
 /// # Errors
-/// Code 101 for what differs, `mismatch` being Go's words for a mode or ID.
+/// Code 101 for the first difference.
 pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Display) -> Result<()> {
     if check.inner.stacked != Some(stacked) {
         let found = check.inner.stacked.map_or_else(|| "unknown".to_owned(), |found| found.to_string());
@@ -162,14 +179,15 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
     check.wait_for_dad(check.dad_deadline())
 }
 
-/// STATUS: whether the master exists. One that is in the container exists only with the container.
+/// STATUS: checks that the master exists and that the MTU fits it. A master in the container cannot
+/// be checked, because no container exists yet.
 ///
 /// # Errors
 /// Code 50.
 pub fn ready(choices: &Choices) -> Result<()> {
-    if choices.place == MasterNamespace::Container {
+    if choices.master_namespace == MasterNamespace::Container {
         return Ok(());
     }
-    let ready = || choices.mtu(&choices.find_master(&Netlink::open()?)?).map(drop);
-    ready().map_err(|error| error.with_code(Code::NOT_AVAILABLE))
+    let check = || choices.checked_mtu(&choices.find_master(&Netlink::open()?)?).map(drop);
+    check().map_err(|error| error.with_code(Code::NOT_AVAILABLE))
 }

@@ -1,5 +1,5 @@
-//! A veth pair with one end in the container, under its final name, and the other, marked, on the
-//! host.
+//! Creates a veth pair: one end in the container under its final name, the other on the host with
+//! an alias that names the attachment.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,14 +11,14 @@ use cni_linux::{Link, Mac, Netlink, TakenName, VethSpec, sysctl};
 
 use super::{AttachmentContext, UNTOUCHED};
 
-/// The choices of a pair that is to be created.
+/// The properties of a pair to create.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Choices {
-    /// The largest packet of both ends, or the kernel's default.
+    /// The MTU of both ends, or `None` for the kernel's default.
     pub mtu: Option<u32>,
-    /// The hardware address of the container's end, or a random one.
+    /// The hardware address of the container's end, or `None` for a random one.
     pub mac: Option<Mac>,
-    /// The index of the bridge that the host's end becomes a port of.
+    /// The index of the bridge whose port the host's end becomes.
     pub master: Option<u32>,
 }
 
@@ -27,20 +27,21 @@ pub struct Choices {
 pub struct Pair {
     /// The index of the host's end.
     pub index: u32,
-    /// Its name.
+    /// The name of the host's end.
     pub name: String,
-    /// Its address.
+    /// The hardware address of the host's end.
     pub mac: Mac,
     /// The index of the container's end, in its namespace.
     pub peer_index: u32,
-    /// Its address.
+    /// The hardware address of the container's end.
     pub peer_mac: Mac,
 }
 
-/// Creates a pair: the host's end up and marked, the container's end down.
+/// Creates a pair: the host's end up and with its alias, the container's end down.
 ///
 /// # Errors
-/// 102 with Go's text if the container has an interface of that name.
+/// Code 102 with the Go plugin's text if the container already has an interface CNI_IFNAME; those
+/// of the kernel.
 pub fn create<'a, C>(
     context: &AttachmentContext<'a, C>,
     choices: &Choices,
@@ -61,11 +62,11 @@ pub fn create<'a, C>(
             ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
         };
         attempt += 1;
-        // Registered before the effect: if the kernel's answer is lost, the pair may exist.
-        let made = undo_creation(host, &name, move |link| link.mac == Some(mac), rollback);
+        // Registered before the creation: if the kernel's answer is lost, the pair may exist.
+        let created_index = undo_creation(host, &name, move |link| link.mac == Some(mac), rollback);
         match host.create_veth(&spec) {
             Ok(veth) => {
-                made.set(Some(veth.index));
+                created_index.set(Some(veth.index));
                 break (name, veth);
             }
             Err(error) => match error.taken() {
@@ -79,16 +80,18 @@ pub fn create<'a, C>(
     Ok(Pair { index: veth.index, name, mac, peer_index: veth.peer_index, peer_mac })
 }
 
-/// Registers the deletion of a link that is about to be created: by its index, once that is known,
-/// else by its name, if it `is_ours`.
+/// Registers the deletion of a link that the caller is about to create.
+///
+/// The caller stores the index of the new link in the returned cell. As long as the cell is empty,
+/// the undo looks the link up by `name` and deletes it only if `is_ours` accepts it.
 pub fn undo_creation<'a>(
     netlink: &Rc<Netlink>,
     name: &str,
     is_ours: impl Fn(&Link) -> bool + 'a,
     rollback: &mut Rollback<'a>,
 ) -> Rc<Cell<Option<u32>>> {
-    let made = Rc::new(Cell::new(None));
-    let (netlink, index, name) = (Rc::clone(netlink), Rc::clone(&made), name.to_owned());
+    let created_index = Rc::new(Cell::new(None));
+    let (netlink, index, name) = (Rc::clone(netlink), Rc::clone(&created_index), name.to_owned());
     rollback.push(format!("delete {name}"), move || match index.get() {
         Some(index) => netlink.purge_link(index).map(drop),
         None => match netlink.find_link(&name)?.filter(&is_ours) {
@@ -96,26 +99,28 @@ pub fn undo_creation<'a>(
             None => Ok(()),
         },
     });
-    made
+    created_index
 }
 
-/// Go's words for an interface that is there already.
+/// Returns the error, code 102 with the Go plugin's text, of an ADD whose CNI_IFNAME exists
+/// already. `host_name` is the name of the host's end.
 pub(super) fn name_taken(ifname: &str, host_name: &str) -> Error {
     let msg = format!("container veth name ({ifname:?}) peer provided ({host_name:?}) already exists");
     Error::new(Code::CONFLICT, msg).with_details(UNTOUCHED)
 }
 
-/// Sets a link's `accept_ra` to 0, as Go does: an interface of a node must not learn its routes
-/// from its containers. Kernels without IPv6 have no such file, and that is fine.
+/// Sets the sysctl `accept_ra` of a link of the host to 0, as Go does: the host must not learn
+/// routes from router advertisements of its containers. Errors are ignored, because a kernel
+/// without IPv6 has no such file.
 pub fn no_router_advertisements(link: &str) {
     let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
 }
 
-/// Returns a random MAC, to be given to a link at its creation, so that no policy of udev's
-/// rewrites it.
+/// Returns a random MAC for a link to be created. udev's MAC policy does not change an address that
+/// was set at the creation.
 ///
 /// # Errors
-/// Code 5 if the kernel has no random bytes.
+/// Code 5 if the kernel returns no random bytes.
 pub fn made_up_mac() -> Result<Mac> {
     Mac::random().map_err(|error| Error::caused(Code::IO, "failed to generate a MAC address", error))
 }
