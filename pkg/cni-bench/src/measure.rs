@@ -202,9 +202,15 @@ fn one(
         if measured >= most || (measured >= least && begin.elapsed() >= time) {
             break;
         }
-        // No side is always the first.
-        for place in 0..sides.len() {
-            let Some(ready) = sides.get((place + round) % sides.len()) else { continue };
+        // Each round starts with another side. After as many rounds as there are sides the direction
+        // changes, so that no side always follows the same one: what a side deletes slows the next one
+        // down.
+        let mut order: Vec<&Ready> = sides.iter().collect();
+        order.rotate_left(round % sides.len());
+        if (round / sides.len()) % 2 == 1 {
+            order.reverse();
+        }
+        for ready in order {
             ready.node.enter()?;
             let what = format!("{}, round {round}", ready.side.label());
             match case.at_once {
