@@ -346,7 +346,7 @@ fn handle(
         Verb::Add => add(plugin, &call, streams.stdout),
         Verb::Check => catch_panic(plugin, || plugin.check(&call)),
         Verb::Del if is_own_netns => {
-            // Removes what is outside the container, and fails all the same.
+            // DEL removes what is outside the container, and then reports the error.
             call.netns = None;
             let outcome = catch_panic(plugin, || plugin.del(&call));
             Err(own_netns_error().and(outcome.err()))
