@@ -100,7 +100,7 @@ impl Netlink {
         match alias_set.and(peer_index) {
             Ok(peer_index) => Ok(Veth { index: created.index, peer_index }),
             Err(error) => {
-                // Without its alias, DEL and GC may not find the pair. An error of this deletion is
+                // Without its alias, DEL and GC might miss the pair. An error of this deletion is
                 // not reported, because the first one says more.
                 let _ = self.purge_link(created.index);
                 Err(error)
