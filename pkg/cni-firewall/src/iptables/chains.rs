@@ -28,7 +28,7 @@ impl Chains<'_> {
     }
 
     /// Whether the chain exists; without reading its rules.
-    pub fn has(&mut self, name: &str) -> Result<bool> {
+    pub fn has_chain(&mut self, name: &str) -> Result<bool> {
         match (self.read.get(name), &mut self.nft) {
             (Some(chain), _) => Ok(chain.is_some()),
             (None, Some(nft)) => Ok(find_chain(nft, self.table.of(self.family), name)?.is_some()),
@@ -52,14 +52,14 @@ impl Chains<'_> {
 
     /// Returns the chain's rules that jump to `target`. In a long chain this is much cheaper than
     /// to search all rules.
-    pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
-        self.find(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
+    pub fn rules_leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
+        self.find_rules(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
     }
 
     /// Returns the chain's rules, in order, for which `wanted` is true. Each such rule must contain
     /// one of the `needles`, a text or an address in network byte order: rules without any are not
     /// even decoded, which makes this cheap in a long chain.
-    pub fn find(&mut self, name: &str, needles: &[&[u8]], wanted: impl Fn(&Rule) -> bool) -> Result<Vec<Rule>> {
+    pub fn find_rules(&mut self, name: &str, needles: &[&[u8]], wanted: impl Fn(&Rule) -> bool) -> Result<Vec<Rule>> {
         if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
             let could_be = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
             let found = match nft.rules_where(self.table.of(self.family), name, could_be) {
@@ -136,7 +136,7 @@ impl Chains<'_> {
     }
 
     /// The names of all chains that begin so.
-    pub fn names(&mut self, prefix: &str) -> Result<Vec<String>> {
+    pub fn chain_names(&mut self, prefix: &str) -> Result<Vec<String>> {
         let mut names: Vec<String> = match &mut self.nft {
             None => self.read.keys().cloned().collect(),
             Some(nft) => match nft.chains(self.table.of(self.family)) {

@@ -108,19 +108,19 @@ impl Edit {
 
     /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
-        !self.adds()
+        !self.has_additions()
             && self.moved.is_empty()
             && self.put_back.is_empty()
             && self.deleted.is_empty()
             && self.deleted_chains.is_empty()
     }
 
-    pub(crate) fn adds(&self) -> bool {
+    pub(crate) fn has_additions(&self) -> bool {
         !self.chains.is_empty() || !self.rules.is_empty()
     }
 
     /// The additions in the form that `iptables-restore` reads.
-    pub(crate) fn additions(&self, table: Table) -> Result<String> {
+    pub(crate) fn additions_text(&self, table: Table) -> Result<String> {
         self.additions_after(format!("*{}\n", table.name()))
     }
 
@@ -145,7 +145,7 @@ impl Edit {
 
     /// Everything in one text: what is added, then what is removed. A rule that is moved is removed
     /// first: `-D` takes the first rule that looks like it, which would be the new one.
-    pub(crate) fn everything(&self, table: Table) -> Result<String> {
+    pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
         for (chain, rule) in &self.moved {
             line(&mut text, "-D", chain, &rule.words)?;
@@ -276,7 +276,7 @@ mod tests {
             -F CNI-OLD\n\
             -X CNI-OLD\n\
             COMMIT\n";
-        assert_eq!(edit.everything(Table::Nat).unwrap(), expected);
+        assert_eq!(edit.restore_text(Table::Nat).unwrap(), expected);
     }
 
     #[test]
@@ -286,8 +286,8 @@ mod tests {
         let mut edit = Edit::new();
         edit.move_first("FORWARD", words, &[rule]);
         let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";
-        assert_eq!(edit.everything(Table::Filter).unwrap(), all);
-        assert_eq!(edit.additions(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");
+        assert_eq!(edit.restore_text(Table::Filter).unwrap(), all);
+        assert_eq!(edit.additions_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");
     }
 
     #[test]
@@ -295,10 +295,10 @@ mod tests {
         for hostile in ["x\nCOMMIT\n*filter", "x\0", "x\r"] {
             let mut edit = Edit::new();
             edit.append("CNI-A", ["-m", "comment", "--comment", hostile]);
-            assert!(edit.everything(Table::Nat).is_err(), "{hostile:?}");
+            assert!(edit.restore_text(Table::Nat).is_err(), "{hostile:?}");
             let mut edit = Edit::new();
             edit.create_chain(hostile);
-            assert!(edit.everything(Table::Nat).is_err(), "{hostile:?}");
+            assert!(edit.restore_text(Table::Nat).is_err(), "{hostile:?}");
         }
     }
 

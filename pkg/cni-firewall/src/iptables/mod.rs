@@ -43,7 +43,7 @@ mod transaction;
 mod xt;
 
 pub use chains::Chains;
-pub(crate) use compat::rule as rule_of_nft;
+pub(crate) use compat::rule as rule_in_words;
 pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};
 pub use lock::NetnsLock;
@@ -187,15 +187,15 @@ impl<'m> Iptables<'m> {
 
     /// The variant that the machine's owner has chosen; `None` if there is no `iptables-restore`.
     /// No process, unless a script stands where the program should be.
-    pub fn chosen(&self, family: Family) -> Result<Option<Variant>> {
+    pub fn chosen_variant(&self, family: Family) -> Result<Option<Variant>> {
         Ok(tool::chosen(&self.folders, self.runner, family)?.map(|tool| tool.variant))
     }
 
     /// The variant in which new rules are made: the chosen one. Where none is installed it is
     /// iptables-nft if the kernel has what its rules need, since they are written without a
     /// program.
-    pub fn for_new_rules(&mut self, family: Family) -> Result<Option<Variant>> {
-        match (self.chosen(family)?, &mut self.nft) {
+    pub fn variant_for_new_rules(&mut self, family: Family) -> Result<Option<Variant>> {
+        match (self.chosen_variant(family)?, &mut self.nft) {
             (None, Some(nft)) => Ok(transaction::is_possible(nft, self.table, family)?.then_some(Variant::Nft)),
             (chosen, _) => Ok(chosen),
         }
@@ -206,14 +206,14 @@ impl<'m> Iptables<'m> {
     pub fn probe(&mut self, family: Family) -> Result<()> {
         match tool::chosen(&self.folders, self.runner, family)? {
             Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
-            None if self.for_new_rules(family)?.is_some() => Ok(()),
+            None if self.variant_for_new_rules(family)?.is_some() => Ok(()),
             None => Err(missing(family, None)),
         }
     }
 
     /// Where one of these chains may be: iptables-nft if it has one of them, iptables-legacy if it
     /// has a table at all. No process.
-    pub fn holders(&mut self, family: Family, chains: &[&str]) -> Result<Vec<Variant>> {
+    pub fn variants_to_search(&mut self, family: Family, chains: &[&str]) -> Result<Vec<Variant>> {
         let mut holders = Vec::new();
         for chain in chains {
             if holders.is_empty() && self.find_chain(family, chain)?.is_some() {
@@ -291,7 +291,7 @@ impl<'m> Iptables<'m> {
     pub fn clean(&mut self, chains: &[&str], mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Cleaned {
         let (mut unreached, mut results) = (Vec::new(), Vec::new());
         for family in FAMILIES {
-            let variants = self.holders(family, chains).unwrap_or_else(|error| {
+            let variants = self.variants_to_search(family, chains).unwrap_or_else(|error| {
                 results.push(Err(error));
                 // Where iptables-legacy has no table this finds nothing and starts no program.
                 vec![Variant::Legacy]
@@ -326,7 +326,7 @@ impl<'m> Iptables<'m> {
             let mut edits = Vec::new();
             for (family, variant) in left {
                 let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
-                let text = edit.everything(self.table)?;
+                let text = edit.restore_text(self.table)?;
                 edits.push((*family, *variant, edit, text));
             }
             for (family, variant, edit, text) in edits {
@@ -377,9 +377,9 @@ impl<'m> Iptables<'m> {
         let mut batch = match added {
             Some(batch) => batch,
             None => {
-                if edit.adds() {
+                if edit.has_additions() {
                     let tool = self.tool(family, variant, ProgramKind::Restore)?;
-                    tool::restore(self.runner, &tool, &(edit.additions(self.table)? + "COMMIT\n"))?;
+                    tool::restore(self.runner, &tool, &(edit.additions_text(self.table)? + "COMMIT\n"))?;
                 }
                 Batch::new()
             }
