@@ -128,7 +128,9 @@ pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<
     }
     let mut iptables = Iptables::open(iptables::Table::Nat, machine, notes.clone(), OnSigterm::Kill)?;
     for family in FAMILIES {
-        for variant in iptables.holders(family, &[masquerade_iptables::POSTROUTING, portmap_iptables::DNAT])? {
+        for variant in
+            iptables.variants_to_search(family, &[masquerade_iptables::POSTROUTING, portmap_iptables::DNAT])?
+        {
             match iptables.read(family, variant).and_then(|mut nat| in_iptables(&mut nat, variant, &mut held)) {
                 Ok(()) => {}
                 Err(error) if variant == Variant::Legacy => notes.note(format_args!("not looked at: {error}")),
@@ -138,7 +140,7 @@ pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<
     }
     let mut iptables = Iptables::open(iptables::Table::Filter, machine, notes.clone(), OnSigterm::Kill)?;
     for family in FAMILIES {
-        for variant in iptables.holders(family, &[forward::iptables::OWNERS])? {
+        for variant in iptables.variants_to_search(family, &[forward::iptables::OWNERS])? {
             match iptables.read(family, variant).and_then(|mut filter| in_filter(&mut filter, variant, &mut held)) {
                 Ok(()) => {}
                 Err(error) if variant == Variant::Legacy => notes.note(format_args!("not looked at: {error}")),

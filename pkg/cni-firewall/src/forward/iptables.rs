@@ -119,7 +119,7 @@ impl Record {
 
 /// The records that contain one of these.
 fn records(filter: &mut Chains<'_>, needles: &[&[u8]]) -> Result<Vec<Record>> {
-    let found = filter.find(OWNERS, needles, |rule| rule.target().is_none())?;
+    let found = filter.find_rules(OWNERS, needles, |rule| rule.target().is_none())?;
     Ok(found.iter().filter_map(Record::read).collect())
 }
 
@@ -148,7 +148,7 @@ pub(super) fn ensure(filter: &mut Chains<'_>, owner: &str, addresses: &[Owned], 
     let isolation: Vec<&Ingress> =
         addresses.iter().map(|owned| &owned.ingress).filter(|ingress| ingress.bridge().is_some()).collect();
     for chain in [FORWARD, admin, OWNERS] {
-        if !filter.has(chain)? {
+        if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
@@ -160,7 +160,7 @@ pub(super) fn ensure(filter: &mut Chains<'_>, owner: &str, addresses: &[Owned], 
     let mut needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
     needles.push(admin.as_bytes().to_vec());
     let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-    let rules = filter.find(FORWARD, &needles, |_| true)?;
+    let rules = filter.find_rules(FORWARD, &needles, |_| true)?;
     let to_admin = commented(&[], ADMIN_JUMP, admin);
     if exact(&rules, &to_admin).next().is_none() {
         edit.insert(FORWARD, to_admin);
@@ -207,9 +207,9 @@ enum Jump {
 fn arrange(filter: &mut Chains<'_>, edit: &mut Edit, isolation: Isolation, jump: Jump) -> Result<()> {
     let ours = [STAGE_1, FORWARD];
     // Nothing leads to a chain that does not exist, and a long chain need not be read.
-    let rules = if filter.has(FORWARD)? || filter.has(STAGE_1)? {
+    let rules = if filter.has_chain(FORWARD)? || filter.has_chain(STAGE_1)? {
         let leads = |rule: &Rule| rule.target().is_some_and(|target| ours.contains(&target));
-        filter.find(BASE, &ours.map(str::as_bytes), leads)?
+        filter.find_rules(BASE, &ours.map(str::as_bytes), leads)?
     } else {
         Vec::new()
     };
@@ -238,7 +238,7 @@ fn arrange(filter: &mut Chains<'_>, edit: &mut Edit, isolation: Isolation, jump:
 fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress) -> Result<()> {
     let Some(bridge) = ingress.bridge() else { return Ok(()) };
     for (chain, wanted) in [(STAGE_1, stage_1(ingress)), (STAGE_2, vec![stage_2(bridge)])] {
-        if !filter.has(chain)? {
+        if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
         let rules = filter.rules(chain)?.to_vec();
@@ -301,7 +301,7 @@ fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: 
         others.iter().map(|record| &record.owned).chain(still).any(|owned| owned.address == *address)
     };
     let free: Vec<IpAddr> = all.into_iter().filter(|address| !is_owned(address)).collect();
-    let rules = filter.find(FORWARD, &needles, |_| true)?;
+    let rules = filter.find_rules(FORWARD, &needles, |_| true)?;
     for rule in free.iter().flat_map(|address| accepts(*address)) {
         for one in exact(&rules, &rule) {
             edit.delete(FORWARD, one);
@@ -310,7 +310,7 @@ fn forget(filter: &mut Chains<'_>, gone: &[&Rule], addresses: &[IpAddr], still: 
     for rule in gone {
         edit.delete(OWNERS, rule);
     }
-    if filter.has(STAGE_1)? {
+    if filter.has_chain(STAGE_1)? {
         let mut left: Vec<Owned> = all_records(filter)?
             .into_iter()
             .filter(|record| !gone.contains(&&record.rule))
@@ -363,7 +363,7 @@ impl FamilyAddresses {
         let own = records(filter, &[owner.as_bytes()])?;
         let owned: Vec<Owned> = own.into_iter().map(|record| record.owned).filter(|one| one.owner == owner).collect();
         let needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
-        let rules = filter.find(FORWARD, &needles.iter().map(Vec::as_slice).collect::<Vec<_>>(), |_| true)?;
+        let rules = filter.find_rules(FORWARD, &needles.iter().map(Vec::as_slice).collect::<Vec<_>>(), |_| true)?;
         let is_there = |address: &IpAddr| accepts(*address).iter().any(|rule| exact(&rules, rule).next().is_some());
         let is_own = |address: &IpAddr| owned.iter().any(|owned| owned.address == *address);
         let others = addresses.iter().map(|owned| owned.address).filter(|one| is_there(one) && !is_own(one)).collect();
@@ -399,7 +399,7 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[Owned], admin: &str) -
         chains.extend([STAGE_1, STAGE_2]);
     }
     for chain in chains {
-        if !filter.has(chain)? {
+        if !filter.has_chain(chain)? {
             missing.push(format!("iptables chain {chain} is missing from table filter"));
         }
     }
@@ -408,7 +408,7 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[Owned], admin: &str) -
     }
     let ours = [STAGE_1, FORWARD];
     let leads = |rule: &Rule| rule.target().is_some_and(|target| ours.contains(&target));
-    let base = filter.find(BASE, &ours.map(str::as_bytes), leads)?;
+    let base = filter.find_rules(BASE, &ours.map(str::as_bytes), leads)?;
     let mut wanted = vec![(BASE, base.clone(), commented(&[], JUMP, FORWARD))];
     let rules = filter.rules(FORWARD)?.to_vec();
     wanted.push((FORWARD, rules.clone(), commented(&[], ADMIN_JUMP, admin)));
@@ -435,6 +435,6 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[Owned], admin: &str) -
 /// Whether any of the addresses has a rule here.
 pub(super) fn holds(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
     let needles: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
-    let rules = filter.find(FORWARD, &needles.iter().map(Vec::as_slice).collect::<Vec<_>>(), |_| true)?;
+    let rules = filter.find_rules(FORWARD, &needles.iter().map(Vec::as_slice).collect::<Vec<_>>(), |_| true)?;
     Ok(addresses.iter().flat_map(|address| accepts(*address)).any(|rule| exact(&rules, &rule).next().is_some()))
 }

@@ -98,7 +98,7 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// A program that could not be asked which variant it is.
     pub fn chosen(&self) -> Result<Backend> {
-        let chosen = self.iptables(OnSigterm::Kill)?.chosen(Family::V4)?;
+        let chosen = self.iptables(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
         Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
     }
 
@@ -122,7 +122,7 @@ impl<'m> Forward<'m> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();
         for family in wanted.families() {
-            let Some(variant) = iptables.for_new_rules(family)? else {
+            let Some(variant) = iptables.variant_for_new_rules(family)? else {
                 // The error is that of a program that cannot be found.
                 return iptables.probe(family);
             };
@@ -243,8 +243,8 @@ impl<'m> Forward<'m> {
         for family in wanted.families() {
             let addresses = wanted.of(family);
             let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-            let chosen = iptables.chosen(family)?.unwrap_or(Variant::Nft);
-            let mut variants = iptables.holders(family, &[iptables::FORWARD])?;
+            let chosen = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
+            let mut variants = iptables.variants_to_search(family, &[iptables::FORWARD])?;
             variants.sort_by_key(|variant| *variant != chosen);
             let mut worst = vec![format!("iptables chain {} is missing from table filter", iptables::FORWARD)];
             for variant in variants {
@@ -276,7 +276,7 @@ impl<'m> Forward<'m> {
     pub fn probe(&self, backend: Backend, place: Option<&AdminChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(place),
-            Backend::Iptables if self.iptables(OnSigterm::Kill)?.for_new_rules(Family::V4)?.is_some() => Ok(()),
+            Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),

@@ -28,7 +28,7 @@ use std::net::IpAddr;
 
 use super::iptables::read_owner;
 use super::owner::{self, Ingress, Owned};
-use crate::iptables::rule_of_nft;
+use crate::iptables::rule_in_words;
 use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr};
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
 use crate::retry;
@@ -165,7 +165,7 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &Owned) -> Result<Rule> {
 pub(crate) fn read(listed: &Listed) -> Option<Owned> {
     // The address has one family; in the other's words it is nothing.
     [route::Family::V4, route::Family::V6].into_iter().find_map(|family| {
-        let rule = rule_of_nft(family, listed.clone());
+        let rule = rule_in_words(family, listed.clone());
         let (owner, address, ingress) = read_owner(&rule)?;
         Some(Owned { owner: owner.to_owned(), address, ingress })
     })

@@ -181,7 +181,7 @@ pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cid
         edit.delete(&shape.chain, &stale.rule);
     }
     let mut there: Vec<Cidr> = Vec::new();
-    for jump in nat.leading_to(POSTROUTING, &shape.chain)?.iter().filter(|rule| shape.is_jump(rule)) {
+    for jump in nat.rules_leading_to(POSTROUTING, &shape.chain)?.iter().filter(|rule| shape.is_jump(rule)) {
         let from = source(jump);
         match from {
             // Doubled by two ADDs of Go that raced.
@@ -217,7 +217,7 @@ impl FamilyRules {
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
         let own = tags.iter().filter(|tag| tag.whose == shape.tag);
         let with_network = |tag: &Tag| Cidr::new(tag.source?.address(), tag.network?.prefix());
-        let jumps = nat.leading_to(POSTROUTING, &shape.chain)?;
+        let jumps = nat.rules_leading_to(POSTROUTING, &shape.chain)?;
         let untagged = jumps.iter().filter(|rule| shape.is_jump(rule)).filter_map(source).filter(|from| {
             tags.iter().all(|tag| tag.source != Some(*from)) && addresses.iter().any(|ip| from.contains(ip.address()))
         });
@@ -242,7 +242,7 @@ impl FamilyRules {
         }
         let added = |rule: &&Rule| source(rule).is_some_and(|from| !self.untagged.contains(&from));
         let is_ours = |rule: &&Rule| addresses.iter().any(|ip| source(rule) == Some(Cidr::host(ip.address())));
-        let jumps = nat.leading_to(POSTROUTING, &shape.chain)?;
+        let jumps = nat.rules_leading_to(POSTROUTING, &shape.chain)?;
         for jump in jumps.iter().filter(|rule| shape.is_jump(rule)).filter(added).filter(is_ours) {
             edit.delete(POSTROUTING, jump);
         }
@@ -276,7 +276,7 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
     let tag_prefix = AttachmentId::network_prefix(network);
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
-    let mut names = nat.names(CHAIN_PREFIX)?;
+    let mut names = nat.chain_names(CHAIN_PREFIX)?;
     names.retain(|name| is_chain_name(name));
     for name in names {
         let leading: Vec<Rule> =
@@ -314,7 +314,7 @@ fn remove(
         chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.whose));
     let (mut jumps_left, mut unmarked_left) = (0, 0);
     let mut kept: Vec<Cidr> = Vec::new();
-    for jump in &nat.leading_to(POSTROUTING, name)? {
+    for jump in &nat.rules_leading_to(POSTROUTING, name)? {
         let from = source(jump);
         let goes = if shape.is_some_and(|shape| !shape.is_jump(jump)) {
             false
@@ -366,7 +366,7 @@ pub(super) fn check(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr
         return Ok(vec![format!("iptables chain {} is missing from table nat", shape.chain)]);
     };
     let jumps: Vec<Cidr> = nat
-        .leading_to(POSTROUTING, &shape.chain)?
+        .rules_leading_to(POSTROUTING, &shape.chain)?
         .iter()
         .filter(|rule| shape.is_jump(rule))
         .filter_map(source)

@@ -93,7 +93,7 @@ impl<'m> Masquerade<'m> {
             None => {
                 let mut iptables = self.iptables(OnSigterm::Kill)?;
                 for family in families(addresses) {
-                    if iptables.chosen(family)?.is_none() {
+                    if iptables.chosen_variant(family)?.is_none() {
                         return nftables::ensure(mark, addresses, &former.nftables);
                     }
                 }
@@ -126,7 +126,7 @@ impl<'m> Masquerade<'m> {
     ) -> Result<(), Failure> {
         for family in families(addresses) {
             let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
-                let Some(variant) = iptables.for_new_rules(family)? else {
+                let Some(variant) = iptables.variant_for_new_rules(family)? else {
                     // The error is that of a program that cannot be found.
                     return iptables.probe(family);
                 };
@@ -245,12 +245,12 @@ impl<'m> Masquerade<'m> {
             }
             let mut iptables = self.iptables(OnSigterm::Kill)?;
             let chain = iptables::chain_name(&mark.network, &mark.container_id);
-            for variant in iptables.holders(family, &[&chain])? {
+            for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let lacking = iptables::check(&mut nat, mark, &addresses)?;
                 // Where the chain is, there the rules should be: what is said of that place is of
                 // use.
-                if lacking.is_empty() || nat.has(&chain)? {
+                if lacking.is_empty() || nat.has_chain(&chain)? {
                     worst = lacking;
                 }
                 if worst.is_empty() {
@@ -271,12 +271,12 @@ impl<'m> Masquerade<'m> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut installed = false;
         for family in FAMILIES {
-            installed |= iptables.chosen(family)?.is_some();
+            installed |= iptables.chosen_variant(family)?.is_some();
         }
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
             _ if installed => Ok(()),
-            Some(Backend::Iptables) if iptables.for_new_rules(Family::V4)?.is_some() => Ok(()),
+            Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),
