@@ -202,9 +202,9 @@ fn one(
         if measured >= most || (measured >= least && begin.elapsed() >= time) {
             break;
         }
-        // Each round starts with another side. After as many rounds as there are sides the direction
-        // changes, so that no side always follows the same one: what a side deletes slows the next one
-        // down.
+        // Each round starts with another side. After as many rounds as there are sides the
+        // direction changes, so that no side always follows the same one: what a side deletes slows
+        // the next one down.
         let mut order: Vec<&Ready> = sides.iter().collect();
         order.rotate_left(round % sides.len());
         if (round / sides.len()) % 2 == 1 {
