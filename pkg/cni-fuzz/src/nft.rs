@@ -29,7 +29,7 @@ fn read(bytes: &[u8]) {
         assert!(!is_ours(&tags) || fuzzing::read_userdata(&written) == (comment, tags));
     }
     for message in wire::messages(bytes) {
-        let _ = wire::answer(&message);
+        let _ = wire::outcome(&message);
         payload(message.payload);
     }
 }

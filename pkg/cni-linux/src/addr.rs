@@ -1,7 +1,7 @@
 //! Addresses on interfaces.
 //!
-//! A new IPv6 address is *tentative* and unusable until the kernel has looked for duplicates; on an
-//! interface without carrier it stays tentative. Taking an interface down removes its IPv6
+//! A new IPv6 address is *tentative*, and so unusable, until duplicate address detection has ended.
+//! On an interface without carrier it stays tentative. Setting an interface down removes its IPv6
 //! addresses.
 
 use std::net::IpAddr;
@@ -18,40 +18,44 @@ use crate::netlink::{Kind, Netlink, Reply};
 /// An address of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Addr {
-    /// The address with the length of its network's prefix.
+    /// The address with its prefix length.
     pub cidr: Cidr,
     /// The interface's index.
     pub index: u32,
-    /// How far it reaches: 0 everywhere, 253 this link, 254 this host.
+    /// The scope as the kernel numbers it: 0 global, 253 link, 254 host.
     pub scope: u8,
-    /// Whether duplicates are still looked for.
+    /// Whether duplicate address detection has not ended yet.
     pub tentative: bool,
-    /// Whether another host on the link has it.
+    /// Whether duplicate address detection found another host with this address.
     pub dad_failed: bool,
-    /// Whether it stays until it is deleted.
+    /// Whether the address has no lifetime.
     pub permanent: bool,
 }
 
-/// An address with everything that the kernel reported of it, so that it can be put back as it was.
+/// An address with all attributes that the kernel reported, so that it can be restored.
 #[derive(Clone, Debug)]
 pub struct SavedAddr(AddressMessage);
 
-/// Whether the kernel looks for duplicates of an IPv6 address before it uses it. Without effect for
+/// Whether the kernel runs duplicate address detection for a new IPv6 address. Without effect for
 /// IPv4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dad {
-    /// As the interface's sysctls say.
+    /// As the interface's sysctls configure it.
     Normal,
-    /// Not at all: the address is usable at once.
+    /// No: the address is usable at once.
     Skip,
 }
 
 impl Netlink {
-    /// The addresses of one interface, of both families.
+    /// Returns the addresses of one interface, of both families.
+    ///
+    /// # Errors
+    /// The kernel's.
     pub fn list_addresses(&self, index: u32) -> Result<Vec<Addr>> {
         Ok(self.addresses_of(index)?.iter().filter_map(decode).collect())
     }
 
+    /// Returns the kernel's messages about the addresses of one interface.
     fn addresses_of(&self, index: u32) -> Result<Vec<AddressMessage>> {
         let mut message = AddressMessage::default();
         message.header.index = index;
@@ -64,16 +68,22 @@ impl Netlink {
         Ok(answer.into_iter().filter_map(parse).filter(|message| message.header.index == index).collect())
     }
 
-    /// Saves these addresses of an interface for [`restore_address`](Netlink::restore_address), in
-    /// the kernel's order. Leaves out those that the interface does not have.
+    /// Returns those of the addresses `cidrs` that the interface has, in the kernel's order, for
+    /// [`restore_address`](Netlink::restore_address).
+    ///
+    /// # Errors
+    /// The kernel's.
     pub fn save_addresses(&self, index: u32, cidrs: &[Cidr]) -> Result<Vec<SavedAddr>> {
         let mut messages = self.addresses_of(index)?;
         messages.retain(|message| decode(message).is_some_and(|addr| cidrs.contains(&addr.cidr)));
         Ok(messages.into_iter().map(SavedAddr).collect())
     }
 
-    /// Puts an address back, an IPv6 address without another search for duplicates. Does nothing if
-    /// the interface has the address.
+    /// Adds a saved address again, an IPv6 address without duplicate address detection. Does
+    /// nothing if the interface has the address.
+    ///
+    /// # Errors
+    /// The kernel's.
     pub fn restore_address(&self, saved: &SavedAddr) -> Result<()> {
         let mut message = saved.0.clone();
         if message.header.family == AddressFamily::Inet6 {
@@ -83,24 +93,26 @@ impl Netlink {
                 }
             }
         }
-        match self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL) {
-            Err(cause) => {
-                let cidr = decode(&message).map(|addr| addr.cidr.to_string()).unwrap_or_default();
-                let what = format_args!("failed to put {cidr} back on {}", self.label(message.header.index));
-                Err(Error::new(what, cause)).or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) })
-            }
-            Ok(_) => Ok(()),
-        }
+        let Err(cause) = self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL) else { return Ok(()) };
+        let cidr = decode(&message).map(|addr| addr.cidr.to_string()).unwrap_or_default();
+        let error = Error::new(
+            format_args!("failed to restore the address {cidr} of {}", self.label(message.header.index)),
+            cause,
+        );
+        if error.is_exists() { Ok(()) } else { Err(error) }
     }
 
-    /// Every address of the namespace.
+    /// Returns all addresses in the namespace.
+    ///
+    /// # Errors
+    /// The kernel's.
     pub fn list_all_addresses(&self) -> Result<Vec<Addr>> {
         let answer = self.dump(Kind::GetAddress, &AddressMessage::default());
         let answer = answer.map_err(|cause| Error::new("failed to list the addresses", cause))?;
         Ok(answer.into_iter().filter_map(parse).filter_map(|message| decode(&message)).collect())
     }
 
-    /// Adds an address, for IPv4 with its network's broadcast address where there is one.
+    /// Adds an address. An IPv4 address also gets its network's broadcast address.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the interface has it already.
@@ -108,7 +120,7 @@ impl Netlink {
         self.add_message(&message(index, cidr, dad), cidr)
     }
 
-    /// Adds an address without the kernel's route to its network.
+    /// Adds an address, for which the kernel adds no route to the network.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the interface has it already.
@@ -116,8 +128,8 @@ impl Netlink {
         let mut message = message(index, cidr, dad);
         let mut flags = AddressFlags::Noprefixroute;
         message.attributes.retain(|attribute| match attribute {
-            AddressAttribute::Flags(others) => {
-                flags |= *others;
+            AddressAttribute::Flags(existing) => {
+                flags |= *existing;
                 false
             }
             _ => true,
@@ -126,14 +138,15 @@ impl Netlink {
         self.add_message(&message, cidr)
     }
 
-    /// Adds the link-local address that the kernel derives from `mac`, usable at once. Replaces the
-    /// kernel's own while that is tentative.
+    /// Makes the link-local address that is derived from `mac` usable at once, without duplicate
+    /// address detection.
     ///
-    /// From this address the kernel asks for the neighbours of packets that it forwards. Its own
-    /// stays tentative for up to three seconds, and such packets are lost until then.
+    /// The kernel adds the same address itself, but that is tentative for up to three seconds.
+    /// Until then the kernel cannot send neighbour solicitations for packets that it forwards, and
+    /// drops them.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses a change.
     pub fn add_link_local(&self, index: u32, mac: Mac) -> Result<()> {
         let Some(cidr) = Cidr::new(mac.link_local().into(), 64) else { return Ok(()) };
         let added = self.add_address(index, cidr, Dad::Skip);
@@ -141,14 +154,19 @@ impl Netlink {
             return added;
         }
         if self.list_addresses(index)?.iter().any(|addr| addr.cidr == cidr && addr.tentative) {
-            // Another ADD may do the same at this moment.
-            for done in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
-                done.or_else(|error| if error.is_exists() || error.is_not_found() { Ok(()) } else { Err(error) })?;
+            // Replaces the kernel's address. Another ADD may do the same at this moment, so it is
+            // fine if the address is already deleted or added.
+            for outcome in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
+                match outcome {
+                    Err(error) if error.is_exists() || error.is_not_found() => {}
+                    outcome => outcome?,
+                }
             }
         }
         Ok(())
     }
 
+    /// Adds the address that `message` describes; `cidr` is for the error.
     fn add_message(&self, message: &AddressMessage, cidr: Cidr) -> Result<()> {
         let index = message.header.index;
         self.request(Kind::NewAddress, message, NLM_F_CREATE | NLM_F_EXCL)
@@ -162,7 +180,8 @@ impl Netlink {
     /// [`Error::is_not_found`] if the interface has no such address, or does not exist.
     pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
         let mut message = message(index, cidr, Dad::Normal);
-        // The kernel would otherwise compare what it may itself have filled in differently.
+        // The kernel compares the broadcast address if it is given, and the address may have
+        // another one.
         message.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::Broadcast(_)));
         self.request(Kind::DelAddress, &message, 0)
             .map(drop)
@@ -170,6 +189,7 @@ impl Netlink {
     }
 }
 
+/// Returns the request for an address of an interface.
 fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     let mut message = AddressMessage::default();
     message.header.index = index;
@@ -178,7 +198,7 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message.attributes.push(AddressAttribute::Local(cidr.address()));
     message.attributes.push(AddressAttribute::Address(cidr.address()));
     match cidr.last() {
-        // RFC 3021: two stations need no broadcast address, a single one has no peer.
+        // RFC 3021: networks of one or two addresses have no broadcast address.
         IpAddr::V4(last) if cidr.prefix() < 31 => message.attributes.push(AddressAttribute::Broadcast(last)),
         IpAddr::V6(_) if dad == Dad::Skip => {
             message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));
@@ -188,14 +208,16 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message
 }
 
+/// Parses an answer. Returns `None` if it is not about an address.
 fn parse(reply: Reply) -> Option<AddressMessage> {
     AddressMessage::parse(reply.body(Kind::NewAddress)?).ok()
 }
 
+/// Converts the kernel's message. Returns `None` if it has no address.
 fn decode(message: &AddressMessage) -> Option<Addr> {
     let AddressMessage { header, attributes, .. } = message;
     let (mut local, mut address) = (None, None);
-    // The header has the low eight flags, for kernels too old for the attribute.
+    // Old kernels send no attribute with the flags. The header has the low eight bits of them.
     let mut flags = AddressFlags::from_bits_retain(header.flags.bits().into());
     for attribute in attributes {
         match attribute {
@@ -205,7 +227,8 @@ fn decode(message: &AddressMessage) -> Option<Addr> {
             _ => {}
         }
     }
-    // On a point-to-point link "address" is the other side; IPv6 sends "local" only there.
+    // On a point-to-point link IFA_ADDRESS is the address of the other end, and IFA_LOCAL this
+    // end's. Elsewhere, IPv6 addresses have no IFA_LOCAL.
     let cidr = Cidr::new(local.or(address)?, header.prefix_len)?;
     Some(Addr {
         cidr,

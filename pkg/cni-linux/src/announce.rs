@@ -1,13 +1,13 @@
-//! Telling the neighbours on a link which hardware address an IP address has now.
+//! Announces to the neighbours on a link which hardware address an IP address has now.
 //!
-//! A reused address would otherwise be sent to its last holder until entries expire. The kernel
-//! itself sends the announcements (one gratuitous ARP request for each IPv4 address, one
-//! unsolicited, overriding neighbour advertisement for each IPv6 address that is not tentative)
-//! when the hardware address is set again and two sysctls allow it.
+//! Without an announcement, neighbours send packets for a reused address to its previous holder
+//! until their entries expire. The kernel sends the announcements: a gratuitous ARP request for
+//! each IPv4 address, an unsolicited neighbour advertisement for each IPv6 address that is not
+//! tentative. It does so when the hardware address is set again and two sysctls allow it.
 //!
-//! Why not send frames: closing a packet socket waits for an RCU grace period, 4 to 20 ms (6.18),
-//! most of an ADD. Announce only after the bridge's port forwards: before that, the frames are lost
-//! without an error.
+//! Sending the frames over a packet socket would cost most of an ADD: closing such a socket waits
+//! for an RCU grace period of 4 to 20 ms (Linux 6.18). Announcements that are sent before the
+//! bridge's port forwards are lost without an error.
 
 use crate::error::Result;
 use crate::link::LinkRequest;
@@ -15,15 +15,16 @@ use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::sysctl;
 
-/// Allows announcements on the interface `ifname` of the calling thread's namespace. Belongs into
-/// the visit to the container's namespace that sets its other sysctls. A kernel without one of the
-/// families is not an error.
+/// Sets the sysctls that allow announcements on the interface `ifname` of the calling thread's
+/// namespace. Skips an address family that the kernel does not have.
+///
+/// # Errors
+/// A sysctl cannot be written and does not have the value already.
 pub fn allow(ifname: &str) -> Result<()> {
-    for name in ["ipv4", "ipv6"] {
-        let value = if name == "ipv4" { "arp_notify" } else { "ndisc_notify" };
-        let key = format!("net/{name}/conf/{ifname}/{value}");
-        // It is off in an interface just made; only a process that is not allowed to write needs
-        // the current value.
+    for (family, name) in [("ipv4", "arp_notify"), ("ipv6", "ndisc_notify")] {
+        let key = format!("net/{family}/conf/{ifname}/{name}");
+        // A new interface has 0, so it is written without reading it first. Only if writing is not
+        // permitted, `ensure` checks whether the value is set already.
         match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
@@ -33,17 +34,20 @@ pub fn allow(ifname: &str) -> Result<()> {
 }
 
 impl Netlink {
-    /// Announces every address of an interface that is up and for which [`allow`] was called; `mac`
-    /// is the hardware address it has. One request.
+    /// Announces all addresses of an interface that is up and for which [`allow`] was called. `mac`
+    /// is the hardware address that it has; one request sets it again.
     ///
-    /// Does nothing for an interface that has the address of another one, an ipvlan: the kernel has
-    /// announced its addresses when it was set up.
+    /// Does nothing for an ipvlan, which has its master's hardware address: the kernel announced
+    /// its addresses when it was set up.
+    ///
+    /// # Errors
+    /// The kernel refuses the request.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         match self.set_link(LinkRequest::new(index).mac(mac), |link| {
             format!("failed to announce the addresses of {link} at {mac}")
         }) {
             Err(error) if error.is_unsupported() => Ok(()),
-            done => done,
+            outcome => outcome,
         }
     }
 }

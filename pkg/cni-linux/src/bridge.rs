@@ -1,8 +1,9 @@
 //! Bridges and their ports.
 //!
-//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). A bridge created without an
-//! address takes the lowest address of its ports and changes it with them. A kernel may have
-//! bridges but no VLAN filtering, which it reports (EOPNOTSUPP) only when filtering is switched on.
+//! The module [`vlan`](crate::vlan) configures the VLANs of ports. A bridge that is created without
+//! a hardware address has the lowest address of its ports, which changes with the ports. A kernel
+//! may support bridges without VLAN filtering; it reports that (EOPNOTSUPP) when filtering is
+//! switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -18,24 +19,24 @@ use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
 use crate::watch::Watch;
 
-/// A bridge to be made.
+/// The properties of a bridge to create.
 #[derive(Clone, Copy, Debug)]
 pub struct BridgeSpec<'a> {
-    /// Its name.
+    /// The name.
     pub name: &'a str,
-    /// The largest packet, or the kernel's default (which follows the ports).
+    /// The MTU, or `None` for the kernel's default, which follows the ports.
     pub mtu: Option<u32>,
-    /// Its address from the first moment on, which then never changes by itself; or one that
-    /// follows the ports.
+    /// The hardware address, which the kernel then never changes, or `None` for one that follows
+    /// the ports.
     pub mac: Option<Mac>,
-    /// Whether it filters by VLAN.
+    /// Whether the bridge filters frames by VLAN.
     pub vlan_filtering: bool,
-    /// Whether it is up at once.
+    /// Whether the bridge is set up.
     pub up: bool,
 }
 
 impl<'a> BridgeSpec<'a> {
-    /// A bridge with nothing but a name: down, no VLANs, the kernel's defaults.
+    /// Returns a bridge with this name that is down and otherwise has the kernel's defaults.
     pub fn named(name: &'a str) -> BridgeSpec<'a> {
         BridgeSpec { name, mtu: None, mac: None, vlan_filtering: false, up: false }
     }
@@ -44,19 +45,19 @@ impl<'a> BridgeSpec<'a> {
 /// How a bridge treats a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortFlags {
-    /// Whether a frame may leave by the port it came in by.
+    /// Hairpin mode: whether a frame may leave through the port on which it arrived.
     pub hairpin: bool,
-    /// Whether it exchanges no frames with other isolated ports. Ignored by kernels before 4.18.
+    /// Port isolation: whether the port exchanges no frames with other isolated ports. Kernels
+    /// before 4.18 ignore it.
     pub isolated: bool,
 }
 
-/// Checks that this kernel's bridges can filter by VLAN, by making such a bridge in a network
-/// namespace of its own, which ends with the thread that made it. No network namespace that exists
-/// is changed.
+/// Checks that this kernel's bridges can filter by VLAN. Creates such a bridge in a new network
+/// namespace, which disappears with the thread that created it.
 ///
 /// # Errors
-/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. Any other error leaves it
-/// unknown.
+/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. With any other error that is not
+/// known.
 pub fn probe_vlan_filtering() -> Result<()> {
     let failed = |cause: Cause| Error::new("failed to probe bridge VLAN filtering in a new network namespace", cause);
     let probe = move || {
@@ -69,12 +70,11 @@ pub fn probe_vlan_filtering() -> Result<()> {
 }
 
 impl Netlink {
-    /// Makes a bridge, in one request. What is returned is as at its birth: whether it works is not
-    /// judged yet.
+    /// Creates a bridge with one request and returns it as it was at its creation.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if VLAN
-    /// filtering was asked for and the kernel has none. Nothing is made in either case.
+    /// [`Error::is_exists`] if an interface has this name; [`Error::is_unsupported`] if `spec`
+    /// wants VLAN filtering and the kernel has none. Nothing is created in either case.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
         let request = LinkRequest::new(0).name(spec.name);
@@ -84,20 +84,24 @@ impl Netlink {
         self.create_link(&request.kind("bridge", &options), spec.name).map_err(failed)
     }
 
-    /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once:
-    /// the caller has made sure that there is none.
+    /// Switches VLAN filtering of a bridge on. From then on the bridge drops frames of VLANs that
+    /// its ports do not have, so the caller must check first that no other port has tagged traffic.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] if the kernel cannot.
+    /// [`Error::is_unsupported`] if the kernel has no VLAN filtering.
     pub fn set_vlan_filtering(&self, index: u32) -> Result<()> {
         let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
-        // SETLINK ignores a link's own options; only NEWLINK, on a link that exists, changes them.
+        // RTM_SETLINK ignores the options of a link's kind. RTM_NEWLINK for an existing link
+        // changes them.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
         })
     }
 
-    /// Sets both flags of a bridge's port, in one request.
+    /// Sets both flags of a bridge's port with one request.
+    ///
+    /// # Errors
+    /// The kernel refuses the request.
     pub fn set_port(&self, index: u32, flags: &PortFlags) -> Result<()> {
         let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
         let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
@@ -107,13 +111,14 @@ impl Netlink {
         })
     }
 
-    /// Waits until a bridge's port lets frames pass: both ends up, and the bridge has agreed. A
-    /// spanning tree may take half a minute to agree, so on a bridge that runs one this waits for
-    /// the carrier alone. `watch` must have been opened in this connection's namespace, before the
-    /// port was touched.
+    /// Waits until a bridge's port has a carrier and forwards frames, and returns it. If the bridge
+    /// runs the spanning tree protocol, which may hold a new port back for half a minute, only
+    /// waits for the carrier. `watch` must have been opened in this socket's namespace before the
+    /// port was changed.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], [`Error::is_terminated`], or the port is gone, or no port.
+    /// [`Error::is_deadline`], [`Error::is_terminated`], or the link does not exist or is not
+    /// attached to a bridge.
     pub fn wait_port_forwarding(
         &self,
         watch: &Watch,
@@ -126,17 +131,21 @@ impl Netlink {
             let missing = || Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound);
             let link = found.ok_or_else(missing)?;
             match link.port {
-                // A port just made is taken to work until the kernel has judged it, and forwards
-                // for that moment.
+                // The state alone is not enough: a new port is in the state forwarding for a
+                // moment, until the kernel has noticed that it has no carrier.
                 Some(port) if port.state == PortState::Forwarding && link.oper_state == OperState::Up => Ok(Some(link)),
                 Some(port) if port.state == PortState::HeldBack && link.oper_state == OperState::Up => {
-                    let bridge = link.master.map(|master| self.find_link_by_index(master)).transpose()?.flatten();
-                    let spanning_tree = bridge.and_then(|link| link.bridge).is_some_and(|bridge| bridge.spanning_tree);
-                    Ok(spanning_tree.then_some(link))
+                    let bridge = match link.master {
+                        Some(master) => self.find_link_by_index(master)?.and_then(|link| link.bridge),
+                        None => None,
+                    };
+                    let has_spanning_tree = bridge.is_some_and(|bridge| bridge.spanning_tree);
+                    Ok(if has_spanning_tree { Some(link) } else { None })
                 }
                 Some(_) => Ok(None),
                 None => {
-                    Err(Error::new(format_args!("failed to wait for {}", link.name), Cause::text("it is on no bridge")))
+                    let cause = Cause::text("it is not attached to a bridge");
+                    Err(Error::new(format_args!("failed to wait for {}", link.name), cause))
                 }
             }
         })

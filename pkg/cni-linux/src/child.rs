@@ -1,11 +1,12 @@
-//! Running another program to its end, whatever it does: IPAM delegates, iptables.
+//! Runs another program (an IPAM delegate, iptables) and waits for its end.
 //!
-//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`]
-//! returns it has been reaped, so nothing of it can act after a rollback. No shell is ever
-//! involved.
+//! The child is killed when this process dies (`PR_SET_PDEATHSIG`), at its deadline, and on
+//! SIGTERM. When [`run`] returns, the child has ended and been reaped, so it cannot change anything
+//! after a rollback. No shell is used.
 //!
-//! The wait is for the end of the child, not of a pipe, because a grandchild may hold the pipe open
-//! forever. The pipes are read meanwhile, because the child blocks once one is full.
+//! [`run`] waits for the end of the child, not for the end of its output, because a grandchild may
+//! keep the pipe open forever. It reads the pipes meanwhile, because the child blocks when one is
+//! full.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,75 +21,77 @@ use nix::poll::{PollFd, PollFlags};
 use crate::machine::{LinuxMachine, wait_ready};
 use crate::sys;
 
-/// The largest standard output that is accepted.
+/// The largest accepted standard output, in bytes. More is an error.
 const STDOUT_MAX: usize = 16 << 20;
 
-/// More than this on standard error is read and forgotten.
+/// How many bytes of standard error are kept. The rest is read and dropped.
 const STDERR_MAX: usize = 1 << 20;
 
-/// Runs `child` to its end.
+/// Runs `child` and returns its output. See [`cni::machine::Machine::run`].
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
-    // It may have come since the last look; then there is nothing to start.
-    if ended_by_sigterm(machine, child) {
+    // A signal may already have come; then the child is not started.
+    if must_end(machine, child) {
         return Err(RunError::Terminated);
     }
     let deadline = machine.now().checked_add(child.timeout);
     let mut running = Running::start(child).map_err(RunError::Start)?;
-    match running.attend(machine, child, deadline) {
-        Ok(output) => Ok(output),
-        Err(error) => {
-            drop(running);
-            Err(error)
-        }
-    }
+    // On an error, dropping `running` kills and reaps the child.
+    running.communicate(machine, child, deadline)
 }
 
-/// Asked each time around, also where the answer does not matter: the asking empties the descriptor
-/// that is polled.
-fn ended_by_sigterm(machine: &LinuxMachine, child: &Child<'_>) -> bool {
+/// Whether a signal has come that ends the child. `terminated` is called even for a child that
+/// signals do not end, because it empties the descriptor on which [`Running::communicate`] polls.
+fn must_end(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
 
-/// A child not yet reaped. Dropping it kills and reaps it.
+/// A started child. Dropping it kills and reaps the child, unless it has ended.
 struct Running {
     process: process::Child,
+    /// The exit status, once the child has been reaped.
     exit: Option<ExitStatus>,
-    /// Readable when it has ended. Without it (before Linux 5.3), SIGCHLD reports the end.
-    ended: Option<OwnedFd>,
+    /// The pidfd of the child, which is readable when the child has ended. `None` before Linux 5.3,
+    /// where SIGCHLD reports the end.
+    pidfd: Option<OwnedFd>,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
 }
 
 impl Running {
+    /// Starts the child with pipes for its standard streams.
     fn start(child: &Child<'_>) -> io::Result<Running> {
         let mut command = Command::new(&child.program);
         command.args(&child.args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         if let Some(env) = &child.env {
             command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
         }
-        // Ctrl-C goes to a whole process group: a child outside this process's group is ended only
-        // by this process, after its rollback.
+        // Ctrl-C sends SIGINT to a whole process group. In a group of its own, only this process
+        // ends the child.
         command.process_group(0);
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
         let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
-        let ended = sys::pidfd_open(process.id()).ok();
-        let running = Running { process, exit: None, ended, stdin, stdout, stderr };
+        let pidfd = sys::pidfd_open(process.id()).ok();
+        let running = Running { process, exit: None, pidfd, stdin, stdout, stderr };
         let pipes = [
             running.stdin.as_ref().map(AsFd::as_fd),
             running.stdout.as_ref().map(AsFd::as_fd),
             running.stderr.as_ref().map(AsFd::as_fd),
         ];
         for pipe in pipes.into_iter().flatten() {
-            // Our ends alone: what the child sees stays blocking.
+            // Affects only this process's ends of the pipes. The child's ends stay blocking.
             fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
         Ok(running)
     }
 
-    /// Feeds and empties the pipes until the child has ended.
-    fn attend(
+    /// Writes the child's input and reads its output until it has ended.
+    ///
+    /// # Errors
+    /// A signal, the deadline, too much output, or an error of a pipe. The child may still run
+    /// then.
+    fn communicate(
         &mut self,
         machine: &LinuxMachine,
         child: &Child<'_>,
@@ -97,22 +100,23 @@ impl Running {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         let (mut input, mut has_ended) = (child.stdin, false);
         loop {
-            if ended_by_sigterm(machine, child) {
+            if must_end(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // A debugger may still hold what has ended: then a blocking wait avoids an endless
-            // loop.
+            // While a debugger holds an ended child, `try_wait` does not report its end. Polling
+            // again would return at once, so wait for it.
             let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
             self.exit = match exit {
-                // std does not ask again; the wait below ends at once if the child has.
+                // EINTR, which std does not retry here. If the child has ended, the poll below
+                // returns at once, and the loop comes back.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
             };
-            // After the end too: what the child wrote is in the pipe. What a grandchild may still
-            // write is not awaited.
+            // Also after the end of the child, because its last output is still in the pipes.
+            // Output of a grandchild is not waited for.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
-            // Standard error is only shown, so an error reading it is ignored.
+            // Standard error is only printed, so an error of its pipe is ignored.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
                 self.stderr = None;
             }
@@ -123,20 +127,20 @@ impl Running {
             if let Some(exit) = self.exit {
                 return Ok(Output { status: status(exit), stdout, stderr });
             }
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
-            if left.is_some_and(|left| left.is_zero()) {
+            let time_left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
+            if time_left.is_some_and(|left| left.is_zero()) {
                 return Err(RunError::Timeout(child.timeout));
             }
             let mut fds = vec![PollFd::new(machine.as_fd(), PollFlags::POLLIN)];
-            let reading = [
-                self.ended.as_ref().map(AsFd::as_fd),
+            let readable = [
+                self.pidfd.as_ref().map(AsFd::as_fd),
                 self.stdout.as_ref().map(AsFd::as_fd),
                 self.stderr.as_ref().map(AsFd::as_fd),
             ];
-            fds.extend(reading.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+            fds.extend(readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
             fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
-            wait_ready(&mut fds, left).map_err(RunError::Io)?;
-            has_ended = self.ended.is_some() && fds[1].any() == Some(true);
+            wait_ready(&mut fds, time_left).map_err(RunError::Io)?;
+            has_ended = self.pidfd.is_some() && fds[1].any() == Some(true);
         }
     }
 }
@@ -144,16 +148,19 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if self.exit.is_none() {
-            // The process ID is still valid: only this process reaps the child.
+            // The process ID still belongs to the child, because only this process reaps it.
             let _ = self.process.kill();
             let _ = self.process.wait();
         }
     }
 }
 
-/// Writes what fits; closes the pipe after the last byte, or when the pipe has no reader. Any other
-/// failure is an error: a program that accepts half of its input, or none, would succeed without
-/// having done its work.
+/// Writes as much of `input` as the pipe accepts without blocking, and removes that from `input`.
+/// Closes the pipe after the last byte, or when the child has closed its end.
+///
+/// # Errors
+/// Any other error of the pipe: a program with an incomplete input might succeed without having
+/// done its work.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
@@ -164,7 +171,7 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
             Ok(written) => *input = &input[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            // A child need not read its input.
+            // The child does not have to read its input.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => *pipe = None,
             Err(error) => return Err(error),
         }
@@ -172,7 +179,8 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads what is there, up to a little beyond `max`; closes the pipe at its end.
+/// Appends to `into` what can be read without blocking. Stops when `into` has more than `max`
+/// bytes. Sets `pipe` to `None` at its end.
 fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
@@ -302,7 +310,7 @@ mod tests {
                     let mut running = Running::start(&child).unwrap();
                     let pid = running.process.id().to_string();
                     let deadline = Instant::now().checked_add(timeout);
-                    let error = running.attend(&machine, &child, deadline).unwrap_err();
+                    let error = running.communicate(&machine, &child, deadline).unwrap_err();
                     assert!(matches!(error, RunError::Timeout(limit) if limit == timeout), "{error}");
                     drop(running);
                     pid

@@ -1,13 +1,12 @@
-//! Waiting for an `flock` that another process holds: with a deadline, open to SIGTERM, and naming
-//! the holder.
+//! Takes an `flock`, with a deadline, and reports the process that holds it.
 //!
-//! A free lock is taken at once. For a held one a second thread calls the blocking `flock` and so
-//! keeps its turn in the kernel's queue, while the caller's thread waits for that thread, the
-//! deadline, or a signal. The thread that lost its wait cannot be stopped: it gives the lock back
-//! as soon as it gets it, since no caller takes the file from it.
+//! A free lock is taken at once. For a held lock, a second thread calls the blocking `flock`, so
+//! that this process has its place in the kernel's queue. The calling thread waits for that thread,
+//! the deadline, or a signal. After the deadline the second thread cannot be stopped. If it gets
+//! the lock later, it closes the file, which releases the lock.
 //!
-//! Owning the lock of a file proves nothing if the file has been removed or replaced meanwhile:
-//! callers compare what is at the path with what they have locked.
+//! While a process waits, the file may be removed or replaced. So callers must compare the file at
+//! the path with the file that they have locked.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read as _};
@@ -26,54 +25,56 @@ use crate::machine::wait_ready;
 use crate::netns::Netns;
 use crate::watch::term_descriptor;
 
-/// How long to wait.
+/// The bound of a wait.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
     /// The end of the wait.
     pub deadline: Instant,
-    /// The whole length of the wait, as the cause reports it.
+    /// The length of the wait, for the error message.
     pub length: Duration,
 }
 
-/// Why a lock was not had.
+/// A lock that was not taken.
 #[derive(Debug)]
 pub struct Refused {
-    /// The deadline, a signal, or what the kernel refused.
+    /// The deadline, a signal, or the kernel's error.
     pub cause: Cause,
-    /// After a wait, the process that holds the lock, as `process 12 (bridge)`; `None` if it is not
-    /// visible from here.
+    /// The process that holds the lock, as `process 12 (bridge)`. `None` if it is not known, for
+    /// example because it is in another PID namespace.
     pub holder: Option<String>,
 }
 
-/// Locks the file, for as long as it is open. [`OnSigterm::Finish`] is for a rollback, which must
-/// not be cut short by what caused it.
+/// Locks the file exclusively and returns it. Closing the file releases the lock. A rollback uses
+/// [`OnSigterm::Finish`], so that the signal that has caused the rollback does not end the wait.
 ///
 /// # Errors
-/// The deadline came first, or, with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending
-/// (which the machine must have blocked; it stays pending), or the kernel refused.
+/// The deadline has passed; with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP has come (the
+/// machine must have blocked them); or the kernel refuses.
 pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Refused> {
-    let broken = |error: io::Error| Refused { cause: error.into(), holder: None };
+    let failed = |error: io::Error| Refused { cause: error.into(), holder: None };
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(file),
             Err(TryLockError::WouldBlock) => break,
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(TryLockError::Error(error)) => return Err(broken(error)),
+            Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
     }
-    let identity = file.metadata().map_err(broken)?;
+    let identity = file.metadata().map_err(failed)?;
     wait(file, machine, on_sigterm, limit).map_err(|cause| {
-        let holder = (cause.is_deadline() || cause.is_terminated()).then(|| holder(&identity)).flatten();
+        let is_held = cause.is_deadline() || cause.is_terminated();
+        let holder = if is_held { holder(&identity) } else { None };
         Refused { cause, holder }
     })
 }
 
 impl Netns {
-    /// Locks the namespace itself, as long as this handle or the returned file is open. No file is
-    /// created, and a process that locks any path to the namespace waits for this lock.
+    /// Locks the namespace itself, for at most `length`, and returns a file that holds the lock
+    /// until it is closed. The lock belongs to the namespace, so it is the same for every path to
+    /// it.
     ///
     /// # Errors
-    /// Those of [`lock`], with the process that holds the lock.
+    /// Those of [`lock()`]; the message names the process that holds the lock.
     pub fn lock(&self, machine: &dyn Machine, on_sigterm: OnSigterm, length: Duration) -> crate::Result<File> {
         let path = self.path().display();
         let file = self.as_fd().try_clone_to_owned();
@@ -86,23 +87,25 @@ impl Netns {
     }
 }
 
+/// Waits in a second thread for the lock of `file`; see the head of this module.
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
     let sigterm = term_descriptor()?;
-    let (woken, waker) = io::pipe()?;
+    // The second thread closes its end of the pipe when it has a result.
+    let (pipe, thread_end) = io::pipe()?;
     let (sender, receiver) = mpsc::channel();
-    let body = move || {
+    let lock_in_thread = move || {
         let result = loop {
             match file.lock() {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => break result.map(|()| file),
             }
         };
-        // If the caller waits no longer, the file comes back in the error and is closed, which
-        // unlocks it.
+        // If the receiver is gone, sending returns the file in the error, and dropping it releases
+        // the lock.
         drop(sender.send(result));
-        drop(waker);
+        drop(thread_end);
     };
-    thread::Builder::new().name("flock".into()).spawn(body)?;
+    thread::Builder::new().name("flock".into()).spawn(lock_in_thread)?;
     let mut is_pending = false;
     loop {
         if on_sigterm == OnSigterm::Kill && (is_pending || machine.terminated()) {
@@ -112,66 +115,72 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
         if left.is_zero() {
             return Err(Cause::deadline(limit.length));
         }
-        let mut fds = [PollFd::new(woken.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
-        let watched = if on_sigterm == OnSigterm::Kill { &mut fds[..] } else { &mut fds[..1] };
-        wait_ready(watched, Some(left))?;
-        let happened = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
-        if happened(&fds[0]) {
-            // The other thread closes its end after it has sent.
+        let mut fds = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
+        let polled = if on_sigterm == OnSigterm::Kill { &mut fds[..] } else { &mut fds[..1] };
+        wait_ready(polled, Some(left))?;
+        let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        if is_ready(&fds[0]) {
+            // The thread closes its end after it has sent the result.
             return match receiver.try_recv() {
                 Ok(result) => Ok(result?),
                 Err(_) => Err(Cause::text("the waiting thread died")),
             };
         }
-        is_pending = happened(&fds[1]);
+        is_pending = is_ready(&fds[1]);
     }
 }
 
-/// Returns the process that holds the lock of this file.
+/// Returns the process that holds the lock of a file, as `process 12 (bridge)`, or `None` if it is
+/// not visible in this PID namespace.
 fn holder(file: &Metadata) -> Option<String> {
     let device = (major(file.dev()), minor(file.dev()));
-    // Locks come and go while the list is read, and lines are lost by that: a second look.
-    let look = || holder_in(&all().unwrap_or_default(), device, file.ino());
-    let pid = look().or_else(look)?;
+    // While the list is read, other locks may be released, and lines get lost. So it is read twice
+    // if the holder is missing.
+    let find = || holder_in(&read_locks().unwrap_or_default(), device, file.ino());
+    let pid = find().or_else(find)?;
     Some(match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => format!("process {pid} ({})", name.trim()),
         Err(_) => format!("process {pid}"),
     })
 }
 
-/// Reads `/proc/locks`, in pieces as large as possible: between two of them the list may change.
+/// Reads `/proc/locks`, in large pieces because the list may change between two of them.
 ///
 /// # Errors
-/// It cannot be read.
-pub fn all() -> io::Result<String> {
-    let (mut text, mut piece) = (Vec::new(), vec![0; 1 << 16]);
+/// The file cannot be read.
+pub fn read_locks() -> io::Result<String> {
+    let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
     let mut file = File::open("/proc/locks")?;
     loop {
-        match file.read(&mut piece)? {
+        match file.read(&mut buffer)? {
             0 => return Ok(String::from_utf8_lossy(&text).into_owned()),
-            length => text.extend_from_slice(&piece[..length]),
+            length => text.extend_from_slice(&buffer[..length]),
         }
     }
 }
 
-/// Finds the holder in the text of `/proc/locks`. Lines with an arrow are waiters. Some file
-/// systems show another device there than in `stat`, so an equal inode alone counts if nothing
-/// matches better.
+/// Returns the process ID of the holder of an flock in the text of `/proc/locks`. `device` (major
+/// and minor) and `inode` identify the file. Some file systems show another device there than in
+/// `stat`, so if no line matches both, one with the same inode is returned.
 pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
-    let mut by_inode = None;
+    let mut same_inode = None;
     for line in locks.lines() {
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        // A waiting process has `->` instead of `FLOCK` as its second word.
         let [_, "FLOCK", _, _, pid, file, ..] = words[..] else { continue };
         let [major, minor, number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
-        // Process 0: it is in a PID namespace that cannot be seen from here.
-        let Some(pid) = pid.parse().ok().filter(|pid| *pid != 0 && number.parse() == Ok(inode)) else { continue };
+        // The process ID is 0 if the process is in a PID namespace that is not visible from here.
+        let Some(pid) = pid.parse().ok().filter(|pid| *pid != 0) else { continue };
+        if number.parse() != Ok(inode) {
+            continue;
+        }
         let hex = |digits| u64::from_str_radix(digits, 16);
         if (hex(major), hex(minor)) == (Ok(device.0), Ok(device.1)) {
             return Some(pid);
         }
-        by_inode = by_inode.or(Some(pid));
+        same_inode = same_inode.or(Some(pid));
     }
-    by_inode
+    same_inode
 }
 
 #[cfg(test)]

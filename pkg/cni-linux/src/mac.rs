@@ -1,8 +1,7 @@
-//! Ethernet addresses.
+//! Ethernet addresses, parsed as by Go's `net.ParseMAC` for six bytes.
 //!
-//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the
-//! field were checked with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip`
-//! accepts, are none of them.
+//! Three forms are accepted: `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff` and `aabb.ccdd.eeff`. Bytes
+//! with one digit (`2:0:0:0:0:1`), which `ip` accepts, are refused as in Go.
 
 use std::fmt;
 use std::io;
@@ -13,22 +12,23 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
 
-/// The text is not a hardware address. Displays Go's text.
+/// A text is not a hardware address. Displays as in Go.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("address {0}: invalid MAC address")]
 pub struct ParseMacError(String);
 
 impl Mac {
-    /// The address every Ethernet station listens to.
+    /// The broadcast address.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
 
-    /// The address that no interface has.
+    /// The zero address, which no interface has.
     pub const ZERO: Mac = Mac([0; 6]);
 
-    /// A random address: unicast, locally administered, as the kernel itself makes them.
+    /// Returns a random unicast address that is marked as locally administered, like the random
+    /// addresses of the kernel.
     ///
     /// # Errors
-    /// The kernel's random number generator could not be read.
+    /// The kernel returns no random bytes.
     pub fn random() -> io::Result<Mac> {
         let mut bytes = [0; 6];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -36,22 +36,23 @@ impl Mac {
         Ok(Mac(bytes))
     }
 
-    /// Whether it addresses a group. No interface can have such an address.
+    /// Whether it is a multicast address, which no interface can have.
     pub fn is_multicast(self) -> bool {
         self.0[0] & 0x01 != 0
     }
 
-    /// Whether all bytes are zero, which no interface can have either.
+    /// Whether all bytes are zero. No interface has this address.
     pub fn is_zero(self) -> bool {
         self == Mac::ZERO
     }
 
-    /// The IPv6 link-local address that the kernel derives from it (RFC 4291, appendix A).
+    /// Returns the IPv6 link-local address that the kernel derives from it (RFC 4291, appendix A).
     pub(crate) fn link_local(self) -> Ipv6Addr {
         let [a, b, c, d, e, f] = self.0;
         Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 0x02, b, c, 0xff, 0xfe, d, e, f])
     }
 
+    /// Returns the address that consists of these bytes, or `None` if they are not six.
     pub(crate) fn from_slice(bytes: &[u8]) -> Option<Mac> {
         bytes.try_into().ok().map(Mac)
     }
@@ -65,10 +66,10 @@ impl FromStr for Mac {
     }
 }
 
+/// Parses one of the three forms. Returns `None` for another text.
 fn parse(text: &[u8]) -> Option<Mac> {
-    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte selects the form;
-    // mixed forms are refused.
-    let (separator, group) = match (text.len(), text.get(2)?) {
+    // The length and the third byte select the form: its separator, and the digits in each group.
+    let (separator, group_len) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),
         (14, _) => (b'.', 4),
@@ -77,7 +78,7 @@ fn parse(text: &[u8]) -> Option<Mac> {
     let mut mac = [0; 6];
     let mut digits = 0;
     for (at, &byte) in text.iter().enumerate() {
-        if at % (group + 1) == group {
+        if at % (group_len + 1) == group_len {
             if byte != separator {
                 return None;
             }
@@ -87,7 +88,7 @@ fn parse(text: &[u8]) -> Option<Mac> {
         mac[digits / 2] = mac[digits / 2] << 4 | value;
         digits += 1;
     }
-    (digits == 12).then_some(Mac(mac))
+    if digits == 12 { Some(Mac(mac)) } else { None }
 }
 
 impl fmt::Display for Mac {

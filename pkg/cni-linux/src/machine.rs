@@ -1,15 +1,12 @@
-//! The operating system as the protocol sees it: signals, the clock, programs, and whether two
-//! namespaces are one.
+//! Signals, the clock and child processes of this process: the real [`Machine`].
 //!
-//! SIGTERM, SIGINT and SIGHUP mean one thing, to end, and are blocked and read from a descriptor:
-//! no handler, nothing asynchronous. Every wait includes that descriptor; the rollback then
-//! runs on the main thread like after any other failure. Where the comments say SIGTERM, they mean
-//! all three.
+//! SIGTERM, SIGINT and SIGHUP all end the call. They are blocked and read from a signalfd, without
+//! handlers. Every wait polls that descriptor too, so after a signal the wait fails and the
+//! rollback runs as after any other error. Comments that mention SIGTERM mean all three signals.
 //!
-//! A signal is blocked per *thread*, and a thread inherits the mask of its
-//! maker, so [`LinuxMachine::install`] is `main`'s first act; an ignored signal is still delivered
-//! to the descriptor once it is blocked, so under nohup SIGHUP must not be; and SIGPIPE needs
-//! nothing: Rust's runtime ignores it.
+//! Signals are blocked per thread, and a new thread inherits the mask of the thread that creates
+//! it. So `main` calls [`LinuxMachine::install`] first. A signal that is ignored (nohup) must not
+//! be blocked, because a signalfd would report it. SIGPIPE is ignored by Rust's runtime.
 
 use std::cell::Cell;
 use std::io;
@@ -28,29 +25,31 @@ use crate::child;
 use crate::netns::Netns;
 use crate::sys;
 
-/// The signals that end this process: a runtime's SIGTERM, a terminal's Ctrl-C, its hang-up.
+/// The signals that end the call: SIGTERM of a runtime, SIGINT and SIGHUP of a terminal.
 const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// [`ENDING`] as a set.
+/// Returns [`ENDING`] as a set.
 pub(crate) fn ending() -> SigSet {
     ENDING.into_iter().collect()
 }
 
-/// The real machine.
+/// The operating system of this process.
 #[derive(Debug)]
 pub struct LinuxMachine {
     signals: SignalFd,
+    /// Whether a signal of [`ENDING`] has been read from `signals`.
     terminated: Cell<bool>,
 }
 
 impl LinuxMachine {
-    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread, and in those it will make,
-    /// and opens a descriptor that reports them. Signals that the caller set to be ignored stay
-    /// ignored.
+    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread and in the threads that it
+    /// will create, and opens a signalfd for them. Signals that are ignored stay ignored.
     ///
-    /// SIGXFSZ is blocked too and never looked at: a write beyond RLIMIT_FSIZE then fails with
-    /// EFBIG like any other, where the signal would end us without an answer and without a
-    /// rollback.
+    /// Also blocks SIGXFSZ, so that a write beyond RLIMIT_FSIZE fails with EFBIG. The signal would
+    /// end this process without an answer and without a rollback.
+    ///
+    /// # Errors
+    /// The kernel refuses a call.
     pub fn install() -> io::Result<LinuxMachine> {
         let mut signals = SigSet::from(Signal::SIGCHLD);
         for signal in ENDING {
@@ -67,15 +66,15 @@ impl LinuxMachine {
 }
 
 impl LinuxMachine {
-    /// Whether a signal to end has been seen: [`terminated`](Machine::terminated) without a look at
-    /// what has come since.
+    /// Whether a signal that ends the call had come when [`terminated`](Machine::terminated) was
+    /// last called.
     pub(crate) fn was_terminated(&self) -> bool {
         self.terminated.get()
     }
 }
 
 impl AsFd for LinuxMachine {
-    /// Readable when a signal has come.
+    /// Returns the signalfd, which is readable when a signal has come.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.signals.as_fd()
     }
@@ -87,8 +86,8 @@ impl Machine for LinuxMachine {
     }
 
     fn terminated(&self) -> bool {
-        // A signal is read once, so it must be remembered. SIGCHLD only ends a wait; who waits then
-        // looks at its child.
+        // Reading a signal removes it, so the field keeps it. SIGCHLD only ends the poll of
+        // `child`.
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if i32::try_from(signal.ssi_signo) != Ok(Signal::SIGCHLD as i32) {
                 self.terminated.set(true);
@@ -116,16 +115,18 @@ impl Machine for LinuxMachine {
     }
 }
 
-/// Waits until a descriptor is ready, or for `left` (without a bound if `None`). An interruption
-/// counts as an event: callers look again anyway.
-pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
-    // Whole milliseconds, rounded up: rounded down, the last one would be spent turning in circles.
-    let timeout = left.map_or(PollTimeout::NONE, |left| {
-        i32::try_from(left.as_millis())
-            .ok()
-            .and_then(|ms| ms.checked_add(1))
-            .map_or(PollTimeout::MAX, |ms| PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX))
-    });
+/// Waits until a descriptor is ready, at most for `time_left` if that is given. May return early
+/// after EINTR, so callers check the descriptors or the time again.
+///
+/// # Errors
+/// The kernel refuses the call.
+pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], time_left: Option<Duration>) -> io::Result<()> {
+    let timeout = match time_left {
+        None => PollTimeout::NONE,
+        // Rounded up to whole milliseconds. Rounded down, the caller's loop would spin during the
+        // last one.
+        Some(time_left) => PollTimeout::try_from(time_left.as_millis() + 1).unwrap_or(PollTimeout::MAX),
+    };
     match poll(fds, timeout) {
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(errno) => Err(errno.into()),

@@ -1,7 +1,7 @@
-//! The host's memory of which hardware address an IP address has.
+//! The host's neighbour table: which hardware address an IP address has.
 //!
-//! Entries written here are reachable, never permanent, so the kernel drops them by itself. Only an
-//! existing entry, left by the address's last holder, is corrected; no entry is created.
+//! Only an existing entry is changed, which an earlier container with the same address has left. It
+//! gets the state reachable, not permanent, so that the kernel removes it later.
 
 use std::net::IpAddr;
 
@@ -14,8 +14,11 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 
 impl Netlink {
-    /// Corrects a neighbour's address where there is an entry; makes none. Returns whether there
-    /// was one. One request.
+    /// Sets the hardware address of the neighbour `ip` on the interface `index`, if the table has
+    /// an entry for it. Returns whether it has one.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;
@@ -30,6 +33,7 @@ impl Netlink {
     }
 }
 
+/// Returns a request about the neighbour `ip` on an interface.
 fn message(index: u32, ip: IpAddr) -> NeighbourMessage {
     let mut message = NeighbourMessage::default();
     message.header.family = if ip.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };

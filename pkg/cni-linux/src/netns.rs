@@ -1,12 +1,11 @@
 //! Opens network namespaces by path, and runs code inside one.
 //!
 //! The thread always returns to its own namespace, also after an error or a panic. If returning
-//! fails, the process ends, because every undo would act in the wrong namespace. Only the runtime
-//! creates and deletes namespaces, never this module.
+//! fails, the process aborts, because every undo would act in the wrong namespace. This module
+//! never creates or deletes namespaces, which is up to the runtime.
 //!
-//! `/proc/self/ns/net` is the namespace of the *main thread*
-//! (`/proc/thread-self` is the caller's); and a thread or program started inside a namespace
-//! inherits it and keeps it.
+//! `/proc/self/ns/net` is the namespace of the *main thread*, `/proc/thread-self/ns/net` that of
+//! the calling thread. A thread or program that is started inside a namespace stays in it.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -21,10 +20,10 @@ use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::sys;
 
-/// The calling thread's own.
+/// The network namespace of the calling thread.
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// An open network namespace. It lives at least as long as this handle.
+/// An open network namespace. The kernel keeps it at least as long as this handle exists.
 #[derive(Debug)]
 pub struct Netns {
     file: File,
@@ -37,80 +36,87 @@ impl Netns {
     /// Opens the namespace at `path` (CNI_NETNS).
     ///
     /// # Errors
-    /// [`Error::is_no_netns`] if there is nothing at `path`, or no network namespace; with Go's
-    /// texts.
+    /// [`Error::is_no_netns`], with Go's texts, if `path` does not exist or is not a network
+    /// namespace.
     pub fn open(path: &Path) -> Result<Netns> {
         open(path).map_err(|cause| Error::new(format_args!("failed to open netns {}", quoted(path)), cause))
     }
 
-    /// The calling thread's own namespace.
+    /// Opens the calling thread's own namespace.
+    ///
+    /// # Errors
+    /// Those of [`open`](Netns::open).
     pub fn current() -> Result<Netns> {
         Netns::open(Path::new(OWN))
     }
 
-    /// Whether `path` is the calling thread's own namespace. Two looks; where it is a namespace
-    /// nothing is opened.
+    /// Whether `path` is the calling thread's own namespace.
     ///
     /// # Errors
-    /// Those of [`open`](Netns::open), where there is no namespace at `path`. One of another kind
-    /// passes for a network's.
+    /// Those of [`open`](Netns::open) if `path` is not a namespace. A namespace of another kind is
+    /// not an error, only not the same.
     pub fn is_current(path: &Path) -> Result<bool> {
-        // All namespaces of a kernel are on one device; what is on another is a plain file, or a
-        // puzzle.
-        if let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
-            && there.dev() == own.dev()
+        // All namespaces are on one device (nsfs), so two of them can be compared without opening
+        // them.
+        if let (Ok(other), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
+            && other.dev() == own.dev()
         {
-            return Ok(there.ino() == own.ino());
+            return Ok(other.ino() == own.ino());
         }
         Ok(Netns::open(path)?.is_same(&Netns::current()?))
     }
 
-    /// Whether both are the same namespace, whatever the paths.
+    /// Whether both are the same namespace, even if their paths differ.
     pub fn is_same(&self, other: &Netns) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 
-    /// The path it was opened by.
+    /// Returns the path by which it was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Device and inode, which identify the namespace while it lives. Numbers of dead namespaces
-    /// are used again.
+    /// Returns the device and the inode, which identify the namespace while it exists. A later
+    /// namespace may have the inode of a deleted one.
     pub fn id(&self) -> (u64, u64) {
         (self.device, self.inode)
     }
 
-    /// Takes the calling thread into this namespace, runs `inside`, and takes it back. A panic of
-    /// `inside` continues in the caller, after the way back.
+    /// Runs `inside` in this namespace, on the calling thread, and returns its result. A panic of
+    /// `inside` continues in the caller, after the thread has left the namespace.
     ///
-    /// For what depends on the calling thread: files under /proc/sys/net, sockets being born. Five
-    /// system calls. No thread and no child may be started in there: it would stay.
+    /// This is for operations that use the calling thread's namespace: opening sockets and files
+    /// under /proc/sys/net. It costs five system calls. A thread or program that `inside` starts
+    /// stays in the namespace.
     ///
     /// # Errors
-    /// The namespace could not be entered; then `inside` has not run.
+    /// The namespace cannot be entered. `inside` has not run then.
     pub fn run<T>(&self, inside: impl FnOnce() -> T) -> Result<T> {
-        let enter = || -> io::Result<WayBack> {
-            let home = File::open(OWN)?;
+        let enter = || -> io::Result<ReturnGuard> {
+            let own_netns = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            Ok(WayBack(home)) // Only after setns succeeded: without the privilege to enter, the thread could not leave.
+            // Created only now: a thread that did not enter must not call setns either, which would
+            // fail for the same reason, and abort.
+            Ok(ReturnGuard { own_netns })
         };
-        let _back =
+        let _return_guard =
             enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
         Ok(inside())
     }
 }
 
-/// The namespace that a visitor came from, and goes back to whatever happens.
-struct WayBack(File);
+/// Takes the thread back to its own namespace when it is dropped.
+struct ReturnGuard {
+    own_netns: File,
+}
 
-impl Drop for WayBack {
+impl Drop for ReturnGuard {
     fn drop(&mut self) {
-        let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // The kernel refuses a thread that has just entered only if it lacks memory, so it is asked
-        // again.
-        if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
-            // In this namespace a rollback would delete links of other owners.
+        let leave = || setns(self.own_netns.as_fd(), CloneFlags::CLONE_NEWNET);
+        // A thread that has just entered a namespace may also leave it, so this can only fail for
+        // lack of memory. Three attempts.
+        if let Err(errno) = leave().or_else(|_| leave()).or_else(|_| leave()) {
+            // Continuing would be worse: a rollback in this namespace could delete other links.
             let _ = writeln!(
                 io::stderr(),
                 "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
@@ -126,15 +132,14 @@ impl AsFd for Netns {
     }
 }
 
+/// Opens the namespace at `path`, with the checks, their order and the texts of Go.
 fn open(path: &Path) -> Result<Netns, Cause> {
-    // Go looks at the file system first; where several things are wrong at once its text is the one
-    // people know.
     let magic = statfs(path).map_err(|errno| {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            // For the last two errors nothing can be opened later either: a DEL that waited for it
-            // would never end.
+            // With these errors the path will not become a namespace later, so DEL takes the
+            // namespace as gone and need not be repeated.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()
             }
@@ -143,33 +148,34 @@ fn open(path: &Path) -> Result<Netns, Cause> {
     })?;
     let magic = magic.filesystem_type();
     if magic != NSFS_MAGIC && magic != PROC_SUPER_MAGIC {
-        return Err(none(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
+        return Err(not_a_netns(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
     }
     let file = File::open(path)?;
     match sys::namespace_type(&file) {
         Ok(libc::CLONE_NEWNET) => {}
-        Ok(_) => return Err(none("it is a namespace, but not a network namespace".into())),
+        Ok(_) => return Err(not_a_netns("it is a namespace, but not a network namespace".into())),
         // A file of procfs that is not a namespace.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && magic != NSFS_MAGIC => {
-            return Err(none("it is not a namespace".into()));
+            return Err(not_a_netns("it is not a namespace".into()));
         }
-        // A kernel too old to tell; setns will.
+        // Kernels before 4.11 do not report the type. There, setns fails for another kind.
         Err(_) => {}
     }
     let metadata = file.metadata()?;
     Ok(Netns { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino(), file })
 }
 
-fn none(text: String) -> Cause {
+/// Returns the cause for a path that is not a network namespace.
+fn not_a_netns(text: String) -> Cause {
     Reason::NoNetns { text, source: None }.into()
 }
 
-/// A path as Go's `%q` writes the ones that occur.
+/// Formats a path as Go's `%q` does, for the paths that occur.
 fn quoted(path: &Path) -> String {
     format!("{:?}", path.display().to_string())
 }
 
-/// The errno's words as Go writes them: libc's, beginning in lower case.
+/// Returns the text of an errno as Go prints it: libc's text with a lower-case first letter.
 fn go_text(errno: Errno) -> String {
     let text = errno.desc();
     let mut letters = text.chars();

@@ -1,9 +1,9 @@
-//! UDP over IPv4 for an interface that possibly has no address yet: a packet socket, and frames as
-//! bytes.
+//! UDP over IPv4 on an interface that may have no address yet, by Ethernet frames over a packet
+//! socket.
 //!
-//! A packet socket's close waits for an RCU grace period, 4 to 20 ms (6.18). The checksum of a
-//! received UDP packet is not looked at: between interfaces of one machine the kernel leaves it
-//! open.
+//! Closing a packet socket waits for an RCU grace period of 4 to 20 ms (Linux 6.18). The checksum
+//! of a received UDP packet is not checked, because between interfaces of one machine the kernel
+//! does not fill it in.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -14,6 +14,7 @@ use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, So
 use crate::mac::Mac;
 use crate::sys;
 
+/// The lengths of the headers, in bytes.
 const ETHERNET: usize = 14;
 const IP: usize = 20;
 const UDP: usize = 8;
@@ -30,13 +31,16 @@ pub struct Datagram<'a> {
 }
 
 impl Datagram<'_> {
-    /// Returns the packet as an Ethernet frame to everyone on the link.
+    /// Encodes the packet as an Ethernet frame to the broadcast address. `source` is the sender's
+    /// hardware address.
     pub fn to_broadcast_frame(&self, source: Mac) -> Vec<u8> {
         let mut frame = vec![0; ETHERNET + IP + UDP];
-        let length = |extra: usize| u16::try_from(self.payload.len() + extra).unwrap_or(u16::MAX).to_be_bytes();
+        let length = |headers: usize| u16::try_from(self.payload.len() + headers).unwrap_or(u16::MAX).to_be_bytes();
+        // Ethernet: destination, source, EtherType 0x0800 (IPv4).
         frame[..6].fill(0xff);
         frame[6..12].copy_from_slice(&source.0);
         frame[12] = 8;
+        // IPv4: version and header length, total length, TTL 64, protocol UDP, addresses, checksum.
         let ip = &mut frame[ETHERNET..];
         ip[0] = 0x45;
         ip[2..4].copy_from_slice(&length(IP + UDP));
@@ -46,14 +50,17 @@ impl Datagram<'_> {
         ip[16..20].copy_from_slice(&self.to.ip().octets());
         let sum = checksum(0, &ip[..IP]);
         ip[10..12].copy_from_slice(&sum.to_be_bytes());
+        // UDP: ports, length, checksum.
         ip[20..22].copy_from_slice(&self.from.port().to_be_bytes());
         ip[22..24].copy_from_slice(&self.to.port().to_be_bytes());
         ip[24..26].copy_from_slice(&length(UDP));
         frame.extend(self.payload);
         let udp = &frame[ETHERNET + IP..];
-        // The pseudo header: both addresses, the protocol, the length.
-        let pseudo = u32::from(u16::MAX - checksum(0, &frame[ETHERNET + 12..ETHERNET + IP])) + 17 + udp.len() as u32;
-        let sum = match checksum(pseudo, udp) {
+        // The UDP checksum includes a pseudo header: both addresses, the protocol, the length.
+        let addresses = u32::from(u16::MAX - checksum(0, &frame[ETHERNET + 12..ETHERNET + IP]));
+        let pseudo_header = addresses + 17 + udp.len() as u32;
+        // 0 means "no checksum", so a sum of 0 is sent as 0xffff.
+        let sum = match checksum(pseudo_header, udp) {
             0 => u16::MAX,
             sum => sum,
         };
@@ -61,12 +68,17 @@ impl Datagram<'_> {
         frame
     }
 
-    /// Reads an Ethernet frame. `None` if it is not a whole UDP packet.
+    /// Decodes an Ethernet frame. Returns `None` if it is not a complete, unfragmented UDP packet
+    /// over IPv4.
     pub fn from_frame(frame: &[u8]) -> Option<Datagram<'_>> {
         let ip = frame.get(ETHERNET..)?;
         let header = usize::from(ip.first()? & 15) * 4;
         let number = |at: usize| ip.get(at..at + 2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
-        if frame[12..14] != [8, 0] || ip[0] >> 4 != 4 || header < IP || *ip.get(9)? != 17 || number(6)? & 0x3fff != 0 {
+        let is_ipv4 = frame[12..14] == [8, 0] && ip[0] >> 4 == 4 && header >= IP;
+        let is_udp = *ip.get(9)? == 17;
+        // More fragments follow, or the fragment's offset is not 0.
+        let is_fragment = number(6)? & 0x3fff != 0;
+        if !is_ipv4 || !is_udp || is_fragment {
             return None;
         }
         let length = usize::from(number(header + 4)?);
@@ -79,6 +91,7 @@ impl Datagram<'_> {
     }
 }
 
+/// Returns the Internet checksum (RFC 1071) of `bytes`, added to `start`.
 fn checksum(start: u32, bytes: &[u8]) -> u16 {
     let word = |pair: &[u8]| u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]));
     let mut sum = bytes.chunks(2).fold(start, |sum, pair| sum + word(pair));
@@ -88,8 +101,8 @@ fn checksum(start: u32, bytes: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// A socket for the frames of one interface. It receives UDP packets to one port alone, and never
-/// waits.
+/// A non-blocking socket for the Ethernet frames of one interface, which receives only UDP packets
+/// to one port.
 #[derive(Debug)]
 pub struct PacketSocket(OwnedFd);
 
@@ -100,7 +113,8 @@ impl PacketSocket {
     /// The kernel's.
     pub fn open(index: u32, port: u16) -> io::Result<PacketSocket> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        // Without a protocol nothing is received before the filter is there.
+        // A socket without a protocol receives nothing until it is bound, which is after the filter
+        // is attached.
         let fd = socket::socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
         sys::filter_udp_port(&fd, port)?;
         sys::bind_packet(&fd, index)?;
@@ -110,16 +124,16 @@ impl PacketSocket {
     /// Sends one frame.
     ///
     /// # Errors
-    /// The kernel's. ENOBUFS: the interface does not send yet.
+    /// Those of the kernel; ENOBUFS if the interface does not send yet.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         socket::send(self.as_raw_fd(), frame, MsgFlags::empty())?;
         Ok(())
     }
 
-    /// Receives one frame.
+    /// Receives one frame into `buffer` and returns its length.
     ///
     /// # Errors
-    /// The kernel's; [`io::ErrorKind::WouldBlock`] if there is none.
+    /// Those of the kernel; [`io::ErrorKind::WouldBlock`] if there is none.
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         Ok(socket::recv(self.as_raw_fd(), buffer, MsgFlags::empty())?)
     }
@@ -137,11 +151,11 @@ impl AsFd for PacketSocket {
     }
 }
 
-/// Returns a UDP socket of the calling thread's namespace with this local address on this
-/// interface, which never waits.
+/// Returns a non-blocking UDP socket in the calling thread's namespace, bound to this local address
+/// and this interface.
 ///
 /// # Errors
-/// The kernel's; EADDRNOTAVAIL if the interface does not have the address.
+/// Those of the kernel; EADDRNOTAVAIL if the interface does not have the address.
 pub fn udp_socket(local: SocketAddrV4, interface: &str) -> io::Result<UdpSocket> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let fd = socket::socket(AddressFamily::Inet, SockType::Datagram, flags, SockProtocol::Udp)?;

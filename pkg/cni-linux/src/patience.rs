@@ -1,32 +1,32 @@
-//! Retries calls on a netlink socket that fail.
+//! Retries failed calls on a netlink socket.
 //!
-//! Giving up at the first error would lose an answer: an unknown link or rule may exist, and no
-//! undo has a connection left. But a `send` that failed has sent nothing, and a `recv` that failed
-//! has taken nothing off the queue. So the call is repeated a few times; a permanent failure (a
-//! policy that forbids the call) is returned.
+//! After an error, the answer to a request would be lost: a new link or rule may exist, and the
+//! undo needs the same socket. But a failed `send` has sent nothing, and a failed `recv` has
+//! removed nothing from the queue. So such a call is repeated a few times before its error is
+//! returned.
 //!
-//! ENOBUFS is not retried: it reports that the kernel has dropped messages, which the reader of a
-//! list must know. EAGAIN is not a failure: the queue is empty.
+//! ENOBUFS is not retried: it reports that the kernel has dropped messages, which the caller must
+//! know. EAGAIN reports that the queue is empty.
 
 use std::io;
 
-/// How often a call that fails is made in all.
-const TRIES: usize = 4;
+/// How often a failing call is made.
+const ATTEMPTS: usize = 4;
 
-/// Whether another try may go better.
-fn may_pass(error: &io::Error) -> bool {
-    error.raw_os_error() != Some(libc::ENOBUFS)
-}
-
-/// Makes the call until it passes, or fails for good. Interruptions do not count.
-pub(crate) fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let mut tries = 1;
+/// Makes the call until it succeeds, at most [`ATTEMPTS`] times. Attempts that end with EINTR do
+/// not count.
+///
+/// # Errors
+/// The last attempt's; EAGAIN and ENOBUFS at once.
+pub(crate) fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let mut attempts = 1;
     loop {
         match call() {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
-            Err(error) if tries < TRIES && may_pass(&error) => tries += 1,
-            done => return done,
+            Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => return Err(error),
+            Err(_) if attempts < ATTEMPTS => attempts += 1,
+            outcome => return outcome,
         }
     }
 }
@@ -37,7 +37,7 @@ mod tests {
 
     fn failing(times: usize, errno: i32) -> (usize, bool) {
         let mut calls = 0;
-        let done = again(|| {
+        let done = retry(|| {
             calls += 1;
             if calls <= times { Err(io::Error::from_raw_os_error(errno)) } else { Ok(()) }
         });
@@ -47,8 +47,8 @@ mod tests {
     #[test]
     fn a_failed_call_is_retried_a_few_times_but_not_for_enobufs() {
         assert_eq!(failing(0, libc::EIO), (1, true));
-        assert_eq!(failing(TRIES - 1, libc::EIO), (TRIES, true));
-        assert_eq!(failing(TRIES, libc::EIO), (TRIES, false));
+        assert_eq!(failing(ATTEMPTS - 1, libc::EIO), (ATTEMPTS, true));
+        assert_eq!(failing(ATTEMPTS, libc::EIO), (ATTEMPTS, false));
         assert_eq!(failing(99, libc::EINTR), (100, true));
         assert_eq!(failing(1, libc::ENOBUFS), (1, false));
         assert_eq!(failing(1, libc::EAGAIN), (1, false));

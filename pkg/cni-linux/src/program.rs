@@ -1,22 +1,23 @@
-//! Programs of the system, found in the folders of PATH and then in the system's.
+//! Finds programs in the folders of PATH and then in the system's folders.
 //!
-//! A runtime may start a plugin with any PATH, or none: the system's folders follow it.
+//! A runtime may start a plugin with any PATH or without one, so the system's folders are always
+//! searched too.
 
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-/// Where programs of the system are, after PATH.
+/// The system's folders with programs.
 const SYSTEM: [&str; 6] = ["/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/bin", "/bin", "/usr/local/bin"];
 
-/// Returns the absolute folders of `path` (as in the variable PATH), then the system's.
+/// Returns the absolute folders in `path`, a value of the variable PATH, then the system's folders.
 pub fn folders(path: Option<OsString>) -> Vec<PathBuf> {
     let path = path.unwrap_or_default();
-    let given = std::env::split_paths(&path).filter(|folder| folder.is_absolute());
-    given.chain(SYSTEM.map(PathBuf::from)).collect()
+    let absolute = std::env::split_paths(&path).filter(|folder| folder.is_absolute());
+    absolute.chain(SYSTEM.map(PathBuf::from)).collect()
 }
 
-/// Returns the first executable file `name` in `folders`.
+/// Returns the path of the first executable file `name` in `folders`, or `None` if there is none.
 pub fn find(folders: &[PathBuf], name: &str) -> Option<PathBuf> {
     folders.iter().map(|folder| folder.join(name)).find(|path| is_executable(path))
 }

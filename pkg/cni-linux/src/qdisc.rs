@@ -1,8 +1,8 @@
-//! Traffic control: the token bucket filter that limits what an interface sends, and the `ingress`
-//! qdisc with the filter that redirects what an interface receives to another one.
+//! Traffic control: the token bucket filter (tbf), which limits what an interface sends, and the
+//! `ingress` qdisc with a filter that redirects what an interface receives to another interface.
 //!
-//! The packet crate knows neither the token bucket filter nor this filter's actions, so messages
-//! are put together here.
+//! The packet crate supports neither tbf nor the action of this filter, so the messages are encoded
+//! and decoded here.
 
 use netlink_packet_core::{Emitable, NLM_F_CREATE, NLM_F_EXCL};
 
@@ -10,26 +10,27 @@ use crate::error::{Error, Result};
 use crate::netlink::wire::{attribute, new_attribute, new_nest};
 use crate::netlink::{Body, Kind, Netlink, Reply, attributes, text};
 
-/// A token bucket filter, in the kernel's numbers.
+/// The parameters of a token bucket filter, in the kernel's units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tbf {
     /// Bytes per second.
     pub rate: u64,
-    /// How many bytes may wait.
+    /// The size of the queue in bytes.
     pub limit: u32,
-    /// The bucket: how long `rate` takes to fill it, in ticks of [`TICK`] nanoseconds.
+    /// The size of the bucket: the time that `rate` takes to fill it, in ticks of [`TICK`]
+    /// nanoseconds.
     pub buffer: u32,
 }
 
-/// The nanoseconds in a tick of the kernel's packet scheduler.
+/// The length of a tick of the kernel's packet scheduler, in nanoseconds.
 pub const TICK: u64 = 64;
 
-/// Where a qdisc is attached to an interface.
+/// The place of an interface at which a qdisc is attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QdiscParent {
-    /// Where packets are sent.
+    /// Sending.
     Root,
-    /// Where packets are received.
+    /// Receiving.
     Ingress,
 }
 
@@ -38,24 +39,24 @@ pub enum QdiscParent {
 pub struct Qdisc {
     /// The kind, as the kernel names it: `tbf`, `ingress`, `fq_codel`, …
     pub kind: String,
-    /// The numbers of a token bucket filter.
+    /// The parameters, if it is a token bucket filter.
     pub tbf: Option<Tbf>,
 }
 
 /// The action of a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
-    /// It leaves by the interface of that index.
+    /// The packet is sent over the interface with this index.
     Redirect(u32),
-    /// Anything else.
+    /// Any other action.
     Other,
 }
 
 const TC_H_ROOT: u32 = 0xffff_ffff;
 const TC_H_INGRESS: u32 = 0xffff_fff1;
-/// `1:`
+/// The handle `1:`, which the Go plugin uses too.
 const ROOT_HANDLE: u32 = 0x1_0000;
-/// `ffff:`
+/// The handle `ffff:`, which the kernel prescribes.
 const INGRESS_HANDLE: u32 = 0xffff_0000;
 const TCA_KIND: u16 = 1;
 const TCA_OPTIONS: u16 = 2;
@@ -68,6 +69,7 @@ const TCA_MIRRED_PARMS: u16 = 2;
 const TCA_EGRESS_REDIR: u32 = 1;
 
 impl QdiscParent {
+    /// Returns the kernel's number for this place.
     fn parent(self) -> u32 {
         match self {
             QdiscParent::Root => TC_H_ROOT,
@@ -75,6 +77,7 @@ impl QdiscParent {
         }
     }
 
+    /// Returns the handle of the qdisc that is created here.
     fn handle(self) -> u32 {
         match self {
             QdiscParent::Root => ROOT_HANDLE,
@@ -82,7 +85,7 @@ impl QdiscParent {
         }
     }
 
-    /// The kind of qdisc that is created here.
+    /// Returns the kind of qdisc that is created here.
     fn kind(self) -> &'static str {
         match self {
             QdiscParent::Root => "tbf",
@@ -92,38 +95,43 @@ impl QdiscParent {
 }
 
 impl Netlink {
-    /// The qdisc that someone has attached to an interface; `None` where the kernel's default is.
+    /// Returns the qdisc of an interface at this place, or `None` if it has only the kernel's
+    /// default.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn find_qdisc(&self, index: u32, place: QdiscParent) -> Result<Option<Qdisc>> {
         let (handle, parent) = match place {
             QdiscParent::Root => (0, place.parent()),
-            // Compared by its handle: if the interface had one before, the place is not empty.
+            // Looked up by its handle: after an ingress qdisc was removed, a lookup by the parent
+            // returns another qdisc.
             QdiscParent::Ingress => (place.handle(), 0),
         };
         match self.get_echoed(Kind::GetQdisc, &Traffic::new(index, handle, parent)) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
-            // EINVAL: the place of an interface that has never been up.
+            // EINVAL is the kernel's answer for an interface that has never been up.
             Err(cause) if matches!(cause.errno(), Some(libc::ENOENT | libc::EINVAL)) => Ok(None),
             Err(cause) => Err(Error::new(format_args!("failed to look up the qdisc of {}", self.label(index)), cause)),
         }
     }
 
-    /// Limits what an interface sends. The qdisc's handle is `1:`, as in Go.
+    /// Attaches a token bucket filter to an interface, which limits what it sends.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if it has a qdisc already.
+    /// [`Error::is_exists`] if the interface has a qdisc already.
     pub fn create_tbf(&self, index: u32, tbf: &Tbf) -> Result<()> {
-        let options = options_of(tbf);
-        self.create_qdisc(index, QdiscParent::Root, options)
+        self.create_qdisc(index, QdiscParent::Root, tbf_options(tbf))
     }
 
-    /// Attaches the qdisc whose filters see what an interface receives.
+    /// Attaches the `ingress` qdisc, whose filters apply to what an interface receives.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if it has one already.
+    /// [`Error::is_exists`] if the interface has one already.
     pub fn create_ingress(&self, index: u32) -> Result<()> {
         self.create_qdisc(index, QdiscParent::Ingress, Vec::new())
     }
 
+    /// Creates the qdisc of this place. `options` are its encoded attributes.
     fn create_qdisc(&self, index: u32, place: QdiscParent, options: Vec<u8>) -> Result<()> {
         let mut message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
         message.attributes.extend(options);
@@ -133,35 +141,44 @@ impl Netlink {
     }
 
     /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or
-    /// [`create_ingress`](Netlink::create_ingress) has attached, and its filters. What is not there
-    /// is fine, and another kind of qdisc stays.
+    /// [`create_ingress`](Netlink::create_ingress) has attached, and its filters. Does nothing if
+    /// there is none. Leaves a qdisc of another kind.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn purge_qdisc(&self, index: u32, place: QdiscParent) -> Result<()> {
         let message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
         let deleted = self.control(Kind::DelQdisc, &message, 0, |link| {
             format!("failed to remove qdisc {} from {link}", place.kind())
         });
         match deleted {
-            // EINVAL: another handle or another kind.
+            // EINVAL: the qdisc has another handle or is of another kind.
             Err(error) if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(()),
-            done => done,
+            outcome => outcome,
         }
     }
 
-    /// Redirects all that an interface receives to what `to` sends. The interface needs the
-    /// `ingress` qdisc.
+    /// Adds a filter that redirects everything that an interface receives to the sending side of
+    /// the interface `to`. The interface must have the `ingress` qdisc.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn create_redirect(&self, index: u32, to: u32) -> Result<()> {
         const PRIORITY: u32 = 1;
         let protocol = u16::try_from(libc::ETH_P_ALL).unwrap_or_default().to_be();
         let mut message = Traffic::new(index, 0, INGRESS_HANDLE).kind("u32");
         message.info = PRIORITY << 16 | u32::from(protocol);
-        message.attributes.extend(new_nest(TCA_OPTIONS, &redirect(to)));
+        message.attributes.extend(new_nest(TCA_OPTIONS, &redirect_options(to)));
         self.control(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
         })
     }
 
     /// Returns the actions of the filters of an interface's `ingress` qdisc, in order. A
-    /// redirection to an interface that is gone has the index 0.
+    /// redirection to an interface that does not exist any more has the index 0.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
         let filters = self
             .dump(Kind::GetFilter, &Traffic::new(index, 0, INGRESS_HANDLE))
@@ -170,6 +187,8 @@ impl Netlink {
         Ok(filters.flat_map(decode_filter).collect())
     }
 
+    /// Sends a request. On failure, `doing` returns the beginning of the error message for the
+    /// interface's name.
     fn control(&self, kind: Kind, message: &Traffic, flags: u16, doing: impl FnOnce(&str) -> String) -> Result<()> {
         match self.request(kind, message, flags) {
             Ok(_) => Ok(()),
@@ -178,7 +197,7 @@ impl Netlink {
     }
 }
 
-/// A message of traffic control.
+/// A request of traffic control: `struct tcmsg` and attributes.
 struct Traffic {
     index: u32,
     handle: u32,
@@ -192,10 +211,12 @@ struct Traffic {
 const HEADER: usize = 20;
 
 impl Traffic {
+    /// Returns a request about a qdisc or filter of the interface `index`.
     fn new(index: u32, handle: u32, parent: u32) -> Traffic {
         Traffic { index, handle, parent, info: 0, attributes: Vec::new() }
     }
 
+    /// Sets the kind of qdisc or filter.
     fn kind(mut self, kind: &str) -> Traffic {
         self.attributes.extend(new_attribute(TCA_KIND, format!("{kind}\0").as_bytes()));
         self
@@ -220,28 +241,31 @@ impl Body for Traffic {
     }
 }
 
-/// `struct tc_tbf_qopt`: the rate's and the peak rate's specifications, 12 bytes each with the rate
-/// at the end; limit, buffer, MTU.
-fn options_of(tbf: &Tbf) -> Vec<u8> {
+/// Encodes the options of a token bucket filter.
+fn tbf_options(tbf: &Tbf) -> Vec<u8> {
+    // `struct tc_tbf_qopt`: the specifications of the rate and of the peak rate, three numbers each
+    // with the rate last; then limit, buffer and MTU.
     let rate = u32::try_from(tbf.rate);
     let numbers = [0, 0, rate.unwrap_or(u32::MAX), 0, 0, 0, tbf.limit, tbf.buffer, 0];
     let mut options = new_attribute(TCA_TBF_PARMS, &numbers.map(u32::to_ne_bytes).concat());
+    // A rate of more than 32 bits has an attribute of its own.
     if rate.is_err() {
         options.extend(new_attribute(TCA_TBF_RATE64, &tbf.rate.to_ne_bytes()));
     }
     new_nest(TCA_OPTIONS, &options)
 }
 
-/// The options of a `u32` filter that matches every packet and has one action.
-fn redirect(to: u32) -> Vec<u8> {
+/// Encodes the options of a `u32` filter that matches every packet and redirects it to the
+/// interface `to`.
+fn redirect_options(to: u32) -> Vec<u8> {
     const TC_U32_TERMINAL: u8 = 1;
     const TC_ACT_STOLEN: u32 = 4;
     const CLASS: u32 = 0x1_0001;
-    // `struct tc_u32_sel` with one key of mask 0.
+    // `struct tc_u32_sel` with one key, whose mask 0 matches every packet.
     let mut selector = [0; 32];
     (selector[0], selector[2]) = (TC_U32_TERMINAL, 1);
-    // `struct tc_mirred`: index, capabilities, what becomes of the packet, two counters; which
-    // kind; the other interface.
+    // `struct tc_mirred`: index, capabilities, the packet's fate (stolen), two counters, the kind
+    // of redirection, the other interface.
     let parameters = [0, 0, TC_ACT_STOLEN, 0, 0, TCA_EGRESS_REDIR, to].map(u32::to_ne_bytes).concat();
     let action =
         [new_attribute(TCA_KIND, b"mirred\0"), new_nest(TCA_OPTIONS, &new_attribute(TCA_MIRRED_PARMS, &parameters))];
@@ -253,25 +277,37 @@ fn redirect(to: u32) -> Vec<u8> {
     .concat()
 }
 
+/// Decodes the 32-bit number at this position.
 fn number(bytes: &[u8], at: usize) -> Option<u32> {
     bytes.get(at..)?.first_chunk().copied().map(u32::from_ne_bytes)
 }
 
-/// A qdisc out of an answer. `None` for the kernel's default, whose handle is 0.
+/// Decodes an answer about a qdisc. Returns `None` for the kernel's default qdisc.
 fn decode(reply: &Reply) -> Option<Qdisc> {
     let body = reply.body(Kind::NewQdisc)?;
-    let all = body.get(HEADER..).filter(|_| number(body, 8) != Some(0))?;
-    let kind = text(attribute(all, TCA_KIND)?);
-    let tbf = attribute(all, TCA_OPTIONS).filter(|_| kind == "tbf").and_then(|options| {
-        let numbers = attribute(options, TCA_TBF_PARMS)?;
-        let wide = attribute(options, TCA_TBF_RATE64).and_then(|bytes| bytes.first_chunk().copied());
-        let rate = wide.map_or(u64::from(number(numbers, 8)?), u64::from_ne_bytes);
-        Some(Tbf { rate, limit: number(numbers, 24)?, buffer: number(numbers, 28)? })
-    });
+    let attributes = body.get(HEADER..)?;
+    // The handle in `struct tcmsg`, which is 0 for the default.
+    if number(body, 8) == Some(0) {
+        return None;
+    }
+    let kind = text(attribute(attributes, TCA_KIND)?);
+    let tbf = if kind == "tbf" { attribute(attributes, TCA_OPTIONS).and_then(decode_tbf) } else { None };
     Some(Qdisc { kind, tbf })
 }
 
-/// Decodes the actions of a filter. A message about the container of filters has none.
+/// Decodes the options of a token bucket filter; see [`tbf_options`].
+fn decode_tbf(options: &[u8]) -> Option<Tbf> {
+    let numbers = attribute(options, TCA_TBF_PARMS)?;
+    let rate64 = attribute(options, TCA_TBF_RATE64).and_then(|bytes| bytes.first_chunk().copied());
+    let rate = match rate64 {
+        Some(bytes) => u64::from_ne_bytes(bytes),
+        None => number(numbers, 8)?.into(),
+    };
+    Some(Tbf { rate, limit: number(numbers, 24)?, buffer: number(numbers, 28)? })
+}
+
+/// Decodes the actions of a filter. Returns none for a message about the hash table of `u32`
+/// filters.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let all = body.get(HEADER..).unwrap_or_default();
     let Some(options) = attribute(all, TCA_OPTIONS) else { return Vec::new() };
@@ -281,18 +317,24 @@ fn decode_filter(body: &[u8]) -> Vec<Filter> {
     if attribute(options, TCA_U32_SEL).is_none() {
         return Vec::new();
     }
-    let target = |action: &[u8]| {
-        attribute(action, TCA_KIND).filter(|kind| text(kind) == "mirred")?;
-        let parameters = attribute(attribute(action, TCA_OPTIONS)?, TCA_MIRRED_PARMS)?;
-        (number(parameters, 20)? == TCA_EGRESS_REDIR).then(|| number(parameters, 24))?
-    };
-    let actions = attributes(attribute(options, TCA_U32_ACT).unwrap_or_default());
-    let mut found: Vec<Filter> =
-        actions.map(|(_, action)| target(action).map_or(Filter::Other, Filter::Redirect)).collect();
-    if found.is_empty() {
-        found.push(Filter::Other);
+    let mut filters = Vec::new();
+    for (_, action) in attributes(attribute(options, TCA_U32_ACT).unwrap_or_default()) {
+        filters.push(redirect_target(action).map_or(Filter::Other, Filter::Redirect));
     }
-    found
+    if filters.is_empty() {
+        filters.push(Filter::Other);
+    }
+    filters
+}
+
+/// Returns the interface to which an action redirects, or `None` for another action; see
+/// [`redirect_options`].
+fn redirect_target(action: &[u8]) -> Option<u32> {
+    if text(attribute(action, TCA_KIND)?) != "mirred" {
+        return None;
+    }
+    let parameters = attribute(attribute(action, TCA_OPTIONS)?, TCA_MIRRED_PARMS)?;
+    if number(parameters, 20)? == TCA_EGRESS_REDIR { number(parameters, 24) } else { None }
 }
 
 #[cfg(test)]
@@ -388,13 +430,14 @@ mod tests {
 
     #[test]
     fn no_answer_makes_a_reader_panic() {
-        let options = options_of(&Tbf { rate: 1, limit: 2, buffer: 3 });
+        let options = tbf_options(&Tbf { rate: 1, limit: 2, buffer: 3 });
         let mut body = Traffic::new(7, ROOT_HANDLE, TC_H_ROOT).kind("tbf");
         body.attributes.extend(options);
         let bytes = crate::netlink::wire::emitted(&body);
         let whole = decode(&Reply::new(Kind::NewQdisc, &bytes)).unwrap();
         assert_eq!(whole.tbf, Some(Tbf { rate: 1, limit: 2, buffer: 3 }));
-        let filter = [vec![0; HEADER], new_attribute(TCA_KIND, b"u32\0"), new_nest(TCA_OPTIONS, &redirect(9))].concat();
+        let filter =
+            [vec![0; HEADER], new_attribute(TCA_KIND, b"u32\0"), new_nest(TCA_OPTIONS, &redirect_options(9))].concat();
         assert_eq!(decode_filter(&filter), [Filter::Redirect(9)]);
         for end in 0..bytes.len().max(filter.len()) {
             let _ = decode(&Reply::new(Kind::NewQdisc, bytes.get(..end).unwrap_or(&bytes)));

@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::error::{Error, Result};
 
-/// The label that the calling thread's next program gets; empty for the policy's choice.
+/// The label of programs that the calling thread starts. Empty: the label that the policy chooses.
 const EXEC_LABEL: &str = "/proc/thread-self/attr/exec";
 
 /// Runs `start` while programs that the calling thread starts get the label `context`.
@@ -18,12 +18,12 @@ pub fn with_exec_label<T>(context: &str, start: impl FnOnce() -> T) -> Result<T>
     Ok(start())
 }
 
-/// Takes the label back when it goes, by a panic too.
+/// Clears the label when it is dropped.
 struct Reset;
 
 impl Drop for Reset {
     fn drop(&mut self) {
-        // The kernel has just accepted a label; an empty one it always accepts.
+        // The kernel always accepts an empty label.
         let _ = fs::write(EXEC_LABEL, "");
     }
 }

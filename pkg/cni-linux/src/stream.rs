@@ -1,11 +1,10 @@
-//! A plugin's standard input and output: no wait for the other end outlives a signal, or a
-//! deadline.
+//! A plugin's standard input and output, with a deadline. A signal ends a wait too.
 //!
 //! Without a deadline, a runtime that stops in the middle of a call would block the plugin forever.
 //!
-//! A wait that a signal ends must not return `Interrupted`, because std's loops take that for EINTR
-//! and try again. A write is at most PIPE_BUF bytes, because "ready" promises no more room than
-//! that.
+//! A wait that a signal ends must not fail with `Interrupted`, because std's loops would try again.
+//! A write has at most PIPE_BUF bytes, because a pipe that is ready for writing may have no more
+//! room.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,12 +15,11 @@ use nix::poll::{PollFd, PollFlags};
 
 use crate::machine::{LinuxMachine, wait_ready};
 
-/// The bound for everything read or written, from the first wait on. A caller that has not sent a
-/// configuration by then is taken as gone.
+/// How long a stream waits for the other end, counted from its first wait.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Standard input or output, connected to the caller. Fails with [`ErrorKind::TimedOut`] at a
-/// signal and at the deadline.
+/// Standard input or output. Reading and writing fail with [`ErrorKind::TimedOut`] after a signal
+/// and at the deadline.
 #[derive(Debug)]
 pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,
@@ -31,25 +29,30 @@ pub struct Stream<'m, F> {
 }
 
 impl<'m, F: AsFd> Stream<'m, F> {
-    /// A stream over one descriptor; no wait for the other end is longer than `patience`.
+    /// Returns a stream over a descriptor, which waits for the other end at most as long as
+    /// `patience`.
     pub fn new(machine: &'m LinuxMachine, fd: F, patience: Duration) -> Stream<'m, F> {
         Stream { machine, fd, patience, deadline: None }
     }
 
-    /// Returns the descriptor once it is ready. If it is ready at once, a pending signal is handled
-    /// later.
+    /// Waits until the descriptor is ready for `event`, and returns it. A descriptor that is ready
+    /// at once is returned even after a signal.
+    ///
+    /// # Errors
+    /// [`ErrorKind::TimedOut`] after a signal and at the deadline.
     fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
-        // One that came before is not in the descriptor any more.
-        let over = self.machine.was_terminated();
+        // A signal that was read before does not make the machine's descriptor ready again.
+        let is_terminated = self.machine.was_terminated();
         loop {
-            let left = if over { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
+            let left =
+                if is_terminated { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
             let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left))?;
             if fds[0].any() != Some(false) {
                 return Ok(self.fd.as_fd());
             }
-            if over || self.machine.terminated() {
+            if is_terminated || self.machine.terminated() {
                 return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
             }
             if left.is_zero() {
@@ -68,8 +71,8 @@ impl<F: AsFd> Read for Stream<'_, F> {
 
 impl<F: AsFd> Write for Stream<'_, F> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let fits = bytes.len().min(libc::PIPE_BUF);
-        Ok(nix::unistd::write(self.ready(PollFlags::POLLOUT)?, &bytes[..fits])?)
+        let len = bytes.len().min(libc::PIPE_BUF);
+        Ok(nix::unistd::write(self.ready(PollFlags::POLLOUT)?, &bytes[..len])?)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -80,7 +83,7 @@ impl<F: AsFd> Write for Stream<'_, F> {
 /// Waits until a descriptor can be read.
 ///
 /// # Errors
-/// [`ErrorKind::TimedOut`] at a signal that ends this process, and at the deadline.
+/// [`ErrorKind::TimedOut`] after a signal that ends the call, and at the deadline.
 pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machine::Machine) -> io::Result<()> {
     let sigterm = crate::watch::term_descriptor()?;
     loop {

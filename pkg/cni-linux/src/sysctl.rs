@@ -1,7 +1,7 @@
-//! Values under /proc/sys.
+//! Reads and writes sysctls: files under /proc/sys.
 //!
-//! The *thread* that opens the file decides which network namespace `net/…` belongs to. For a
-//! container's values use these functions inside [`Netns::run`](crate::Netns::run).
+//! `net/…` has the values of the network namespace of the *thread* that opens the file. For a
+//! container's values, call these functions inside [`Netns::run`](crate::Netns::run).
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -13,40 +13,35 @@ use crate::error::{Cause, Error, Result};
 
 const ROOT: &str = "/proc/sys";
 
-/// The file of a value. Of `.` and `/` the one that comes first in `name` separates; if it is `.`,
-/// a `/` inside a component stands for a dot (`net.ipv4.conf.eth0/100.forwarding` is about
-/// `eth0.100`), as in Go and in sysctl(8).
+/// Returns the file of a sysctl. As in Go and in sysctl(8), the components of `name` are separated
+/// by `.` or by `/`, whichever comes first in it. In a name that is separated by `.`, a `/` stands
+/// for a dot: `net.ipv4.conf.eth0/100.forwarding` is about the interface `eth0.100`.
 ///
 /// # Errors
-/// The name would lead elsewhere: an empty component, `.` or `..`.
+/// A component is empty, `.` or `..`, or contains a NUL byte, so the path could lead elsewhere.
 pub fn path(name: &str) -> Result<PathBuf> {
-    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is not a valid name"));
-    let dotted = name.find(['.', '/']).is_some_and(|at| name.as_bytes()[at] == b'.');
-    let swapped: String = match dotted {
-        true => name
-            .chars()
-            .map(|c| {
-                if c == '.' {
-                    '/'
-                } else if c == '/' {
-                    '.'
-                } else {
-                    c
-                }
-            })
-            .collect(),
-        false => name.to_owned(),
+    let first_separator = name.find(['.', '/']).map(|at| name.as_bytes()[at]);
+    let relative: String = if first_separator == Some(b'.') {
+        let swap = |c| match c {
+            '.' => '/',
+            '/' => '.',
+            other => other,
+        };
+        name.chars().map(swap).collect()
+    } else {
+        name.to_owned()
     };
-    if name.contains('\0') || swapped.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        return Err(refused());
+    if name.contains('\0') || relative.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        let cause = Cause::text("it is not a valid name");
+        return Err(Error::new(format_args!("failed to find sysctl {name:?}"), cause));
     }
-    Ok(Path::new(ROOT).join(swapped))
+    Ok(Path::new(ROOT).join(relative))
 }
 
-/// Reads a value, without its final newline.
+/// Returns the value of a sysctl, without its final newline.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such value.
+/// [`Error::is_not_found`] if this kernel has no such sysctl.
 pub fn read(name: &str) -> Result<String> {
     let path = path(name)?;
     let bytes =
@@ -58,15 +53,15 @@ pub fn read(name: &str) -> Result<String> {
     Ok(text)
 }
 
-/// Writes a value.
+/// Writes a value to a sysctl.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such value; the kernel's errno if it does not like
-/// it.
+/// [`Error::is_not_found`] if this kernel has no such sysctl; the kernel's errno if it refuses the
+/// value.
 pub fn write(name: &str, value: &str) -> Result<()> {
     let path = path(name)?;
     let write = || -> io::Result<()> {
-        // Never creates: a missing value is an error that names it.
+        // Without `create`, so a missing sysctl is an error that names it.
         OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes())
     };
     let step = Step::begin();
@@ -75,8 +70,11 @@ pub fn write(name: &str, value: &str) -> Result<()> {
     written.map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
 }
 
-/// Writes a value unless it is there already. Returns the one it replaced, if it did. A file system
-/// mounted read-only with the right value in it is thus no obstacle.
+/// Writes a value to a sysctl that does not have it yet. Returns the replaced value, or `None` if
+/// the sysctl had the value already, which also works on a read-only /proc/sys.
+///
+/// # Errors
+/// The sysctl cannot be read or written.
 pub fn ensure(name: &str, value: &str) -> Result<Option<String>> {
     let old = read(name)?;
     if old == value {

@@ -1,9 +1,9 @@
 //! TAP interfaces: Ethernet links whose other end is a program.
 //!
-//! A tap lives as long as its device file is open, unless it is made persistent: until
-//! [`Tap::keep`] the kernel removes the tap of a process that is killed. The program that opens the
-//! tap later chooses packet information and the virtio header again; owner, group and the number of
-//! queues are fixed here.
+//! The kernel removes a tap when its device file is closed, also when the process is killed, unless
+//! the tap has been made persistent ([`Tap::keep`]). The program that opens the tap later chooses
+//! packet information and the virtio header itself. Owner, group and the number of queues are set
+//! here.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,30 +14,30 @@ use crate::sys::{self, TunSetting};
 
 const DEVICE: &str = "/dev/net/tun";
 
-/// How many programs may open a tap at a time.
+/// The number of programs that may have a tap open at the same time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Queues {
     /// One.
     #[default]
     One,
-    /// Several, each of which has to ask for it (`IFF_MULTI_QUEUE`).
+    /// Several, each of which must use `IFF_MULTI_QUEUE`.
     Several,
 }
 
-/// A tap to be created.
+/// The properties of a tap to create.
 #[derive(Clone, Copy, Debug)]
 pub struct TapSpec<'a> {
     /// The name.
     pub name: &'a str,
-    /// The user that may open it; `None` leaves it to those with CAP_NET_ADMIN.
+    /// The ID of the user that may open it, or `None` for processes with CAP_NET_ADMIN only.
     pub owner: Option<u32>,
-    /// The group whose members may open it.
+    /// The ID of the group whose members may open it.
     pub group: Option<u32>,
-    /// How many may open it.
+    /// The number of programs that may have it open at the same time.
     pub queues: Queues,
 }
 
-/// A tap that ends with this value, unless it is [kept](Tap::keep).
+/// A tap that is removed when this value is dropped, unless it is [kept](Tap::keep).
 #[derive(Debug)]
 pub struct Tap {
     device: File,
@@ -48,24 +48,24 @@ impl Tap {
     /// Creates a tap in `netns`, down, with a random hardware address and the virtio header.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name.
+    /// [`Error::is_exists`] if an interface has this name.
     pub fn create(netns: &Netns, spec: &TapSpec<'_>) -> Result<Tap> {
         netns
             .run(|| create(spec))?
             .map_err(|error| Error::new(format_args!("failed to create tap {}", spec.name), error))
     }
 
-    /// Lets the tap stay when this value goes.
+    /// Makes the tap persistent, so that it stays when this value is dropped.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses.
     pub fn keep(&self) -> Result<()> {
         sys::set_tun(&self.device, TunSetting::Persist, 1)
             .map_err(|error| Error::new(format_args!("failed to make tap {} persistent", self.name), error))
     }
 }
 
-/// Looks whether taps can be created.
+/// Checks that taps can be created.
 ///
 /// # Errors
 /// The device file cannot be opened.
@@ -73,20 +73,23 @@ pub fn probe() -> Result<()> {
     open().map(drop).map_err(|error| Error::new(format_args!("failed to open {DEVICE}"), error))
 }
 
+/// Opens the device file.
 fn open() -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(DEVICE)
 }
 
+/// Creates a tap in the calling thread's namespace.
 fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let device = open()?;
     let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
-    // Without IFF_TUN_EXCL the kernel would hand out an existing tap of that name. Kernels before
-    // 6.2 ignore IFF_NO_CARRIER: there the tap has a carrier until this process closes it, and the
-    // kernel notices the loss up to a second later.
+    // Without IFF_TUN_EXCL the kernel would open an existing tap with this name. IFF_NO_CARRIER
+    // leaves the tap without carrier until its program opens it. Kernels before 6.2 ignore this
+    // flag; there the tap has a carrier until this process closes it, which the kernel notices up
+    // to a second later.
     let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
-        // With IFF_TUN_EXCL this error means that the name exists.
+        // The kernel's error for an existing name with IFF_TUN_EXCL.
         Some(libc::EBUSY) => io::Error::from_raw_os_error(libc::EEXIST),
         _ => error,
     })?;

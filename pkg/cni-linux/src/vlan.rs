@@ -1,13 +1,13 @@
-//! Which VLANs a bridge's port, or the bridge itself, takes part in.
+//! The VLANs of a bridge's ports, and of the bridge itself.
 //!
-//! A bridge has two sets of VLANs for "itself": as the master of a port
-//! ([`Target::Master`] on the port's index) and as a station ([`Target::Itself`] on the bridge's
-//! index); and the kernel writes runs of equal VLANs as two entries, first and last, which must be
-//! unfolded. And its table of them is read by position and not marked when it changed meanwhile:
-//! for each port that goes, another one may be left out, though it stays (6.18).
-//!
-//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every
-//! list is empty.
+//! - The VLANs of a port are set with [`Target::Master`] and the port's index, those of the
+//!   bridge's own interface with [`Target::Itself`] and the bridge's index.
+//! - The kernel lists a range of VLANs with equal flags as two entries, its first and its last
+//!   VLAN.
+//! - The kernel's table may miss an existing port if another port is deleted while the table is
+//!   read, and the kernel does not report that (Linux 6.18).
+//! - On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and
+//!   every list is empty.
 
 use netlink_packet_route::link::{BridgeVlanInfo, BridgeVlanInfoFlags};
 
@@ -17,61 +17,66 @@ use crate::link::{self, LinkRequest};
 use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
-/// In `IFLA_AF_SPEC` of a bridge: whether a request is about a port or the bridge itself.
+/// The attribute in `IFLA_AF_SPEC` that selects the port or the bridge itself.
 const IFLA_BRIDGE_FLAGS: u16 = 0;
 
-/// How often the table is read for a port that is not in it.
-const LOOKS: usize = 20;
+/// How often the table is read until a port is in it.
+const ATTEMPTS: usize = 20;
 
-/// A VLAN that a port takes part in.
+/// A VLAN that a port belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vlan {
     /// The VLAN's ID, 1 to 4094.
     pub vid: u16,
-    /// Whether untagged frames that come in belong to it.
+    /// Whether untagged frames that the port receives belong to this VLAN.
     pub pvid: bool,
-    /// Whether its frames go out untagged.
+    /// Whether the port sends frames of this VLAN without a tag.
     pub untagged: bool,
 }
 
-/// How a port takes part in a VLAN.
+/// Whether frames of a VLAN have a tag on a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VlanFlags {
-    /// With tags, in and out: a trunk.
+    /// They have a tag in both directions: a trunk port.
     Tagged,
-    /// Without: what comes in untagged belongs to it, what goes out loses its tag.
+    /// They have no tag: received untagged frames belong to the VLAN, and sent frames lose their
+    /// tag.
     Access,
 }
 
 /// The set of VLANs that a request is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// A port's, kept by its bridge.
+    /// The VLANs of a port of a bridge.
     Master,
-    /// A bridge's own, as a station on itself.
+    /// The VLANs of the bridge's own interface.
     Itself,
 }
 
 impl Netlink {
-    /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no
-    /// smaller question.
+    /// Returns the VLANs of a port or a bridge, in ascending order. Reads the table of all ports,
+    /// because the kernel has no request for a single one.
     ///
     /// # Errors
-    /// Also if it is neither, so that a port which the kernel left out is never taken for one
-    /// without VLANs.
+    /// Those of the kernel. The table does not have the interface, even after [`ATTEMPTS`]
+    /// attempts.
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let request = LinkRequest::new(0).of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
-        for _ in 0..LOOKS {
+        for _ in 0..ATTEMPTS {
             let links = self.dump(Kind::GetLink, &request).map_err(failed)?;
-            if let Some(found) = links.iter().find_map(|link| entries(link, index)) {
-                return Ok(unfold(found));
+            if let Some(found) = links.iter().find_map(|link| decode_entries(link, index)) {
+                return Ok(expand_ranges(found));
             }
         }
         Err(failed(Reason::LinkNotFound.into()))
     }
 
-    /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.
+    /// Adds a port, or the bridge itself, to a VLAN. Does nothing if it belongs to the VLAN with
+    /// the same flags already.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn add_vlan(&self, index: u32, vid: u16, flags: VlanFlags, target: Target) -> Result<()> {
         let flags = match flags {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
@@ -82,7 +87,10 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
     }
 
-    /// Takes a port (or a bridge itself) out of a VLAN.
+    /// Removes a port, or the bridge itself, from a VLAN.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
         let request = request(index, vid, BridgeVlanInfoFlags::empty(), target);
         self.request(Kind::DelLink, &request, 0)
@@ -91,6 +99,7 @@ impl Netlink {
     }
 }
 
+/// Returns the request about one VLAN.
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     const BRIDGE_FLAGS_SELF: u16 = 2;
@@ -104,36 +113,44 @@ fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
     LinkRequest::new(index).of_bridge().with(libc::IFLA_AF_SPEC, &spec)
 }
 
-/// The entries of one port or bridge in a message of the kernel's; `None` if it is about another
+/// Decodes the VLAN entries of a port or bridge. Returns `None` if the message is about another
 /// one.
-fn entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
-    let (_, all) = link::parts(reply).filter(|(header, _)| header.index == index)?;
-    let specs = attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC);
-    let inner = specs.flat_map(|(_, spec)| attributes(spec));
-    Some(inner.filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry).collect())
+fn decode_entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
+    let (header, link_attributes) = link::parts(reply)?;
+    if header.index != index {
+        return None;
+    }
+    let mut entries = Vec::new();
+    for (_, spec) in attributes(link_attributes).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC) {
+        for (_, value) in attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO) {
+            entries.extend(decode_entry(value));
+        }
+    }
+    Some(entries)
 }
 
-/// An entry as the kernel sends it: `struct bridge_vlan_info`.
-fn entry((_, value): (u16, &[u8])) -> Option<BridgeVlanInfo> {
+/// Decodes one entry: `struct bridge_vlan_info`.
+fn decode_entry(value: &[u8]) -> Option<BridgeVlanInfo> {
     let (flags, rest) = value.split_first_chunk()?;
     let flags = BridgeVlanInfoFlags::from_bits_retain(u16::from_ne_bytes(*flags));
     Some(BridgeVlanInfo { flags, vid: u16::from_ne_bytes(*rest.first_chunk()?) })
 }
 
-/// Single VLANs out of the kernel's entries, in which a run is its first and its last VLAN.
-fn unfold(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
+/// Converts the kernel's entries, which have only the first and the last VLAN of a range, to all
+/// VLANs.
+fn expand_ranges(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
     let mut vlans = Vec::new();
-    let mut first = None;
+    let mut range_begin = None;
     for BridgeVlanInfo { vid, flags } in entries {
         if flags.contains(BridgeVlanInfoFlags::RangeBegin) {
-            first = Some(vid);
+            range_begin = Some(vid);
             continue;
         }
-        let from = match first.take() {
-            Some(first) if flags.contains(BridgeVlanInfoFlags::RangeEnd) => first,
+        let first = match range_begin.take() {
+            Some(begin) if flags.contains(BridgeVlanInfoFlags::RangeEnd) => begin,
             _ => vid,
         };
-        vlans.extend((from..=vid).map(|vid| Vlan {
+        vlans.extend((first..=vid).map(|vid| Vlan {
             vid,
             pvid: flags.contains(BridgeVlanInfoFlags::Pvid),
             untagged: flags.contains(BridgeVlanInfoFlags::Untagged),
@@ -158,9 +175,9 @@ mod tests {
         }
         let reply = Reply::new(Kind::NewLink, &body);
         let vlan = |vid, access| Vlan { vid, pvid: access, untagged: access };
-        assert_eq!(unfold(entries(&reply, 7).unwrap()), [vlan(10, true), vlan(20, false)]);
+        assert_eq!(expand_ranges(decode_entries(&reply, 7).unwrap()), [vlan(10, true), vlan(20, false)]);
         // One that was left out is not one without VLANs.
-        assert!(entries(&reply, 8).is_none());
+        assert!(decode_entries(&reply, 8).is_none());
     }
     use crate::{BridgeSpec, Mac, VethSpec};
 
@@ -171,10 +188,13 @@ mod tests {
         let access = Vlan { vid: 1, pvid: true, untagged: true };
         // 1 untagged and PVID; 10 to 12; 20; 4093 to 4094.
         let entries = [entry(1, 6), entry(10, 8), entry(12, 16), entry(20, 0), entry(4093, 8), entry(4094, 16)];
-        assert_eq!(unfold(entries), [access, plain(10), plain(11), plain(12), plain(20), plain(4093), plain(4094)]);
-        assert_eq!(unfold([]), []);
+        assert_eq!(
+            expand_ranges(entries),
+            [access, plain(10), plain(11), plain(12), plain(20), plain(4093), plain(4094)]
+        );
+        assert_eq!(expand_ranges([]), []);
         // An end without a beginning is at least itself.
-        assert_eq!(unfold([entry(7, 16)]), [plain(7)]);
+        assert_eq!(expand_ranges([entry(7, 16)]), [plain(7)]);
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! Waiting until the kernel says that something has changed, with a deadline.
+//! Waits for a state of the kernel, with a deadline.
 //!
-//! A [`Watch`] hears of changes to links, addresses and IPv6 routes; what they are it does not
-//! read: after each it asks `check` again, which looks at the state itself. So nothing is missed
-//! when events come too fast or were lost.
+//! A [`Watch`] receives the kernel's events about changes of links, addresses and IPv6 routes. It
+//! does not decode them: after each event it calls a function that checks the state. So lost events
+//! do no harm.
 //!
-//! Open the watch before the change begins; otherwise the event may be over before the wait.
+//! The watch must be opened before the awaited change begins, or its event may be missed.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
@@ -19,18 +19,20 @@ use crate::machine::{ending, wait_ready};
 use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
-/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is
-/// reported before its route exists, so the route must be watched.
+/// The multicast groups RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE.
+/// The event about an IPv6 address comes before its route exists, so events about routes are needed
+/// too.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
-/// An ear for changes to links, addresses and IPv6 routes of one namespace.
+/// A subscription to changes of links, addresses and IPv6 routes in one namespace.
 #[derive(Debug)]
 pub struct Watch {
     events: Events,
 }
 
 impl AsFd for Watch {
-    /// Readable after a change, until [`forget`](Watch::forget).
+    /// Returns the socket, which is readable after a change until [`drain`](Watch::drain) is
+    /// called.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
@@ -43,8 +45,11 @@ impl AsRawFd for Watch {
 }
 
 impl Watch {
-    /// Listens to links that go in every namespace that has a number in the calling thread's, and
-    /// to namespaces that go.
+    /// Subscribes to deletions of links in all namespaces that have an ID in the calling thread's
+    /// namespace, and to deletions of these namespaces.
+    ///
+    /// # Errors
+    /// The kernel refuses the subscription.
     pub fn open_everywhere() -> Result<Watch> {
         let events = Events::open_everywhere().map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
@@ -52,13 +57,16 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Takes every event out of the queue. Whether one of them was about a link or a namespace that
-    /// goes, or was lost.
-    pub fn forget(&self) -> bool {
-        self.events.forget()
+    /// Removes all events from the queue. Returns whether one of them reported the deletion of a
+    /// link or a namespace, or whether the kernel has dropped events, which may have been such.
+    pub fn drain(&self) -> bool {
+        self.events.drain()
     }
 
-    /// Listens to the calling thread's namespace, from now on.
+    /// Subscribes to changes in the calling thread's namespace.
+    ///
+    /// # Errors
+    /// The kernel refuses the subscription.
     pub fn open() -> Result<Watch> {
         let events = Events::open(GROUPS).map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
@@ -66,17 +74,20 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Listens to another namespace, from now on.
+    /// Subscribes to changes in another namespace.
+    ///
+    /// # Errors
+    /// The namespace cannot be entered, or the kernel refuses the subscription.
     pub fn open_in(netns: &Netns) -> Result<Watch> {
         netns.run(Watch::open)?
     }
 
-    /// Calls `check` now and after every change until it returns something, fails, or it is
-    /// `deadline`.
+    /// Calls `check` now and after every change until it returns `Some`, and returns that value.
+    /// `what` completes the error message "failed to wait for …".
     ///
     /// # Errors
-    /// What `check` failed with; `failed to wait for WHAT: …` with [`Error::is_deadline`], or
-    /// [`Error::is_terminated`] if SIGTERM comes (which the machine must have blocked).
+    /// The error of `check`; [`Error::is_deadline`] at `deadline`; [`Error::is_terminated`] after a
+    /// signal that ends the call (which the machine must have blocked).
     pub fn wait<T>(
         &self,
         what: &str,
@@ -105,17 +116,17 @@ impl Watch {
             let mut fds =
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
-            // Many events, one look.
-            self.events.forget();
+            // One check for all events that have come.
+            self.events.drain();
         }
     }
 }
 
-/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. Do not
-/// read it: the machine does that, and remembers the signal.
+/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. Callers
+/// must not read it, because that would remove the signal: `Machine::terminated` reads it.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel refuses a descriptor.
 pub fn term_descriptor() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }

@@ -1,46 +1,50 @@
-//! `CNI_ARGS`: `K=V;K=V`, the deprecated channel for per-container values.
+//! Parses `CNI_ARGS`, a list `K=V;K=V` of values for one container. The specification deprecates
+//! it.
 //!
-//! More lenient than Go where Go only hurts: a value may contain `=`, an empty piece (a trailing
-//! `;`) is skipped, and any key that begins with `K8S_` is known. Keys are case-sensitive; of
-//! duplicates the last one counts.
+//! Unlike in Go, a value may contain `=`, an empty pair (a trailing `;`) is skipped, and all keys
+//! that begin with `K8S_` are known. Keys are case-sensitive; of duplicates the last one counts.
 
 use crate::{Code, Error, Result};
 
-/// The pairs, in their order.
+/// The pairs of `CNI_ARGS`, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CniArgs(Vec<(String, String)>);
 
 impl CniArgs {
-    /// Splits the variable's text.
+    /// Parses the variable's value.
     ///
     /// # Errors
-    /// Code 4 and Go's text for a piece without `=`, also with IgnoreUnknown.
+    /// Code 4 with Go's text for a pair without `=` or without a key, even with `IgnoreUnknown`.
     pub fn parse(text: &str) -> Result<CniArgs> {
-        let pair =
-            |piece: &str| match piece.split_once('=') {
-                Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
-                _ => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("ARGS: invalid pair {piece:?}"))
-                    .with_details("CNI_ARGS")),
-            };
-        text.split(';').filter(|piece| !piece.is_empty()).map(pair).collect::<Result<_>>().map(CniArgs)
+        let mut pairs = Vec::new();
+        for pair in text.split(';').filter(|pair| !pair.is_empty()) {
+            match pair.split_once('=') {
+                Some((key, value)) if !key.is_empty() => pairs.push((key.to_owned(), value.to_owned())),
+                _ => {
+                    let msg = format!("ARGS: invalid pair {pair:?}");
+                    return Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_ARGS"));
+                }
+            }
+        }
+        Ok(CniArgs(pairs))
     }
 
-    /// The value of a key. An empty value is a value.
+    /// Returns the value of a key, which may be empty. Returns `None` if the key is absent.
     pub fn get(&self, key: &str) -> Option<&str> {
         self.0.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
     }
 
-    /// All pairs.
+    /// Returns all pairs of key and value.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
-    /// Fails for keys that are not in `known`, unless `IgnoreUnknown` is true.
+    /// Checks that all keys are in `known`, unless `IgnoreUnknown` is true.
     ///
     /// # Errors
-    /// Code 4 with Go's text.
+    /// Code 4 with Go's text for unknown keys, or if `IgnoreUnknown` is not a boolean.
     pub fn check_known(&self, known: &[&str]) -> Result<()> {
-        let ignore = match self.get("IgnoreUnknown") {
+        let ignores_unknown = match self.get("IgnoreUnknown") {
             None => false,
             Some(value) if value == "1" || value.eq_ignore_ascii_case("true") => true,
             Some(value) if value == "0" || value.eq_ignore_ascii_case("false") => false,
@@ -58,7 +62,7 @@ impl CniArgs {
             .filter(|(key, _)| !known.contains(&key.as_str()) && key != "IgnoreUnknown" && !key.starts_with("K8S_"))
             .map(|(key, value)| format!("\"{key}={value}\""))
             .collect();
-        if ignore || unknown.is_empty() {
+        if ignores_unknown || unknown.is_empty() {
             return Ok(());
         }
         let msg = format!("ARGS: unknown args [{}]", unknown.join(" "));

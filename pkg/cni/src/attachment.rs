@@ -1,23 +1,23 @@
-//! Which attachment: one interface of one container in one network.
+//! The identity of an attachment, and the names and aliases that are derived from it.
 //!
-//! The links that these plugins create on the host have an alias that names the attachment, and a
-//! name that is derived from it. The alias is the proof. The name makes the link findable without
-//! listing all links, and stands in for the alias between the link's creation and the request that
-//! sets the alias: the kernel (6.18) ignores `IFLA_IFALIAS` in the request that creates a link. It
-//! accepts `IFLA_GROUP` there, so a link without its alias has its network's
+//! A link that these plugins create on the host has an alias that names the attachment, and a name
+//! that is derived from it. The alias identifies the link. The name allows finding it without
+//! listing all links, and before the alias is set: the kernel (6.18) ignores `IFLA_IFALIAS` in the
+//! request that creates a link, so a second request sets it. `IFLA_GROUP` is accepted in the first
+//! request. A link whose ADD was killed between the two has its network's
 //! [group](AttachmentId::group), by which GC finds it.
 
 use crate::hash::{sha512, sha512_hex};
 
-/// The kernel keeps 255 bytes of an alias (IFALIASZ less the terminator).
+/// The longest alias that the kernel accepts, in bytes (IFALIASZ without the terminating zero).
 const ALIAS_MAX: usize = 255;
 
-/// One interface of one container in one network.
+/// The identity of an attachment: one interface of one container in one network.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AttachmentId {
     /// The network's name.
     pub network: String,
-    /// CNI_CONTAINERID; never contains a slash.
+    /// CNI_CONTAINERID, which never contains a slash.
     pub container_id: String,
     /// CNI_IFNAME.
     pub ifname: String,
@@ -28,70 +28,72 @@ pub struct AttachmentId {
 pub struct Marked {
     /// The network's name.
     pub network: String,
-    /// The container's ID, or `None` where it was too long and only its hash is there.
+    /// The container's ID, or `None` if it was too long and the alias has its hash instead.
     pub container_id: Option<String>,
     /// CNI_IFNAME.
     pub ifname: String,
 }
 
 impl AttachmentId {
-    /// Returns the attachment of those three.
+    /// Returns the identity that consists of these three names.
     pub fn new(network: impl Into<String>, container_id: impl Into<String>, ifname: impl Into<String>) -> Self {
         AttachmentId { network: network.into(), container_id: container_id.into(), ifname: ifname.into() }
     }
 
-    /// Returns `cni:<network>/<containerID>/<ifname>`. Beyond 255 bytes, `#` and 128 bits of the
-    /// container ID's SHA-512, in hex, replace the container ID. Fits for every network name that
-    /// ADD accepts (up to 200 bytes).
+    /// Returns the alias of this attachment's links: `cni:<network>/<containerID>/<ifname>`. If
+    /// that is longer than 255 bytes, `#` and the first 32 hex digits of the SHA-512 of the
+    /// container's ID replace the ID. That fits for every network name that ADD accepts (up to 200
+    /// bytes).
     pub fn alias(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         let full = format!("cni:{network}/{container_id}/{ifname}");
         if full.len() <= ALIAS_MAX {
             return full;
         }
-        // An ID starts with a letter or a digit, so `#` cannot be mistaken for one.
+        // No ID begins with `#`: it must begin with a letter or a digit.
         format!("cni:{network}/#{}/{ifname}", sha512_hex(&[container_id.as_bytes()], 32))
     }
 
-    /// Whether `alias` names this attachment.
+    /// Whether the alias of a link names this attachment. `None` is a link without an alias.
     pub fn is_on(&self, alias: Option<&str>) -> bool {
         alias.is_some_and(|alias| alias == self.alias())
     }
 
-    /// Returns what the alias of every link of `network` begins with, hashed or not. Without the
-    /// final slash it would also match networks whose name is longer.
+    /// Returns the beginning of the aliases of all links of `network`. It ends with a slash, so
+    /// that it does not match networks whose names begin with this one.
     pub fn network_prefix(network: &str) -> String {
         format!("cni:{network}/")
     }
 
-    /// Returns the group of each link of `network` from its creation until its alias is set.
+    /// Returns the link group (`IFLA_GROUP`) that each link of `network` has from its creation
+    /// until its alias is set. It is derived from the network's name.
     ///
-    /// 31 bits, because iproute2 refuses more; above 255, because small numbers are the
-    /// administrator's.
+    /// It has 31 bits, because iproute2 refuses more, and is above 255, because administrators use
+    /// small numbers.
     pub fn group(network: &str) -> u32 {
-        let number =
-            sha512(&[network.as_bytes()]).iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte))
-                & 0x7fff_ffff;
-        if number > 255 { number } else { number | 0x100 }
+        let hash = sha512(&[network.as_bytes()]);
+        let first_bytes = hash.iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte));
+        let group = first_bytes & 0x7fff_ffff;
+        if group > 255 { group } else { group | 0x100 }
     }
 
-    /// Reads an alias. `None` if these plugins did not set it.
+    /// Parses a link's alias. Returns `None` if it does not name an attachment.
     pub fn parse(alias: &str) -> Option<Marked> {
         let mut parts = alias.strip_prefix("cni:")?.split('/');
         let (network, container, ifname) = (parts.next()?, parts.next()?, parts.next()?);
         if parts.next().is_some() || network.is_empty() || container.is_empty() || ifname.is_empty() {
             return None;
         }
-        let container_id = (!container.starts_with('#')).then(|| container.to_owned());
+        let container_id = if container.starts_with('#') { None } else { Some(container.to_owned()) };
         Some(Marked { network: network.to_owned(), container_id, ifname: ifname.to_owned() })
     }
 
-    /// Returns the name of the link on the host: `veth` and 8 hex digits like Go's, but derived
-    /// from the attachment alone. `attempt` counts from 0; the next one is tried only if another
-    /// link has the name.
+    /// Returns the name of the attachment's link on the host: `veth` and 8 hex digits. The Go
+    /// plugins choose these digits at random, here they are derived from the attachment. `attempt`
+    /// is 0, or the next number if another link has the name already.
     pub fn host_name(&self, attempt: u32) -> String {
         let AttachmentId { network, container_id, ifname } = self;
-        // None of the three contains a slash, so no two marks have the same text.
+        // None of the names contains a slash, so different attachments have different texts.
         let text = format!("{network}/{container_id}/{ifname}/");
         format!("veth{}", sha512_hex(&[text.as_bytes(), &attempt.to_be_bytes()], 8))
     }
@@ -101,29 +103,29 @@ impl AttachmentId {
         is_hash(name, "veth", 8)
     }
 
-    /// Returns the name of the ifb for what the container sends. It is Go's, which ignores the
-    /// interface.
+    /// Returns the name of the ifb device on which the plugin bandwidth limits what the container
+    /// sends. The Go plugin uses the same name, so it does not depend on the interface.
     pub fn ifb_name(&self) -> String {
-        format!("{IFB}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], 12))
+        format!("{IFB_PREFIX}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], 12))
     }
 
-    /// Returns the ifb's name for the case that another interface of the container has
+    /// Returns the name of the ifb if another interface of the container already has the one with
     /// [`ifb_name`](AttachmentId::ifb_name).
     pub fn own_ifb_name(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
-        format!("{IFB}{}", sha512_hex(&[format!("{network}/{container_id}/{ifname}").as_bytes()], 12))
+        format!("{IFB_PREFIX}{}", sha512_hex(&[format!("{network}/{container_id}/{ifname}").as_bytes()], 12))
     }
 
-    /// Whether a name has the form of an ifb's.
+    /// Whether a name has the form of [`ifb_name`](AttachmentId::ifb_name).
     pub fn is_ifb_name(name: &str) -> bool {
-        is_hash(name, IFB, 12)
+        is_hash(name, IFB_PREFIX, 12)
     }
 }
 
-/// The beginning of an ifb's name.
-const IFB: &str = "bwp";
+/// The beginning of the names of ifb devices.
+const IFB_PREFIX: &str = "bwp";
 
-/// Whether a name is `prefix` and so many hex digits.
+/// Whether a name consists of `prefix` and as many lower-case hex digits as `digits` says.
 fn is_hash(name: &str, prefix: &str, digits: usize) -> bool {
     let hash = name.strip_prefix(prefix).unwrap_or_default();
     hash.len() == digits && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))

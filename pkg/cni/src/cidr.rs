@@ -1,8 +1,7 @@
-//! An address with its prefix length, parsed as strictly as Go's `net.ParseCIDR`.
+//! An IP address with its prefix length, parsed as strictly as Go's `net.ParseCIDR`.
 //!
-//! `ipnetwork` holds the value and does the arithmetic, but never the parsing: it takes a bare
-//! address, a dotted mask and a signed length, all of which Go, and therefore every configuration
-//! in the field, rejects.
+//! The crate `ipnetwork` stores the value and does the arithmetic. Its parser is not used, because
+//! it accepts an address without a length, a dotted mask and a signed length, which Go rejects.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -12,27 +11,27 @@ use ipnetwork::IpNetwork;
 use serde::de::{Deserialize, Deserializer, Error as _};
 use serde::ser::{Serialize, Serializer};
 
-/// An IP address and a prefix length. Host bits are kept: `10.1.2.3/24` is an address in a network.
+/// An IP address and a prefix length, such as `10.1.2.3/24`. Host bits are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Cidr(IpNetwork);
 
-/// The text is not a CIDR. Displays Go's text.
+/// A text is not an address with a prefix length. Displays as in Go.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid CIDR address: {0}")]
 pub struct ParseCidrError(String);
 
 impl Cidr {
-    /// `None` if the prefix is longer than the family's addresses.
+    /// Returns `address/prefix`, or `None` if the prefix is longer than the address.
     pub fn new(address: IpAddr, prefix: u8) -> Option<Cidr> {
         IpNetwork::new(address, prefix).ok().map(Cidr)
     }
 
-    /// The address alone: /32 or /128.
+    /// Returns the network that consists of this address: `address/32` or `address/128`.
     pub fn host(address: IpAddr) -> Cidr {
         Cidr(IpNetwork::from(address))
     }
 
-    /// The default route's destination in the family of `address`.
+    /// Returns `0.0.0.0/0` or `::/0`, in the address family of `family_of`.
     pub fn default_route(family_of: IpAddr) -> Cidr {
         match family_of {
             IpAddr::V4(_) => Cidr(IpNetwork::from(IpAddr::V4(Ipv4Addr::UNSPECIFIED))).with_prefix(0),
@@ -40,52 +39,54 @@ impl Cidr {
         }
     }
 
+    /// Returns the same address with another prefix length, at most the length of the address.
     fn with_prefix(self, prefix: u8) -> Cidr {
         Cidr::new(self.address(), prefix.min(self.bits())).unwrap_or(self)
     }
 
-    /// The address, host bits included.
+    /// Returns the address, with its host bits.
     pub fn address(&self) -> IpAddr {
         self.0.ip()
     }
 
-    /// The prefix length in bits.
+    /// Returns the prefix length in bits.
     pub fn prefix(&self) -> u8 {
         self.0.prefix()
     }
 
-    /// 32 or 128.
+    /// Returns the length of the address in bits: 32 or 128.
     pub fn bits(&self) -> u8 {
         if self.is_ipv4() { 32 } else { 128 }
     }
 
-    /// Whether the family is IPv4.
+    /// Whether the address is an IPv4 address.
     pub fn is_ipv4(&self) -> bool {
         self.0.is_ipv4()
     }
 
-    /// Whether the prefix length is zero and the address unspecified.
+    /// Whether this is `0.0.0.0/0` or `::/0`.
     pub fn is_default_route(&self) -> bool {
         self.prefix() == 0 && self.address().is_unspecified()
     }
 
-    /// The same prefix with the host bits cleared.
+    /// Returns the network: the same prefix length, with the host bits cleared.
     pub fn network(&self) -> Cidr {
         Cidr::new(self.0.network(), self.prefix()).unwrap_or(*self)
     }
 
-    /// Whether there are no host bits.
+    /// Whether all host bits are zero.
     pub fn is_network(&self) -> bool {
         self.0.network() == self.0.ip()
     }
 
-    /// Whether `address` is in the network. An address of the other family never is.
+    /// Whether `address` is in the network. An address of the other family is not.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.0.contains(address)
     }
 
-    /// The address after the network's own, with the network's prefix: the gateway unless another
-    /// one is configured. `None` if the address is the highest one.
+    /// Returns the first address after the network's own, with the network's prefix length. It is
+    /// the gateway if none is configured. Returns `None` if the network's address is the highest of
+    /// all.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),
@@ -94,7 +95,7 @@ impl Cidr {
         Cidr::new(first, self.prefix())
     }
 
-    /// The highest address of the network: IPv4's broadcast.
+    /// Returns the highest address of the network, which is the broadcast address in IPv4.
     pub fn last(&self) -> IpAddr {
         self.0.broadcast()
     }
@@ -111,7 +112,8 @@ impl FromStr for Cidr {
         }
         let address: IpAddr = address.parse().map_err(|_| error())?;
         let prefix: u16 = prefix.parse().map_err(|_| error())?;
-        // Go writes an IPv4-mapped address as IPv4 and counts the prefix from there.
+        // As in Go, an IPv4-mapped address (::ffff:10.1.2.3/120) becomes an IPv4 address
+        // (10.1.2.3/24).
         let (address, prefix) = match address {
             IpAddr::V6(v6) if prefix >= 96 => match v6.to_ipv4_mapped() {
                 Some(v4) => (IpAddr::V4(v4), prefix - 96),

@@ -1,7 +1,7 @@
 //! The network configuration that a plugin reads from its standard input.
 //!
-//! Parsed once by the skeleton: the standard keys are checked here, a plugin decodes its own keys
-//! from the same tree with [`NetConf::decode`], and a delegate gets the very bytes that came in
+//! The skeleton parses it once and checks the standard keys. A plugin decodes its own keys from the
+//! same tree with [`NetConf::decode`]. A delegate gets exactly the bytes that were read
 //! ([`NetConf::raw`]).
 
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ use crate::rollback::Notes;
 use crate::version::Version;
 use crate::{Code, Error, Result, ident};
 
-/// A configuration whose standard keys are sound.
+/// A configuration whose standard keys have been checked.
 #[derive(Clone, Debug)]
 pub struct NetConf {
     raw: Vec<u8>,
@@ -26,9 +26,11 @@ pub struct NetConf {
     ipam_type: String,
 }
 
+/// The standard keys that every plugin has.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Standard {
+    /// Not used, but checked to be a string.
     #[serde(rename = "type")]
     _kind: String,
     ipam: Option<Ipam>,
@@ -42,10 +44,11 @@ struct Ipam {
 }
 
 impl NetConf {
-    /// Reads a configuration whose version has already been found supported.
+    /// Checks the standard keys of a configuration whose version the caller has checked. `json` is
+    /// the parsed `raw`.
     ///
     /// # Errors
-    /// Code 6 for JSON, 7 for the name.
+    /// Code 6 for a value of a wrong type, 7 for an invalid name.
     pub(crate) fn new(raw: Vec<u8>, json: Json, version: Version) -> Result<NetConf> {
         let standard: Standard =
             json.decode().map_err(|error| Error::caused(Code::DECODE, "error unmarshall network config", error))?;
@@ -53,10 +56,11 @@ impl NetConf {
         Ok(NetConf { raw, json, name, version, ipam_type: standard.ipam.unwrap_or_default().kind })
     }
 
-    /// Reads and checks a configuration by itself, as the skeleton does for ADD.
+    /// Parses a configuration and checks its version and standard keys, as the skeleton does for
+    /// ADD.
     ///
     /// # Errors
-    /// 1 for the version, 6 for JSON, 7 for the name.
+    /// Code 1 for an unknown version, 6 for invalid JSON, 7 for an invalid name.
     pub fn parse(raw: impl Into<Vec<u8>>) -> Result<NetConf> {
         let raw = raw.into();
         let json = parse_object(&raw)?;
@@ -66,43 +70,43 @@ impl NetConf {
         NetConf::new(raw, json, version)
     }
 
-    /// The bytes as they came in.
+    /// Returns the bytes as they were read.
     pub fn raw(&self) -> &[u8] {
         &self.raw
     }
 
-    /// The whole document.
+    /// Returns the whole document.
     pub fn json(&self) -> &Json {
         &self.json
     }
 
-    /// The network's name.
+    /// Returns the network's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The version in which the runtime wants its answers.
+    /// Returns the version in which results are encoded.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// `ipam.type`; empty if there is none.
+    /// Returns `ipam.type`, or the empty string if there is none.
     pub fn ipam_type(&self) -> &str {
         &self.ipam_type
     }
 
-    /// The plugin's own keys.
+    /// Decodes the plugin's own keys.
     ///
     /// # Errors
-    /// Code 6; the message names the key's path.
+    /// Code 6 for a value of a wrong type; the message names the key's path.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T> {
         self.json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))
     }
 
-    /// `prevResult`, which must be of the configuration's own family of versions.
+    /// Decodes `prevResult`. Returns `None` if it is absent.
     ///
     /// # Errors
-    /// Code 6 with Go's text.
+    /// Code 6 with Go's text if it is not a result in the configuration's version.
     pub fn prev_result(&self) -> Result<Option<AddResult>> {
         let Some(json) = self.json.get("prevResult") else { return Ok(None) };
         AddResult::decode_as(json, self.version)
@@ -111,9 +115,9 @@ impl NetConf {
     }
 }
 
-/// The name resolution that a runtime wants for a container, from `runtimeConfig.dns`: a convention
-/// of the specification, which names the keys `servers` and `searches`; `dns` of a configuration
-/// has `nameservers` and `search`.
+/// `runtimeConfig.dns`, the name resolution that a runtime wants for a container. The
+/// specification's conventions name its keys `servers` and `searches`, but `dns` of a configuration
+/// has `nameservers` and `search`. Both are accepted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct RuntimeDns {
@@ -127,32 +131,34 @@ pub struct RuntimeDns {
 
 impl From<RuntimeDns> for Dns {
     fn from(dns: RuntimeDns) -> Dns {
-        let either = |one: Vec<String>, other| if one.is_empty() { other } else { one };
+        let first_non_empty = |one: Vec<String>, other| if one.is_empty() { other } else { one };
         Dns {
-            nameservers: either(dns.servers, dns.nameservers),
+            nameservers: first_non_empty(dns.servers, dns.nameservers),
             domain: dns.domain,
-            search: either(dns.searches, dns.search),
+            search: first_non_empty(dns.searches, dns.search),
             options: dns.options,
         }
     }
 }
 
-/// Returns what replaces IPAM's name resolution in the result of a plugin that creates an
-/// interface: `runtimeConfig.dns` as a whole if it is present, else `dns` of the configuration as a
-/// whole if it has a value. `None` leaves IPAM's. Go's plugins ignore `runtimeConfig.dns`, so a
-/// value of a wrong type is ignored too, with a note.
-pub fn dns_override(of_runtime: Option<&Json>, of_conf: Dns, notes: &Notes) -> Option<Dns> {
-    let of_runtime = of_runtime.and_then(|json| match json.decode::<RuntimeDns>() {
-        Ok(dns) => Some(Dns::from(dns)),
-        Err(error) => {
-            notes.note(format_args!("runtimeConfig.dns is ignored: {error}"));
-            None
+/// Returns the name resolution that an interface plugin reports in its result instead of IPAM's:
+/// `runtime_dns`, the value of `runtimeConfig.dns`, or without it `conf_dns`, the value of `dns` in
+/// the configuration. Returns `None` if neither has a value. The Go plugins ignore
+/// `runtimeConfig.dns`, so a `runtime_dns` of a wrong type is only noted.
+pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
+    if let Some(json) = runtime_dns {
+        match json.decode::<RuntimeDns>() {
+            Ok(dns) => return Some(Dns::from(dns)),
+            Err(error) => notes.note(format_args!("runtimeConfig.dns is ignored: {error}")),
         }
-    });
-    of_runtime.or_else(|| Some(of_conf).filter(|dns| !dns.is_empty()))
+    }
+    if conf_dns.is_empty() { None } else { Some(conf_dns) }
 }
 
-/// The document as an object.
+/// Parses a configuration.
+///
+/// # Errors
+/// Code 6 if it is not a JSON object.
 pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
     let error = |why: String| Error::new(Code::DECODE, format!("error unmarshall network config: {why}"));
     match Json::parse(raw) {
@@ -162,7 +168,10 @@ pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
     }
 }
 
-/// The network's name, checked.
+/// Returns the network's name.
+///
+/// # Errors
+/// Code 6 if it is not a string, 7 if it is missing or invalid.
 pub(crate) fn name(json: &Json) -> Result<&str> {
     let name = match json.get("name") {
         None => "",
@@ -173,7 +182,10 @@ pub(crate) fn name(json: &Json) -> Result<&str> {
     Ok(name)
 }
 
-/// Returns the value of `cniVersion`; 0.1.0 if it is absent or empty.
+/// Returns the value of `cniVersion`, or 0.1.0 if that is absent or empty.
+///
+/// # Errors
+/// Code 6 if it is not a string.
 pub(crate) fn version_text(json: &Json) -> Result<String> {
     match json.get("cniVersion") {
         None => Ok("0.1.0".to_owned()),
@@ -183,17 +195,19 @@ pub(crate) fn version_text(json: &Json) -> Result<String> {
     }
 }
 
-/// Code 1 with Go's text and details.
+/// Returns the error, code 1, about a configuration whose `cniVersion` is `config`, with Go's
+/// details.
 pub fn incompatible(msg: &str, config: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     Error::new(Code::INCOMPATIBLE_VERSION, msg)
         .with_details(format!("config is \"{config}\", plugin supports [{}]", supported.join(" ")))
 }
 
-/// The attachments that a GC request calls valid: (container ID, interface name).
+/// The attachments that GC must keep, each a container ID and an interface name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ValidAttachments(BTreeSet<(String, String)>);
 
+/// An element of `cni.dev/valid-attachments`.
 #[derive(Deserialize)]
 struct Attachment {
     #[serde(default, rename = "containerID")]
@@ -203,12 +217,11 @@ struct Attachment {
 }
 
 impl ValidAttachments {
-    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments`. `null` is an empty list, as
-    /// Go's libcni sends it.
+    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments` if that is missing. Go's libcni
+    /// sends `null` for an empty list.
     ///
     /// # Errors
-    /// Code 7 if the key is missing or not a list, or if an element lacks its ID or name: nothing
-    /// is removed then.
+    /// Code 7 if both are missing, not a list, or have an element without ID or name.
     pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
         const KEY: &str = "cni.dev/valid-attachments";
         let list = json.get_or_null(KEY).or_else(|| json.get_or_null("cni.dev/attachments"));
@@ -218,24 +231,26 @@ impl ValidAttachments {
             Some(Json::Array(items)) => items,
             Some(_) => return Err(Error::config(format!("{KEY} is not a list: nothing is removed"))),
         };
-        let attachment = |(index, item): (usize, &Json)| match item.decode::<Attachment>() {
-            Ok(Attachment { container_id, ifname }) if !container_id.is_empty() && !ifname.is_empty() => {
-                Ok((container_id, ifname))
+        let mut valid = BTreeSet::new();
+        for (index, item) in items.iter().enumerate() {
+            let Attachment { container_id, ifname } =
+                item.decode().map_err(|error| Error::config(format!("{KEY}[{index}]: {error}: nothing is removed")))?;
+            if container_id.is_empty() || ifname.is_empty() {
+                return Err(Error::config(format!(
+                    "{KEY}[{index}] has no containerID or no ifname: nothing is removed"
+                )));
             }
-            Ok(_) => {
-                Err(Error::config(format!("{KEY}[{index}] lacks its containerID or its ifname: nothing is removed")))
-            }
-            Err(error) => Err(Error::config(format!("{KEY}[{index}]: {error}: nothing is removed"))),
-        };
-        items.iter().enumerate().map(attachment).collect::<Result<_>>().map(ValidAttachments)
+            valid.insert((container_id, ifname));
+        }
+        Ok(ValidAttachments(valid))
     }
 
-    /// Whether this attachment is still valid.
+    /// Whether GC must keep this attachment.
     pub fn contains(&self, container_id: &str, ifname: &str) -> bool {
         self.0.contains(&(container_id.to_owned(), ifname.to_owned()))
     }
 
-    /// All of them, in order.
+    /// Returns the container ID and the interface name of each attachment, sorted.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(id, ifname)| (id.as_str(), ifname.as_str()))
     }
@@ -247,10 +262,11 @@ impl<I: Into<String>, N: Into<String>> FromIterator<(I, N)> for ValidAttachments
     }
 }
 
-/// An `ip` or `ip/prefix`, as `ips` and `IP` give it: the address alone.
+/// Parses an address that a runtime requests in `ips` or in `IP` of CNI_ARGS: `address` or
+/// `address/prefix`. Returns the address.
 ///
 /// # Errors
-/// Go's text.
+/// Code 7 with Go's text.
 pub fn parse_requested_address(text: &str) -> Result<IpAddr> {
     let address = match text.parse::<crate::Cidr>() {
         Ok(cidr) => Some(cidr.address()),

@@ -1,13 +1,13 @@
-//! Running another plugin: IPAM for the main plugins.
+//! Runs another plugin, the delegate: the IPAM plugin of an interface plugin.
 //!
-//! The delegate gets our environment and the very bytes of our stdin, and only CNI_COMMAND differs.
-//! Its stderr is passed on, its errors keep their code. If it is missing, dies, hangs or prints
-//! something else than JSON, the error names the file.
+//! The delegate gets this plugin's environment, with another CNI_COMMAND, and exactly the bytes of
+//! its stdin. Its stderr is passed on, and its errors keep their code. If it is missing, dies, does
+//! not end in time or does not print JSON, the error names its file.
 //!
-//! An ADD that was cut short may have done half of its work, so this module, not the caller, runs
-//! DEL on the delegate then. A delegate that answered with an error has undone its work and gets no
-//! DEL: the refused call may have been the second ADD of a live container, whose address a DEL
-//! would release.
+//! A delegate that was interrupted during ADD may have done part of its work, so this module runs
+//! its DEL. A delegate that answered ADD with an error has undone its work and gets no DEL: the
+//! refused call may have been a second ADD of a running container, whose address a DEL would
+//! release.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -25,11 +25,11 @@ use crate::rollback::Rollback;
 use crate::skel::{Call, Environment, Verb};
 use crate::{Code, Error, Result};
 
-/// How long a delegate may take unless `delegateTimeout` says otherwise. Longer than host-local
-/// waits for its lock.
+/// How long a delegate may take without `delegateTimeout`. Longer than host-local waits for its
+/// lock.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 
-/// A plugin found on CNI_PATH, ready to be run for one call.
+/// A plugin that was found on CNI_PATH, to be run for one call.
 #[derive(Debug)]
 pub struct Delegate<'a> {
     program: PathBuf,
@@ -40,16 +40,17 @@ pub struct Delegate<'a> {
     notes: Notes,
 }
 
+/// The configuration's key about delegates.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 struct Timeouts {
     delegate_timeout: Option<u64>,
 }
 
-/// How long delegates may take: the key `delegateTimeout`, 1 to 300 seconds.
+/// Returns how long delegates may take: `delegateTimeout`, or [`DEFAULT_TIMEOUT`] without that key.
 ///
 /// # Errors
-/// Code 6 or 7.
+/// Code 6 if it is not a number, 7 if it is not between 1 and 300 seconds.
 pub fn timeout(conf: &NetConf) -> Result<Duration> {
     match conf.decode::<Timeouts>()?.delegate_timeout {
         None => Ok(DEFAULT_TIMEOUT),
@@ -61,14 +62,14 @@ pub fn timeout(conf: &NetConf) -> Result<Duration> {
 }
 
 impl<'a> Delegate<'a> {
-    /// Finds the plugin `kind` for this call.
+    /// Finds the plugin with the type `kind` on CNI_PATH.
     ///
     /// # Errors
-    /// Code 4 with Go's text if it is not on CNI_PATH, 7 if `kind` is not a file name or
-    /// `delegateTimeout` is bad.
+    /// Code 4 with Go's text if it is not there, 7 if `kind` is not a file name or
+    /// `delegateTimeout` is invalid. DEL and GC only note an invalid `delegateTimeout`.
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
-        // A bad timeout must not keep a DEL from cleaning; ADD refuses it.
+        // DEL and GC must clean up whatever the configuration says. ADD refuses a bad timeout.
         let verb = call.environment.command.as_str();
         let timeout = match timeout(&call.conf) {
             Err(error) if verb == "DEL" || verb == "GC" => {
@@ -87,24 +88,25 @@ impl<'a> Delegate<'a> {
         })
     }
 
-    /// ADD: a lease that is released by `rollback` unless that is committed, or the attachment had
-    /// one before.
+    /// Runs the delegate's ADD and returns its result. Registers the delegate's DEL on `rollback`,
+    /// unless the attachment had its addresses before this call.
     ///
     /// # Errors
-    /// The delegate's own; if it died, hung or babbled, after a DEL of whatever it may have done.
+    /// The delegate's own error. If the delegate was interrupted or its answer is not a result, its
+    /// DEL has been run.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
-        let had_one = self.reuses_a_lease()?;
+        let had_lease = self.reuses_lease()?;
         let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout).map_err(Failure::Unanswered));
         match added {
-            Ok(result) if had_one => Ok(result),
+            Ok(result) if had_lease => Ok(result),
             Ok(result) => {
-                rollback.push(format!("take back the ADD of {program}"), move || self.del());
+                rollback.push(format!("run DEL of {program}"), move || self.del());
                 Ok(result)
             }
-            Err(Failure::Unanswered(error)) if !had_one => {
-                if let Err(second) = self.del() {
-                    self.notes.note(format_args!("DEL of {program} after its failed ADD: {second}"));
+            Err(Failure::Unanswered(error)) if !had_lease => {
+                if let Err(del_error) = self.del() {
+                    self.notes.note(format_args!("DEL of {program} after its failed ADD: {del_error}"));
                 }
                 Err(error)
             }
@@ -112,22 +114,22 @@ impl<'a> Delegate<'a> {
         }
     }
 
-    /// Whether ADD would return what the attachment holds already: with `"reuse": true`, CHECK
-    /// finds it. A DEL would free what a container that lives may use; what ADD reserves beside it
-    /// stays until the runtime's DEL.
-    fn reuses_a_lease(&self) -> Result<bool> {
+    /// Whether the attachment has addresses that ADD will return again: `ipam` has `"reuse": true`,
+    /// and the delegate's CHECK succeeds. The caller must not run DEL then, because it would
+    /// release addresses that a running container may use.
+    fn reuses_lease(&self) -> Result<bool> {
         if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
             return Ok(false);
         }
         match self.run(Verb::Check) {
             Ok(_) => Ok(true),
-            // It holds nothing, or the version knows no CHECK.
+            // The attachment has no address, or the configuration's version has no CHECK.
             Err(Failure::Answered(error)) if error.code() != Code::TRY_AGAIN => Ok(false),
             Err(failure) => Err(failure.into()),
         }
     }
 
-    /// CHECK.
+    /// Runs the delegate's CHECK.
     ///
     /// # Errors
     /// The delegate's own.
@@ -135,7 +137,7 @@ impl<'a> Delegate<'a> {
         Ok(self.run(Verb::Check).map(drop)?)
     }
 
-    /// DEL.
+    /// Runs the delegate's DEL.
     ///
     /// # Errors
     /// The delegate's own.
@@ -143,7 +145,7 @@ impl<'a> Delegate<'a> {
         Ok(self.run(Verb::Del).map(drop)?)
     }
 
-    /// GC.
+    /// Runs the delegate's GC.
     ///
     /// # Errors
     /// The delegate's own.
@@ -151,7 +153,7 @@ impl<'a> Delegate<'a> {
         Ok(self.run(Verb::Gc).map(drop)?)
     }
 
-    /// STATUS.
+    /// Runs the delegate's STATUS.
     ///
     /// # Errors
     /// The delegate's own.
@@ -159,6 +161,7 @@ impl<'a> Delegate<'a> {
         Ok(self.run(Verb::Status).map(drop)?)
     }
 
+    /// Runs the delegate, writes its stderr to the notes and returns its stdout.
     fn run(&self, verb: Verb) -> Result<Vec<u8>, Failure> {
         let child = Child {
             program: self.program.clone(),
@@ -166,7 +169,7 @@ impl<'a> Delegate<'a> {
             env: Some(self.environment.for_delegate(verb)),
             stdin: self.conf.raw(),
             timeout: self.timeout,
-            // A lease must be given back also, and above all, after the SIGTERM that ended the ADD.
+            // DEL must release the addresses even after the SIGTERM that has ended the ADD.
             on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
@@ -178,22 +181,27 @@ impl<'a> Delegate<'a> {
         interpret(&self.program, verb, output)
     }
 
+    /// Decodes the output of the delegate's ADD.
+    ///
+    /// # Errors
+    /// Code 6 if it is not a result in the configuration's version.
     fn decode_result(&self, stdout: &[u8]) -> Result<AddResult> {
         let json = Json::parse(stdout)
-            .map_err(|error| self.garbled(format_args!("failed to unmarshal raw result: {error}"), stdout))?;
+            .map_err(|error| self.invalid_result(format_args!("failed to unmarshal raw result: {error}"), stdout))?;
         if !matches!(json, Json::Object(_) | Json::Null) {
-            return Err(self.garbled("the result is not a JSON object", stdout));
+            return Err(self.invalid_result("the result is not a JSON object", stdout));
         }
-        AddResult::decode(&json, self.conf.version()).map_err(|error| self.garbled(error, stdout))
+        AddResult::decode(&json, self.conf.version()).map_err(|error| self.invalid_result(error, stdout))
     }
 
-    fn garbled(&self, why: impl std::fmt::Display, stdout: &[u8]) -> Error {
+    /// Returns the error, code 6, about an output of ADD that is not a result.
+    fn invalid_result(&self, why: impl std::fmt::Display, stdout: &[u8]) -> Error {
         let msg = format!("{}: the result of its ADD cannot be used: {why}", self.program.display());
         Error::new(Code::DECODE, msg).with_details(excerpt(stdout))
     }
 }
 
-/// Checks that a plugin's `type` is the name of a file, not a path.
+/// Checks that a plugin's `type` is a file name, not a path.
 ///
 /// # Errors
 /// Code 7 with Go's texts.
@@ -207,11 +215,11 @@ pub fn check_plugin_name(kind: &str) -> Result<()> {
     Ok(())
 }
 
-/// Looks a plugin up: a plain file name, in the folders' order, a regular file that may be
-/// executed.
+/// Returns the path of the plugin with the type `kind`: the first executable regular file of that
+/// name in `folders`.
 ///
 /// # Errors
-/// Go's texts, which other programs search for.
+/// Code 4 or 7 with Go's texts, which other programs search for.
 pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     check_plugin_name(kind)?;
     if folders.is_empty() {
@@ -238,14 +246,14 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_PATH"))
 }
 
-/// How a plugin failed: what is known of what it has done.
+/// How a plugin failed, which decides whether it may have left changes.
 #[derive(Debug)]
 pub enum Failure {
-    /// It said so itself: whatever it had done, it has undone.
+    /// It printed an error, so it has undone its changes.
     Answered(Error),
-    /// It never ran.
+    /// It could not be started, so it has changed nothing.
     NotStarted(Error),
-    /// It was killed, died or said something else: what it has done is unknown.
+    /// It was killed, or ended without printing an error: it may have left changes.
     Unanswered(Error),
 }
 
@@ -257,11 +265,11 @@ impl From<Failure> for Error {
     }
 }
 
-/// Turns the end of a plugin into its stdout or an error.
+/// Returns the stdout of a plugin that succeeded. `output` is the outcome of running `program`.
 ///
 /// # Errors
-/// What the plugin said, with its code; code 11 if it ran out of time; 5 or 999 if it gave no
-/// answer.
+/// The error that the plugin printed, with its code. Without one: code 11 if it exceeded its time
+/// or a signal ended this process's wait, 5 if it could not be run, else 999.
 pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());
@@ -275,7 +283,7 @@ pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -
     if status == Exit::Status(0) {
         return Ok(stdout);
     }
-    if let Some(error) = reported(&stdout) {
+    if let Some(error) = printed_error(&stdout) {
         return Err(Failure::Answered(error));
     }
     let stderr = excerpt(&stderr);
@@ -283,33 +291,37 @@ pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -
         (true, true) => format!("netplugin failed with no error message: {doing}: {status}"),
         (true, false) => format!("netplugin failed: {stderr:?}: {doing}: {status}"),
         (false, _) => {
-            let said = excerpt(&stdout);
-            format!("netplugin failed but error parsing its diagnostic message {said:?}: {doing}: {status}")
+            let stdout = excerpt(&stdout);
+            format!("netplugin failed but error parsing its diagnostic message {stdout:?}: {doing}: {status}")
         }
     };
     Err(Failure::Unanswered(Error::new(Code::INTERNAL, msg)))
 }
 
-#[derive(Deserialize)]
+/// The JSON of an error.
+#[derive(Default, Deserialize)]
 #[serde(default)]
-#[derive(Default)]
-struct Reported {
+struct PrintedError {
     code: u32,
     msg: String,
     details: String,
 }
 
-/// The error a plugin wrote, as it wrote it.
-fn reported(stdout: &[u8]) -> Option<Error> {
+/// Decodes the error that a plugin printed. Returns `None` if its stdout is not the JSON of an
+/// error.
+fn printed_error(stdout: &[u8]) -> Option<Error> {
     let json = Json::parse(stdout).ok()?;
-    let reported: Reported = matches!(json, Json::Object(_)).then(|| json.decode().ok()).flatten()?;
-    if reported.code == 0 && reported.msg.is_empty() {
+    if !matches!(json, Json::Object(_)) {
         return None;
     }
-    Some(Error::new(Code(reported.code), reported.msg).with_details(reported.details))
+    let printed: PrintedError = json.decode().ok()?;
+    if printed.code == 0 && printed.msg.is_empty() {
+        return None;
+    }
+    Some(Error::new(Code(printed.code), printed.msg).with_details(printed.details))
 }
 
-/// Enough of what a program said to recognise it.
+/// Returns the beginning of a program's output, at most 1,000 characters, for an error message.
 fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let text = text.trim();

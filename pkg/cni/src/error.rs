@@ -1,8 +1,7 @@
-//! An error as a CNI plugin reports it: a code, a message, details.
+//! The errors that a CNI plugin reports: a code, a message and details.
 //!
-//! The code is chosen where the meaning is known; the cause stays a typed [`std::error::Error`]
-//! (with its errno) until the skeleton writes the message. A message says what was being done, to
-//! what, and why it failed.
+//! The function that knows the meaning of an error chooses its code. The cause, with its errno,
+//! stays a typed [`std::error::Error`]. A message says what failed, on what, and why.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -10,42 +9,44 @@ use std::fmt;
 /// The crate's result, with [`Error`] as the error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A CNI error code. A number and no enum: a delegate may return any code, and it is passed on
-/// unchanged.
+/// A CNI error code. It is a number, not an enum, because a delegate may return any code, which is
+/// passed on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Code(pub u32);
 
 impl Code {
     /// The configuration's version is not supported, or does not allow the verb.
     pub const INCOMPATIBLE_VERSION: Code = Code(1);
-    /// A legal key that this kernel or host cannot serve; the message names key and value.
+    /// A valid key that this kernel or host does not support; the message names key and value.
     pub const UNSUPPORTED_FIELD: Code = Code(2);
-    /// Only from CHECK: nothing of the attachment exists.
+    /// CHECK: nothing of the attachment exists.
     pub const UNKNOWN_CONTAINER: Code = Code(3);
-    /// A `CNI_*` variable is missing or wrong; the message names it.
+    /// A `CNI_*` variable is missing or invalid; the message names it.
     pub const INVALID_ENVIRONMENT: Code = Code(4);
     /// Reading or writing a file or a stream failed.
     pub const IO: Code = Code(5);
     /// JSON that cannot be decoded.
     pub const DECODE: Code = Code(6);
-    /// A configuration that decodes but makes no sense.
+    /// A configuration with an invalid or contradictory value.
     pub const INVALID_CONFIG: Code = Code(7);
-    /// CNI_NETNS is the plugin's own namespace. Go's number; not in the specification's table.
+    /// CNI_NETNS is the plugin's own namespace. The Go plugins use this number, which the
+    /// specification does not list.
     pub const INVALID_NETNS: Code = Code(8);
-    /// Exhaustion, a deadline, an interruption: the same call may succeed later.
+    /// A resource is exhausted, a deadline has passed or a signal came: the same call may succeed
+    /// later.
     pub const TRY_AGAIN: Code = Code(11);
-    /// STATUS: ADD cannot be served.
+    /// STATUS: an ADD would fail.
     pub const NOT_AVAILABLE: Code = Code(50);
-    /// STATUS: ADD cannot be served and existing containers may have limited connectivity.
+    /// STATUS: an ADD would fail, and existing containers may have limited connectivity.
     pub const LIMITED_CONNECTIVITY: Code = Code(51);
-    /// Ours: the kernel refused an operation; the message carries its errno and its own text.
+    /// A code of this project: the kernel refused an operation; the message has its errno and text.
     pub const KERNEL: Code = Code(100);
-    /// Ours, from CHECK: something of the attachment is not as it should be.
+    /// A code of this project: CHECK found a difference from the state that ADD left.
     pub const CHECK_FAILED: Code = Code(101);
     /// A code of this project: what was requested (an interface name, an address) is already in
     /// use; the message names the holder.
     pub const CONFLICT: Code = Code(102);
-    /// A fault of the program itself.
+    /// An internal error of the plugin.
     pub const INTERNAL: Code = Code(999);
 }
 
@@ -61,7 +62,7 @@ impl fmt::Display for Code {
     }
 }
 
-/// A failure with its CNI code. Displays as its message alone, the cause included.
+/// A failure with its CNI code. Displays as its message, which includes the cause.
 #[derive(Debug, thiserror::Error)]
 #[error("{msg}")]
 pub struct Error {
@@ -72,31 +73,31 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error that is its own cause.
+    /// Returns an error without a cause.
     pub fn new(code: Code, msg: impl Into<String>) -> Error {
         Error { code, msg: msg.into(), details: String::new(), source: None }
     }
 
-    /// Code 7.
+    /// Returns an error of code 7, about the configuration.
     pub fn config(msg: impl Into<String>) -> Error {
         Error::new(Code::INVALID_CONFIG, msg)
     }
 
-    /// `doing: cause`, for example `failed to read /etc/resolv.conf: No such file or directory (os
-    /// error 2)`.
+    /// Returns an error with a cause. Its message is `doing: cause`, for example `failed to read
+    /// /etc/resolv.conf: No such file or directory (os error 2)`.
     pub fn caused(code: Code, doing: impl fmt::Display, cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Error {
         let source = cause.into();
         Error { code, msg: format!("{doing}: {source}"), details: String::new(), source: Some(source) }
     }
 
-    /// Adds what helps but does not belong into the one-line message.
+    /// Sets the details: information that helps, but does not fit into the one-line message.
     #[must_use]
     pub fn with_details(mut self, details: impl Into<String>) -> Error {
         self.details = details.into();
         self
     }
 
-    /// The same failure under another code.
+    /// Replaces the code.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Error {
         self.code = code;
@@ -110,63 +111,64 @@ impl Error {
         self
     }
 
-    /// The outcome of work that continues after errors: the first error [`and`](Error::and) the
-    /// others, if there are any.
+    /// Joins the errors of work that continues after errors. Returns `Ok` if there are none.
     ///
     /// # Errors
-    /// The joined one.
+    /// The first error, with the messages and details of the others appended.
     pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
         let mut errors = errors.into_iter();
         errors.next().map_or(Ok(()), |first| Err(first.and(errors)))
     }
 
-    /// One error out of many: this one's code, every message and all details, joined by `; `.
+    /// Appends the messages and details of other errors to this one, separated by `; `. The code
+    /// stays this error's.
     #[must_use]
     pub fn and(mut self, others: impl IntoIterator<Item = Error>) -> Error {
         for other in others {
             self.msg = format!("{}; {}", self.msg, other.msg);
             if !other.details.is_empty() {
-                let gap = if self.details.is_empty() { "" } else { "; " };
-                self.details = format!("{}{gap}{}", self.details, other.details);
+                let separator = if self.details.is_empty() { "" } else { "; " };
+                self.details = format!("{}{separator}{}", self.details, other.details);
             }
         }
         self
     }
 
-    /// The code.
+    /// Returns the code.
     pub fn code(&self) -> Code {
         self.code
     }
 
-    /// The one-line message.
+    /// Returns the one-line message.
     pub fn msg(&self) -> &str {
         &self.msg
     }
 
-    /// The details; often empty.
+    /// Returns the details, which are often empty.
     pub fn details(&self) -> &str {
         &self.details
     }
 
-    /// The errno at the bottom of the chain of causes, if there is one.
+    /// Returns the errno of the first operating system error in the chain of causes, if there is
+    /// one.
     pub fn errno(&self) -> Option<i32> {
-        self.io().and_then(std::io::Error::raw_os_error)
+        self.io_cause().and_then(std::io::Error::raw_os_error)
     }
 
-    /// Whether the cause is a shortage that passes without a repair: of disk space, inodes, memory,
-    /// processes or file descriptors.
+    /// Whether the cause is a shortage of disk space, inodes, memory, processes or file
+    /// descriptors, which may pass without a repair.
     pub fn is_shortage(&self) -> bool {
         use std::io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull, WouldBlock};
-        // ENFILE, EMFILE, ENOBUFS: std has no kind for them.
+        // ENFILE, EMFILE, ENOBUFS, for which std has no error kind.
         const WITHOUT_A_KIND: [i32; 3] = [23, 24, 105];
-        self.io().is_some_and(|error| {
+        self.io_cause().is_some_and(|error| {
             matches!(error.kind(), OutOfMemory | QuotaExceeded | StorageFull | WouldBlock)
                 || error.raw_os_error().is_some_and(|errno| WITHOUT_A_KIND.contains(&errno))
         })
     }
 
     /// Returns the first operating system error in the chain of causes.
-    fn io(&self) -> Option<&std::io::Error> {
+    fn io_cause(&self) -> Option<&std::io::Error> {
         let mut cause: Option<&(dyn StdError + 'static)> = self.source();
         while let Some(error) = cause {
             if let Some(io) = error.downcast_ref::<std::io::Error>() {

@@ -1,19 +1,19 @@
-//! Files and folders that a person names.
+//! Reads files, and simplifies paths, that an operator has named.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::path::{Component, Path, PathBuf};
 
-/// The longest that a file of configuration may be: what a plugin takes on its stdin.
+/// The largest configuration file in bytes, which is also the largest configuration that a plugin
+/// accepts on stdin.
 const LONGEST: u64 = 16 << 20;
 
-/// Returns the content of a regular file of at most 16 MiB, or of one behind a link.
+/// Returns the content of a regular file of at most 16 MiB. Follows symbolic links.
 ///
 /// # Errors
-/// It cannot be read, is something else, or is longer.
+/// The file cannot be read, is not a regular file, or is larger.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    // Asked first, since opening a FIFO waits for its other end. A person does not swap them in
-    // between.
+    // Checked before opening, because opening a FIFO would wait for its other end.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
@@ -25,9 +25,9 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A path without `.`, `..` and superfluous slashes, simplified lexically as by Go's
-/// `filepath.Clean`, which Go's plugins use. The kernel would follow a link before it goes up from
-/// there.
+/// Returns a path without `.`, `..` and superfluous slashes, simplified lexically like Go's
+/// `filepath.Clean`, which the Go plugins use. So `link/..` becomes `.`, although the kernel would
+/// go to the parent of the folder that `link` points to.
 pub fn clean(path: &str) -> PathBuf {
     let mut clean = PathBuf::new();
     for component in Path::new(path).components() {

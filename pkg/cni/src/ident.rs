@@ -1,21 +1,21 @@
-//! Identifiers: container IDs, network names, interface names.
+//! Checks container IDs, network names and interface names.
 //!
-//! They end up in file names, chain names and link aliases, so they are checked once, at the door.
-//! The texts are Go's; other programs compare them.
+//! They become part of file names, chain names and link aliases, so every call checks them before
+//! any work. The messages are Go's, because other programs compare them.
 
 use crate::{Code, Error, Result};
 
-/// How long a network name may be, in bytes: longer ones do not fit into file names once something
-/// is added to them.
+/// The longest network name in bytes. File names that contain a longer one could exceed the limit
+/// of 255 bytes.
 pub const MAX_NETWORK_NAME: usize = 200;
 
-/// A letter or a digit, then letters, digits, `_`, `.` and `-`.
+/// Whether a text is a letter or a digit, followed by letters, digits, `_`, `.` and `-`.
 fn is_identifier(text: &str) -> bool {
     text.bytes().next().is_some_and(|first| first.is_ascii_alphanumeric())
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
 }
 
-/// Checks a CNI_CONTAINERID.
+/// Checks the characters of CNI_CONTAINERID.
 ///
 /// # Errors
 /// Code 4 with Go's text; the ID is in the details.
@@ -40,14 +40,14 @@ pub fn check_network_name(name: &str) -> Result<()> {
     Err(Error::config("invalid characters found in network name").with_details(name))
 }
 
-/// Checks a CNI_IFNAME of a new attachment: a [link's name](check_interface_name) that means one
-/// interface and no other.
+/// Checks CNI_IFNAME of an ADD: a valid [link name](check_interface_name) that cannot mean another
+/// interface.
 ///
-/// DEL and CHECK do not apply this check: an earlier release may have made an attachment with such
-/// a name.
+/// DEL and CHECK must not use this check, because an earlier release may have created an attachment
+/// with such a name.
 ///
 /// # Errors
-/// Code 4, naming the variable.
+/// Code 4.
 pub fn check_new_interface_name(name: &str) -> Result<()> {
     check_interface_name(name)?;
     match ambiguity(name) {
@@ -56,34 +56,35 @@ pub fn check_new_interface_name(name: &str) -> Result<()> {
     }
 }
 
-/// Checks the name of a link on the host that a configuration names, a bridge for example.
+/// Checks the name of a link on the host, such as a bridge, in a configuration.
 ///
 /// # Errors
-/// Code 7; the message begins with `what` and the name.
+/// Code 7; the message begins with `what`, the key, and the name.
 pub fn check_host_link_name(what: &str, name: &str) -> Result<()> {
-    let refused = |why: &str| Err(Error::config(format!("{what} {name:?}: {why}")));
+    let refuse = |why: &str| Err(Error::config(format!("{what} {name:?}: {why}")));
     if let Err(error) = check_interface_name(name) {
-        return refused(error.msg());
+        return refuse(error.msg());
     }
     match ambiguity(name) {
-        Some(why) => refused(&format!("the name {why}")),
-        None if name == "lo" => refused("the name is that of the loopback interface"),
+        Some(why) => refuse(&format!("the name {why}")),
+        None if name == "lo" => refuse("the name is that of the loopback interface"),
         None => Ok(()),
     }
 }
 
-/// Returns why a link's name may mean another interface than the one that is made with the name.
+/// Returns why a valid link name may mean another interface than the one created with this name, or
+/// `None` if it cannot.
 fn ambiguity(name: &str) -> Option<&'static str> {
     match name {
-        // RTM_NEWLINK replaces `%d` by a number, so the link gets another name.
+        // The kernel replaces `%d` in the name of a new link by a number.
         _ if name.contains('%') => Some("contains %, which the kernel takes for a template"),
-        // Kernels refuse these two for a new link.
+        // Some kernels refuse these names for a new link.
         "all" | "default" => Some("is reserved: net/ipv4/conf has a folder of this name for more than one interface"),
         _ => None,
     }
 }
 
-/// Checks the name of any interface: what the kernel takes as the name of a link.
+/// Checks that the kernel accepts a text as the name of a link.
 ///
 /// # Errors
 /// Code 4 with Go's text.
@@ -100,8 +101,8 @@ pub fn check_interface_name(name: &str) -> Result<()> {
     if name == "." || name == ".." {
         return invalid("interface name is . or ..", name);
     }
-    // The environment cannot hold one, but a configuration can, and the kernel would see the name
-    // end there.
+    // An environment variable cannot contain a NUL byte, but a string in JSON can, and for the
+    // kernel the name would end there.
     if name.contains('\0') {
         return invalid("interface name contains a NUL", name);
     }

@@ -1,24 +1,23 @@
-//! The CNI protocol, without the kernel.
+//! The CNI protocol.
 //!
-//! Modules, from the wire inwards:
+//! Modules:
 //!
 //! - [`json`]: one JSON document as Go's decoder reads it (keys of structures match
 //!   case-insensitively, `null` is the default, the last duplicate wins).
-//! - [`attachment`]: which attachment, and the names and aliases of its links.
+//! - [`attachment`]: the identity of an attachment, and the names and aliases of its links.
 //! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
-//! - [`config`]: the network configuration every plugin receives; [`result`]: the result every
-//!   plugin returns, one type in the newest shape, converted where it is read and written.
-//! - [`error`]: an error with its CNI code; [`mod@file`]: files that a person has put there;
-//!   [`hash`]: the hash in names.
-//! - [`skel`]: the skeleton that drives a plugin; [`rollback`]: what it undoes when an ADD fails;
+//! - [`config`]: the network configuration that a plugin receives; [`result`]: the result that it
+//!   returns, as one type for all versions.
+//! - [`error`]: errors with a CNI code; [`mod@file`]: files that an operator has named; [`hash`]:
+//!   the hash in names.
+//! - [`skel`]: the skeleton that runs a plugin; [`rollback`]: the undos of a failed ADD;
 //!   [`delegate`]: running another plugin (IPAM).
 //! - [`steps`]: the log lines of a call.
-//! - [`machine`]: the few things the protocol needs of the operating system, as a value handed in
-//!   by `main`.
-//! - [`release`]: which release of this project a program is; [`time`]: times formatted for people.
+//! - [`machine`]: the operations of the operating system that the protocol needs, as a trait.
+//! - [`release`]: the release of this project; [`time`]: the format of times.
 //!
-//! This crate never touches the kernel's network state, holds no unsafe code and needs no
-//! privilege. What does is `cni-linux`, which depends on this crate and never the reverse.
+//! This crate has no unsafe code, needs no privilege and never changes the kernel's network state.
+//! `cni-linux` does, which depends on this crate.
 
 pub mod args;
 pub mod attachment;

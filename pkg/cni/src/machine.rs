@@ -1,7 +1,7 @@
-//! The few things the protocol needs of the operating system, as a value that `main` hands in.
+//! The operations of the operating system that the protocol needs, as a trait.
 //!
-//! `cni-linux` provides the real one; so this crate stays free of the kernel, and protocol tests
-//! pass values.
+//! `cni-linux` implements it. So this crate has no system calls of its own, and tests of the
+//! protocol pass their own values.
 
 use std::ffi::OsString;
 use std::io;
@@ -11,34 +11,36 @@ use std::time::{Duration, Instant};
 /// The operations that [`skel`](crate::skel), [`delegate`](crate::delegate) and `libcni` need from
 /// the machine.
 pub trait Machine {
-    /// Whether `path` is the network namespace this process runs in. An error if it cannot be
-    /// opened or is none.
-    fn is_own_netns(&self, path: &Path) -> io::Result<bool>;
-
-    /// Whether SIGTERM has been received, or SIGINT or SIGHUP, which mean the same. Waits end early
-    /// when it is.
-    fn terminated(&self) -> bool;
-
-    /// The monotonic clock.
-    fn now(&self) -> Instant;
-
-    /// Runs a program to its end: no shell, an empty signal mask, killed with this process.
+    /// Whether `path` is the network namespace in which this process runs.
     ///
     /// # Errors
-    /// See [`RunError`]; in every case the child is gone when this returns.
+    /// The path cannot be opened or is not a namespace.
+    fn is_own_netns(&self, path: &Path) -> io::Result<bool>;
+
+    /// Whether this process has received SIGTERM, SIGINT or SIGHUP. All three end waits early.
+    fn terminated(&self) -> bool;
+
+    /// Returns the time of the monotonic clock.
+    fn now(&self) -> Instant;
+
+    /// Runs a program without a shell, waits for its end and returns its output. The program has an
+    /// empty signal mask, and the kernel kills it if this process dies.
+    ///
+    /// # Errors
+    /// See [`RunError`]. The program does not run any more when this returns.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError>;
 }
 
 /// A program to run.
 #[derive(Clone, Debug)]
 pub struct Child<'a> {
-    /// The file to execute; never looked up on a path.
+    /// The path of the file to execute.
     pub program: PathBuf,
-    /// Its arguments, without the program's name.
+    /// The arguments, without the program's name.
     pub args: Vec<OsString>,
-    /// The complete environment, or `None` to inherit this process's.
+    /// All environment variables, or `None` for those of this process.
     pub env: Option<Vec<(OsString, OsString)>>,
-    /// The bytes of its standard input.
+    /// The content of its standard input.
     pub stdin: &'a [u8],
     /// How long it may run before it is killed and reaped.
     pub timeout: Duration,
@@ -49,20 +51,21 @@ pub struct Child<'a> {
 /// The effect on a child of a SIGTERM that this process receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnSigterm {
-    /// It is not started, or killed: what it does is not wanted any more.
+    /// It is killed, or not started.
     Kill,
-    /// It runs to its end, and is started even after a signal: it undoes an interrupted call.
+    /// It runs to its end, and is started even after the signal, because it undoes an interrupted
+    /// call.
     Finish,
 }
 
-/// How a program ended, and what it wrote.
+/// How a program ended, and its output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     /// How it ended.
     pub status: Exit,
-    /// All it wrote to standard output.
+    /// Its standard output.
     pub stdout: Vec<u8>,
-    /// All it wrote to standard error.
+    /// Its standard error.
     pub stderr: Vec<u8>,
 }
 
@@ -90,13 +93,13 @@ pub enum RunError {
     /// It could not be started.
     #[error("it could not be started: {0}")]
     Start(#[source] io::Error),
-    /// It ran out of time and was killed.
+    /// It exceeded its time and was killed.
     #[error("it was killed after {} s without an answer", .0.as_secs_f32())]
     Timeout(Duration),
     /// This process received SIGTERM; the child was killed.
     #[error("it was killed because this process received a signal to end")]
     Terminated,
-    /// Talking to it failed; it was killed.
-    #[error("talking to it failed: {0}")]
+    /// Writing its input or reading its output failed, and it was killed.
+    #[error("its input could not be written or its output could not be read: {0}")]
     Io(#[source] io::Error),
 }

@@ -1,16 +1,18 @@
-//! Which release of this project a program is: what every plugin and tool says of itself.
+//! The release of this project that a program belongs to, as every plugin and tool prints it.
 //!
-//! The version is the workspace's. The commit comes from `CNI_BUILD_COMMIT` in the environment of
-//! the build, which `scripts/build` sets; a build by bare cargo has none and does not pretend to.
+//! The version is the workspace's. The commit is the value of `CNI_BUILD_COMMIT` during the build,
+//! which `scripts/build` sets. A build by cargo alone has no commit.
 
 use std::sync::LazyLock;
 
-/// The version, and the commit where the build knew it: `0.1.0 (commit 1a2b3c4d5e6f)`, `0.1.0`.
+/// Returns the version, with the commit if the build had one: `0.1.0 (commit 1a2b3c4d5e6f)` or
+/// `0.1.0`.
 pub fn release() -> &'static str {
     static TEXT: LazyLock<String> = LazyLock::new(|| text(env!("CARGO_PKG_VERSION"), option_env!("CNI_BUILD_COMMIT")));
     &TEXT
 }
 
+/// Formats a version and a commit. An empty commit counts as none.
 fn text(version: &str, commit: Option<&str>) -> String {
     match commit.filter(|commit| !commit.is_empty()) {
         Some(commit) => format!("{version} (commit {commit})"),

@@ -1,11 +1,12 @@
-//! What an ADD has done so far, as a stack of undos.
+//! A stack of undos, one for each change that an ADD has made.
 //!
-//! The undo of an effect is pushed before the effect if the outcome may stay unknown (a lost
-//! answer), else after it. The stack is handed to the skeleton inside
-//! [`Added`](crate::skel::Added); the skeleton commits it only after the result has been written in
-//! full. Dropping it, on an error, on `?` or on a panic, runs the undos, newest first.
+//! The undo of a change is pushed before the change if its outcome may stay unknown (the kernel's
+//! answer may be lost), else after it. The skeleton gets the stack in [`Added`](crate::skel::Added)
+//! and commits it after the whole result has been written. Dropping it without that, on an error or
+//! a panic, runs the undos, newest first.
 //!
-//! An undo removes only what is this attachment's alone: never a bridge, never a shared chain.
+//! An undo removes only objects that this attachment alone uses: never a bridge, never a shared
+//! chain.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,23 +14,27 @@ use std::rc::Rc;
 
 use crate::steps::Quoted;
 
+/// A function that undoes one change.
 type Undo<'a> = Box<dyn FnOnce() -> Result<(), Box<dyn std::error::Error>> + 'a>;
 
-/// A stack of undos, run in reverse when dropped, forgotten by [`commit`](Rollback::commit).
+/// A stack of undos, which run in reverse order when it is dropped, unless it is
+/// [committed](Rollback::commit).
 ///
-/// `'a` is what the undos may borrow (a netlink connection, a store).
+/// `'a` is the lifetime of values that the undos borrow, such as a netlink socket or a store.
 pub struct Rollback<'a> {
+    /// The undos, each with the text that completes "failed to …".
     undos: Vec<(String, Undo<'a>)>,
     notes: Notes,
 }
 
 impl<'a> Rollback<'a> {
-    /// An empty stack. Failed undos are reported to `notes`.
+    /// Returns an empty stack. It reports failing undos to `notes`.
     pub fn new(notes: Notes) -> Rollback<'a> {
         Rollback { undos: Vec::new(), notes }
     }
 
-    /// Records how to undo what was just done. `what` completes the sentence "failed to …".
+    /// Adds the undo of one change. `what` completes the sentence "failed to …", for a note if the
+    /// undo fails.
     pub fn push<E>(&mut self, what: impl Into<String>, undo: impl FnOnce() -> Result<(), E> + 'a)
     where
         E: Into<Box<dyn std::error::Error>>,
@@ -42,7 +47,7 @@ impl<'a> Rollback<'a> {
         self.undos.append(&mut other.undos);
     }
 
-    /// Forgets every undo: what was done stays.
+    /// Drops the undos without running them, so that the changes stay.
     pub fn commit(mut self) {
         self.undos.clear();
     }
@@ -69,22 +74,23 @@ impl fmt::Debug for Rollback<'_> {
     }
 }
 
-/// Where remarks for the operator go: one line each on stderr, never on stdout, which is the wire.
+/// Receives remarks for the operator, each one line. In a plugin they go to stderr, never to
+/// stdout, which carries the result.
 #[derive(Clone)]
 pub struct Notes(Rc<dyn Fn(&str)>);
 
 impl Notes {
-    /// Hands every line, without its newline, to `sink`.
+    /// Returns notes that pass each line, without a newline, to `sink`.
     pub fn new(sink: impl Fn(&str) + 'static) -> Notes {
         Notes(Rc::new(sink))
     }
 
-    /// Drops every line.
+    /// Returns notes that ignore all lines.
     pub fn silent() -> Notes {
         Notes::new(|_| {})
     }
 
-    /// Says one thing.
+    /// Writes one line.
     pub fn note(&self, line: impl fmt::Display) {
         (self.0)(&line.to_string());
     }

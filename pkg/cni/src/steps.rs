@@ -1,7 +1,7 @@
-//! The log lines of a call: one per call at `info`, one per step, with its duration, at `debug`.
+//! Log lines with durations: one for each call at the level `info`, one for each step at `debug`.
 //!
-//! They go to the logger of the crate `log`, which `cni-linux` installs if CNI_LOG is set. Without
-//! a logger a step costs a comparison: no clock is read and no text made.
+//! They go to the logger of the crate `log`, which `cni-plugin` installs if CNI_LOG is set. Without
+//! a logger a step costs one comparison: no clock is read and no text is formatted.
 
 use std::fmt;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use crate::Result;
 use crate::machine::{Exit, Output};
 use crate::skel::Environment;
 
-/// A step that has begun; `None` inside if nothing is logged.
+/// A step that has begun, with the time of its begin, or `None` if steps are not logged.
 #[derive(Debug)]
 pub struct Step(Option<Instant>);
 
@@ -37,8 +37,7 @@ impl Step {
         }
     }
 
-    /// The same with the request itself, as it went out, where its failure is to be understood by
-    /// it.
+    /// Logs the step as [`end`](Step::end) does, and if it failed also the request that was sent.
     pub fn end_request<T, E: fmt::Display>(
         self,
         what: impl fmt::Display,
@@ -55,8 +54,7 @@ impl Step {
         }
     }
 
-    /// The same for a program that ran to its end, whatever its exit status; if it failed, with its
-    /// input and its output.
+    /// Logs the run of a program with its exit status, and if it failed also its input and output.
     pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -64,28 +62,29 @@ impl Step {
         if output.status == Exit::Status(0) {
             return log::debug!("step={what} ms={ms:.3} end={end}");
         }
-        let said = [&output.stdout, &output.stderr].map(|bytes| beginning(bytes));
-        let said = Quoted(said.concat().trim().to_owned());
-        log::debug!("step={what} ms={ms:.3} end={end} said={said} request={}", Quoted(beginning(stdin)));
+        let printed = beginning(&output.stdout) + &beginning(&output.stderr);
+        let printed = Quoted(printed.trim().to_owned());
+        log::debug!("step={what} ms={ms:.3} end={end} said={printed} request={}", Quoted(beginning(stdin)));
     }
 }
 
-/// As much of a text as a line has room for.
+/// Returns the first 8 KiB of a text, so that a log line does not become too long.
 fn beginning(bytes: &[u8]) -> String {
-    const MOST: usize = 8 << 10;
-    String::from_utf8_lossy(bytes.get(..MOST).unwrap_or(bytes)).into_owned()
+    const LONGEST: usize = 8 << 10;
+    String::from_utf8_lossy(bytes.get(..LONGEST).unwrap_or(bytes)).into_owned()
 }
 
-/// Bytes as a request is shown: two digits each.
+/// Formats bytes as two hex digits each, for the log.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A call that has begun.
+/// A call that has begun, with the time of its begin, or `None` if calls are not logged.
 #[derive(Debug)]
 pub(crate) struct CallTimer(Option<Instant>);
 
 impl CallTimer {
+    /// Begins a call.
     pub(crate) fn begin() -> CallTimer {
         CallTimer(log::log_enabled!(log::Level::Info).then(Instant::now))
     }
@@ -106,7 +105,8 @@ impl CallTimer {
     }
 }
 
-/// A value of a line of `key=value`: bare if it can be, else in quotes, always on one line.
+/// Formats a value of a log line of `key=value` pairs: in quotes and escaped if it is empty or has
+/// spaces, quotes, `=`, backslashes or characters that are not ASCII, so that it stays on one line.
 pub struct Quoted<T>(pub T);
 
 impl<T: fmt::Debug> fmt::Debug for Quoted<T> {
@@ -123,26 +123,27 @@ impl<T: fmt::Display> fmt::Display for Quoted<T> {
     }
 }
 
-/// The keys and values of a line, each [`Quoted`] as here; words without a `=` are passed over.
+/// Returns the keys and values of a log line, whose values were formatted by [`Quoted`]. Skips
+/// words without `=`.
 pub fn fields(line: &str) -> Vec<(String, String)> {
     let (mut fields, mut rest) = (Vec::new(), line);
-    while let Some((word, behind)) = rest.split_once([' ', '=']) {
+    while let Some((word, after_word)) = rest.split_once([' ', '=']) {
         let has_value = rest.as_bytes().get(word.len()) == Some(&b'=');
-        rest = behind;
+        rest = after_word;
         if has_value {
-            let (value, behind) = value(rest);
+            let (value, after_value) = split_value(rest);
             fields.push((word.to_owned(), value));
-            rest = behind;
+            rest = after_value;
         }
     }
     fields
 }
 
-/// The value at the beginning of a text, and what is behind it.
-fn value(text: &str) -> (String, &str) {
+/// Returns the unquoted value at the beginning of a text, and the rest of the text.
+fn split_value(text: &str) -> (String, &str) {
     let Some(quoted) = text.strip_prefix('"') else {
-        let (bare, behind) = text.split_once(' ').unwrap_or((text, ""));
-        return (bare.to_owned(), behind);
+        let (bare, rest) = text.split_once(' ').unwrap_or((text, ""));
+        return (bare.to_owned(), rest);
     };
     let (mut value, mut chars) = (String::new(), quoted.chars());
     while let Some(next) = chars.next() {

@@ -2,21 +2,30 @@
 
 use std::time::Duration;
 
-/// Writes a time since 1970 as `2026-11-21T01:02:03.456Z`.
-pub fn rfc3339(since: Duration) -> String {
-    let (seconds, ms) = (since.as_secs(), since.subsec_millis());
-    let (days, of_day) = (seconds / 86_400, seconds % 86_400);
-    // Days of eras of 400 years that begin in March, so that the leap day is a year's last.
-    let shifted = days + 719_468;
-    let (era, day) = (shifted / 146_097, shifted % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let date = day - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    let year = era * 400 + year + u64::from(month <= 2);
-    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
-    format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
+/// Formats a time, given as the duration since the beginning of 1970 in UTC, as
+/// `2026-11-21T01:02:03.456Z`.
+pub fn rfc3339(since_epoch: Duration) -> String {
+    let (seconds, ms) = (since_epoch.as_secs(), since_epoch.subsec_millis());
+    let (days, second_of_day) = (seconds / 86_400, seconds % 86_400);
+    let (year, month, day) = civil_date(days);
+    let (hour, minute, second) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
+}
+
+/// Returns the year, month and day of the date `days` after 1970-01-01, in the Gregorian calendar.
+fn civil_date(days: u64) -> (u64, u64, u64) {
+    // Counted from 0000-03-01, in eras of 400 years, which all have 146,097 days. Years that begin
+    // in March have the leap day as their last day, and the lengths of their months follow a
+    // formula.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    (year, month, day)
 }
 
 #[cfg(test)]

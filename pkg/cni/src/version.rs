@@ -1,12 +1,12 @@
-//! The specification's versions.
+//! The versions of the CNI specification.
 //!
-//! A configuration's version must be one of [`Version::ALL`], to the letter; order alone matters
-//! for CHECK (0.4.0) and for GC and STATUS (1.1.0), which is why also versions we do not support
-//! must be comparable ([`parse_triple`]).
+//! A configuration's `cniVersion` must be exactly the text of one of [`Version::ALL`]. CHECK exists
+//! since 0.4.0, GC and STATUS since 1.1.0. As in Go, this is checked first, also for versions that
+//! are not supported, so these must be comparable too ([`parse_triple`]).
 
 use std::fmt;
 
-/// A version of the specification that we speak.
+/// A supported version of the specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Version {
     /// 0.1.0: `ip4` and `ip6`
@@ -26,7 +26,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// All of them, oldest first.
+    /// All supported versions, oldest first.
     pub const ALL: [Version; 7] = [
         Version::V0_1_0,
         Version::V0_2_0,
@@ -37,10 +37,10 @@ impl Version {
         Version::V1_1_0,
     ];
 
-    /// The newest.
+    /// The newest supported version.
     pub const NEWEST: Version = Version::V1_1_0;
 
-    /// As it stands in `cniVersion`.
+    /// Returns the text of the version in `cniVersion`.
     pub fn as_str(self) -> &'static str {
         match self {
             Version::V0_1_0 => "0.1.0",
@@ -53,8 +53,8 @@ impl Version {
         }
     }
 
-    /// The version a `cniVersion` names; empty or absent is 0.1.0. `None` for one that we do not
-    /// speak.
+    /// Parses a `cniVersion`. An empty text is 0.1.0. Returns `None` for a version that is not
+    /// supported.
     pub fn find(text: &str) -> Option<Version> {
         if text.is_empty() {
             return Some(Version::V0_1_0);
@@ -62,7 +62,7 @@ impl Version {
         Version::ALL.into_iter().find(|version| version.as_str() == text)
     }
 
-    /// Which family of result shapes the version belongs to.
+    /// Returns the form that results of this version have.
     pub fn shape(self) -> Shape {
         match self {
             Version::V0_1_0 | Version::V0_2_0 => Shape::Ip4Ip6,
@@ -78,26 +78,26 @@ impl fmt::Display for Version {
     }
 }
 
-/// The three shapes a result has had on the wire.
+/// The form of a result's JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
-    /// 0.1.0 and 0.2.0
+    /// 0.1.0 and 0.2.0: one address of each family, as `ip4` and `ip6`.
     Ip4Ip6,
-    /// 0.3.0 to 0.4.0: `ips[].version`
+    /// 0.3.0 to 0.4.0: a list `ips`, whose elements have a `version`.
     VersionedIps,
-    /// 1.0.0 and 1.1.0
+    /// 1.0.0 and 1.1.0: a list `ips`.
     Ips,
 }
 
 impl Shape {
-    /// The versions of this shape.
+    /// Returns the versions whose results have this form.
     pub fn versions(self) -> impl Iterator<Item = Version> {
         Version::ALL.into_iter().filter(move |version| version.shape() == self)
     }
 }
 
-/// `a.b.c` as numbers, with Go's leniency: one to three parts, missing ones are 0, an empty text is
-/// 0.1.0.
+/// Parses a version `a.b.c` into its numbers. As in Go, one to three numbers are accepted, missing
+/// ones are 0, and an empty text is 0.1.0.
 ///
 /// # Errors
 /// Go's text for an invalid version.

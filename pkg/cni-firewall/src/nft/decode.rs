@@ -186,7 +186,7 @@ fn nat(data: &[u8]) -> Option<Expr> {
 mod tests {
     use super::super::expr;
     use super::*;
-    use cni_linux::netlink::wire::{Message, answer, messages};
+    use cni_linux::netlink::wire::{Message, messages, outcome};
     use netlink_packet_core::Emitable;
     use proptest::prelude::*;
 
@@ -236,7 +236,7 @@ mod tests {
             payload.resize(4 + usize::try_from(request).unwrap(), 0);
             payload.extend(tlv(8, b"why\0"));
             let message = Message { kind: 2, flags, sequence: 0, payload: &payload };
-            assert_eq!(answer(&message), Some((libc::ENOENT, Some("why".into()))));
+            assert_eq!(outcome(&message), Some((libc::ENOENT, Some("why".into()))));
         }
     }
 
@@ -251,7 +251,7 @@ mod tests {
             userdata::decode(bytes),
         );
         for message in messages(bytes) {
-            let _ = (rule(message.payload), chain(message.payload), answer(&message));
+            let _ = (rule(message.payload), chain(message.payload), outcome(&message));
         }
     }
 

@@ -136,7 +136,7 @@ impl Nft {
         let (mut acknowledged, mut refused) = (false, None::<(usize, i32, Option<String>)>);
         while let Some(datagram) = self.socket.receive().map_err(|cause| Error::new(WHOLE, cause))? {
             for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
-                let Some((errno, said)) = wire::answer(&message) else { continue };
+                let Some((errno, said)) = wire::outcome(&message) else { continue };
                 // 0: the batch as a whole. Then come the changes, then the end.
                 let at = usize::try_from(message.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
                 match errno {

@@ -1,4 +1,4 @@
-//! Which connections to a port of the host are whose.
+//! A host port that is forwarded to a container.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -17,10 +17,10 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// All of them, in the order of their names.
+    /// All protocols, sorted by name.
     pub const ALL: [Protocol; 3] = [Protocol::Sctp, Protocol::Tcp, Protocol::Udp];
 
-    /// Its name, in lower case.
+    /// Returns the name in lower case.
     pub fn name(self) -> &'static str {
         match self {
             Protocol::Sctp => "sctp",
@@ -34,7 +34,7 @@ impl Protocol {
         Protocol::ALL.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(name))
     }
 
-    /// `IPPROTO_*`.
+    /// Returns the `IPPROTO_*` number.
     pub fn number(self) -> u8 {
         match self {
             Protocol::Sctp => 132,
@@ -55,21 +55,21 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// A port of the host, of one family, and the container that answers there.
+/// A port of the host that is forwarded to a container, for one address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClaimedPort {
     /// The protocol.
     pub protocol: Protocol,
-    /// The host's address; `None` is every one.
+    /// The host's address, or `None` for all of them.
     pub host_ip: Option<IpAddr>,
     /// The host's port.
     pub host_port: u16,
-    /// Where it goes.
+    /// The container's address and port.
     pub container: SocketAddr,
 }
 
 impl ClaimedPort {
-    /// Whether some packet is claimed by both.
+    /// Whether a packet can match both claims.
     pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())

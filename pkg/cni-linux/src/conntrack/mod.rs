@@ -1,15 +1,13 @@
-//! Connections the kernel remembers, and forgetting those that a changed port mapping has made
+//! Deletes entries of the kernel's connection tracking table that a changed port mapping has made
 //! wrong.
 //!
-//! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a
-//! removed container, or to no container, until its entry is deleted here; then its next packet is
-//! a first one.
+//! The kernel applies NAT rules to the first packet of a connection only. A UDP peer that keeps
+//! sending stays mapped to a removed container until its entry is deleted.
 //!
-//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is
-//! tracked. The kernel can be asked for one entry only by all there is of its addresses and ports,
-//! so there is no way around the pass. Never waits, never runs a program. The port alone does not
-//! identify an entry: connections to the same port of *other* hosts pass through this table too,
-//! and must stay.
+//! The table is read once for all ports, as text from /proc or over netlink, and not at all while
+//! it is empty. The kernel finds a single entry only by all of its addresses and ports, so the
+//! whole table has to be read. A port does not identify an entry: connections to the same port of
+//! *other* hosts pass through this host too, and must stay.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -27,15 +25,14 @@ mod text;
 
 pub use claim::{ClaimedPort, Protocol};
 
-/// How often a dump that the kernel reports as incomplete is repeated. Entries missed after that
-/// stay, which does no other harm.
+/// How often the table is read if the kernel reports that it changed meanwhile.
 const DUMPS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
 const IPCTNL_MSG_CT_NEW: u16 = CTNETLINK;
 const IPCTNL_MSG_CT_GET: u16 = CTNETLINK | 1;
 const IPCTNL_MSG_CT_DELETE: u16 = CTNETLINK | 2;
-/// `struct nfgenmsg`
+/// The size of `struct nfgenmsg`, with which each message begins.
 const NFGENMSG: usize = 4;
 
 const CTA_TUPLE_ORIG: u16 = 1;
@@ -46,25 +43,25 @@ const CTA_FILTER: u16 = 25;
 const CTA_TUPLE_IP: u16 = 1;
 const CTA_TUPLE_PROTO: u16 = 2;
 
-/// Which of the connections to a claimed port are forgotten.
+/// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// The connections that another peer than the claim's container answers: at its ADD.
+    /// Those that another address than the claim's container answers. For ADD.
     Others,
-    /// The connections that the claim's container answers: at its DEL.
+    /// Those that the claim's container answers. For DEL.
     Own,
 }
 
-/// One entry, as far as it matters here.
+/// One tracked connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The protocol.
     pub protocol: Protocol,
-    /// Where the first packet was sent to, before any NAT.
+    /// The destination of the first packet, before any NAT.
     pub destination: SocketAddr,
-    /// The address that answers.
+    /// The address that answers, after NAT.
     pub answered_by: IpAddr,
-    /// The attributes that name the entry to the kernel.
+    /// The message, without its netlink header, that identifies the entry to the kernel.
     key: Vec<u8>,
 }
 
@@ -75,71 +72,86 @@ impl Entry {
     }
 }
 
-/// The entries of these ports in a text like `/proc/net/nf_conntrack`.
+/// Returns the entries of these ports in a text like `/proc/net/nf_conntrack`.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn entries_in(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
-    text::parse(text, &Wanted { ports: ports.iter().copied().collect(), family: 0 })
+    text::parse(text, &Selection { ports: ports.iter().copied().collect(), family: 0 })
 }
 
-/// A connection to the kernel's table in the network namespace it was opened in.
+/// The connection tracking table of the network namespace in which this was opened.
 #[derive(Debug)]
 pub struct Conntrack {
     socket: Socket,
 }
 
 impl Conntrack {
-    /// Opens a socket in the calling thread's network namespace.
+    /// Opens a netfilter socket in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// The kernel refuses the socket.
     pub fn open() -> Result<Conntrack> {
         let socket = Socket::open(Subsystem::Netfilter);
         let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
         Ok(Conntrack { socket })
     }
 
-    /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim
-    /// without a host address is for every address this host has. Returns how many. A kernel
-    /// without connection tracking has none.
+    /// Deletes the connections to the claimed ports that `scope` selects. A claim without a host
+    /// address includes all addresses of this host. Returns the number of deleted entries, which is
+    /// 0 on a kernel without connection tracking.
     ///
     /// # Errors
-    /// The first; of those that could be read all the others have been tried.
-    pub fn forget(&mut self, claims: &[ClaimedPort], forget: FlushScope) -> Result<usize> {
+    /// The table cannot be read, or the first deletion that failed, after all others were tried.
+    pub fn forget(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
         let tracked = count();
         if claims.is_empty() || tracked == Some(0) {
             return Ok(0);
         }
-        let wanted = Wanted::of(claims);
-        let short = tracked.filter(|tracked| text::is_cheaper(*tracked)).and_then(|_| text::entries(&wanted));
-        let entries = match short.map_or_else(|| self.entries(&wanted), Ok) {
-            Err(error) if error.is_unsupported() => return Ok(0),
-            entries => entries?,
+        let selection = Selection::of(claims);
+        let from_text = if tracked.is_some_and(text::is_cheaper) { text::entries(&selection) } else { None };
+        let entries = match from_text {
+            Some(entries) => entries,
+            None => match self.entries(&selection) {
+                Err(error) if error.is_unsupported() => return Ok(0),
+                entries => entries?,
+            },
         };
-        let mut local = Local::default();
-        let (mut forgotten, mut failed) = (0, None);
+        let mut host_addresses = HostAddresses::default();
+        let (mut deleted, mut first_error) = (0, None);
         for entry in entries {
-            let wrong = is_wrong(&entry, claims, forget, &mut local);
-            match wrong.and_then(|wrong| Ok(wrong && self.delete(&entry)?)) {
-                Ok(deleted) => forgotten += usize::from(deleted),
-                Err(error) => failed = failed.or(Some(error)),
+            let outcome = match is_selected(&entry, claims, scope, &mut host_addresses) {
+                Ok(true) => self.delete(&entry),
+                Ok(false) => Ok(false),
+                Err(error) => Err(error),
+            };
+            match outcome {
+                Ok(was_deleted) => deleted += usize::from(was_deleted),
+                Err(error) => first_error = first_error.or(Some(error)),
             }
         }
-        failed.map_or(Ok(forgotten), Err)
+        first_error.map_or(Ok(deleted), Err)
     }
 
-    /// The entries with one of these original destination ports.
-    fn entries(&mut self, wanted: &Wanted) -> Result<Vec<Entry>> {
-        match self.entries_by(wanted, &wanted.filter()) {
-            // A kernel that finds fault with the filter.
-            Err(error) if error.is_unsupported() => self.entries_by(wanted, &[0; NFGENMSG]),
+    /// Reads the selected entries over netlink, and lets the kernel filter them if it can.
+    fn entries(&mut self, selection: &Selection) -> Result<Vec<Entry>> {
+        match self.dump(selection, &selection.request()) {
+            // The kernel does not support the filter.
+            Err(error) if error.is_unsupported() => self.dump(selection, &[0; NFGENMSG]),
             entries => entries,
         }
     }
 
-    fn entries_by(&mut self, wanted: &Wanted, request: &[u8]) -> Result<Vec<Entry>> {
+    /// Reads the table over netlink with `request`, and returns the selected entries.
+    ///
+    /// # Errors
+    /// The table changed during each of [`DUMPS`] attempts; [`Error::is_unsupported`] without
+    /// ctnetlink.
+    fn dump(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
         const WHAT: &str = "failed to list the tracked connections";
         for _ in 0..DUMPS {
             let mut entries = Vec::new();
-            let is_wanted = |entry: &Entry| wanted.ports.contains(&(entry.protocol, entry.destination.port()));
+            let has_port = |entry: &Entry| selection.ports.contains(&(entry.protocol, entry.destination.port()));
             let read = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
-                entries.extend(entry(message).filter(is_wanted));
+                entries.extend(entry(message).filter(has_port));
             });
             match read.map_err(|cause| Error::new(WHAT, cause)) {
                 Ok(true) => return Ok(entries),
@@ -152,7 +164,7 @@ impl Conntrack {
         Err(Error::new(WHAT, Cause::text(format!("the table changed during each of {DUMPS} attempts to read it"))))
     }
 
-    /// `false` if it has gone by itself.
+    /// Deletes an entry. Returns `false` if it does not exist any more.
     fn delete(&mut self, entry: &Entry) -> Result<bool> {
         let what = format!(
             "failed to delete the tracked {} connection to {} that {} answers",
@@ -166,82 +178,93 @@ impl Conntrack {
         }
     }
 }
-/// How many connections are tracked in the calling thread's namespace, if the kernel reports it. A
-/// pass over the table costs something even if it is none, because the kernel walks every bucket
-/// that all namespaces share.
+/// Returns the number of connections that are tracked in the calling thread's namespace, or `None`
+/// if the kernel does not report it. Reading the table is expensive even if it has no entries,
+/// because the kernel walks all buckets, which all namespaces share.
 fn count() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether the entry is one that `forget` says.
-fn is_wrong(entry: &Entry, claims: &[ClaimedPort], forget: FlushScope, local: &mut Local) -> Result<bool> {
-    let mut wrong = false;
-    for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
-        let meant = match forget {
-            // Another claim of the container may have the same port at another address of the host.
-            FlushScope::Others => !claims.iter().any(|other| is_served(entry, other)),
-            FlushScope::Own => is_served(entry, claim),
+/// Whether `scope` selects the entry for deletion.
+fn is_selected(
+    entry: &Entry,
+    claims: &[ClaimedPort],
+    scope: FlushScope,
+    host_addresses: &mut HostAddresses,
+) -> Result<bool> {
+    for claim in claims.iter().filter(|claim| matches_claim(entry, claim)) {
+        let is_in_scope = match scope {
+            // Any claim may name the container that answers: the same port may be claimed at two
+            // addresses of the host.
+            FlushScope::Others => !claims.iter().any(|other| is_answered_by_container(entry, other)),
+            FlushScope::Own => is_answered_by_container(entry, claim),
         };
-        let here = claim.host_ip.is_some() || (meant && local.has(entry.destination.ip())?);
-        wrong |= meant && here;
+        // Without a host address in the claim, the entry may be about a port of another host.
+        if is_in_scope && (claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())?) {
+            return Ok(true);
+        }
     }
-    Ok(wrong)
+    Ok(false)
 }
 
-/// Whether the entry's first packet was one for the claim, according to the entry.
-fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
+/// Whether the first packet of the entry had the protocol, port and host address of the claim.
+fn matches_claim(entry: &Entry, claim: &ClaimedPort) -> bool {
     (entry.protocol, entry.destination.port()) == (claim.protocol, claim.host_port)
         && entry.destination.is_ipv4() == claim.container.is_ipv4()
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether the entry is about the claim and its container answers.
-fn is_served(entry: &Entry, claim: &ClaimedPort) -> bool {
-    is_about(entry, claim) && entry.answered_by == claim.container.ip()
+/// Whether the entry matches the claim and the claim's container answers.
+fn is_answered_by_container(entry: &Entry, claim: &ClaimedPort) -> bool {
+    matches_claim(entry, claim) && entry.answered_by == claim.container.ip()
 }
 
-/// The host's own addresses, read when first asked for.
+/// The host's addresses, which are read at the first use.
 #[derive(Default)]
-struct Local(Option<BTreeSet<IpAddr>>);
+struct HostAddresses(Option<BTreeSet<IpAddr>>);
 
-impl Local {
-    fn has(&mut self, address: IpAddr) -> Result<bool> {
+impl HostAddresses {
+    /// Whether this host has the address.
+    fn contains(&mut self, address: IpAddr) -> Result<bool> {
         if address.is_loopback() {
             return Ok(true);
         }
-        let addresses = match &mut self.0 {
-            Some(addresses) => addresses,
-            none => none
-                .insert(Netlink::open()?.list_all_addresses()?.into_iter().map(|addr| addr.cidr.address()).collect()),
-        };
-        Ok(addresses.contains(&address))
+        if let Some(addresses) = &self.0 {
+            return Ok(addresses.contains(&address));
+        }
+        let listed = Netlink::open()?.list_all_addresses()?;
+        let addresses: BTreeSet<IpAddr> = listed.iter().map(|addr| addr.cidr.address()).collect();
+        Ok(self.0.insert(addresses).contains(&address))
     }
 }
 
-/// The properties that all selected entries have in common.
-struct Wanted {
+/// Selects the entries to read from the table.
+struct Selection {
+    /// The protocols and ports of the claims. Entries with another destination are not read.
     ports: BTreeSet<(Protocol, u16)>,
-    /// `AF_*`, or 0 if both families are wanted.
+    /// `AF_INET` or `AF_INET6`, or 0 for both.
     family: u8,
 }
 
-impl Wanted {
-    fn of(claims: &[ClaimedPort]) -> Wanted {
+impl Selection {
+    /// Returns the selection of all entries that may match one of the claims.
+    fn of(claims: &[ClaimedPort]) -> Selection {
         const AF_INET: u8 = 2;
         const AF_INET6: u8 = 10;
-        let family = match (claims.iter().any(|c| c.container.is_ipv4()), claims.iter().any(|c| c.container.is_ipv6()))
-        {
+        let has_ipv4 = claims.iter().any(|claim| claim.container.is_ipv4());
+        let has_ipv6 = claims.iter().any(|claim| claim.container.is_ipv6());
+        let family = match (has_ipv4, has_ipv6) {
             (true, false) => AF_INET,
             (false, true) => AF_INET6,
             _ => 0,
         };
-        Wanted { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
+        Selection { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// The body of the request for a list. Where all have a family and a protocol in common, and
-    /// perhaps the port, the kernel is asked to choose (since 5.8; older ones send everything, and
-    /// all is looked at again here anyway).
-    fn filter(&self) -> Vec<u8> {
+    /// Returns the body of the request for the table. If the selected entries have the same family
+    /// and protocol, it has a filter for these, and if they also have the same port, for that too.
+    /// Kernels before 5.8 ignore the filter and send all entries, so the caller selects again.
+    fn request(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
         const F_PROTO_NUM: u32 = 1 << 3;
@@ -259,14 +282,16 @@ impl Wanted {
         }
         let tuple = new_nest(CTA_TUPLE_PROTO, &proto);
         body.extend(new_nest(CTA_TUPLE_ORIG, &tuple));
-        let mut wanted = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
-        wanted.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
-        body.extend(new_nest(CTA_FILTER, &wanted));
+        // Which of the tuple's attributes the kernel compares.
+        let mut compared = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
+        compared.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
+        body.extend(new_nest(CTA_FILTER, &compared));
         body
     }
 }
 
-/// Reads one message of a list. `None` for what has no ports, and for anything malformed.
+/// Decodes one message of the table. Returns `None` if it is malformed or the protocol has no
+/// ports.
 pub fn entry(message: &Message<'_>) -> Option<Entry> {
     if message.kind != IPCTNL_MSG_CT_NEW {
         return None;
@@ -275,7 +300,7 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
     let original = attribute(body, CTA_TUPLE_ORIG)?;
     let (protocol, destination) = tuple(original)?;
     let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
-    // The family, then what identifies the entry.
+    // `struct nfgenmsg` with the family, then the attributes that identify the entry.
     let mut key = vec![*header.first()?, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {
@@ -284,13 +309,14 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
     Some(Entry { protocol, destination, answered_by, key })
 }
 
+/// An end of a connection.
 #[derive(Clone, Copy)]
 enum Side {
     Source,
     Destination,
 }
 
-/// Protocol and destination of a tuple.
+/// Decodes the protocol and the destination of a tuple (CTA_TUPLE_ORIG).
 fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     const CTA_PROTO_NUM: u16 = 1;
     const CTA_PROTO_DST_PORT: u16 = 3;
@@ -300,9 +326,10 @@ fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     Some((Protocol::by_number(*number)?, SocketAddr::new(address(tuple, Side::Destination)?, port)))
 }
 
+/// Decodes an address of a tuple (CTA_TUPLE_ORIG or CTA_TUPLE_REPLY).
 fn address(tuple: &[u8], side: Side) -> Option<IpAddr> {
     let ip = attribute(tuple, CTA_TUPLE_IP)?;
-    // Source and destination of IPv4 are 1 and 2, those of IPv6 3 and 4.
+    // The attributes of source and destination have the numbers 1 and 2 for IPv4, 3 and 4 for IPv6.
     let offset = match side {
         Side::Source => 0,
         Side::Destination => 1,

@@ -37,7 +37,7 @@ fn send(to: &str) -> UdpSocket {
 /// The tracked destinations of these ports, sorted.
 fn tracked(ports: &[u16]) -> Vec<String> {
     let ports = ports.iter().map(|port| (Protocol::Udp, *port)).collect();
-    let entries = Conntrack::open().unwrap().entries(&Wanted { ports, family: 0 }).unwrap();
+    let entries = Conntrack::open().unwrap().entries(&Selection { ports, family: 0 }).unwrap();
     let mut found: Vec<String> = entries.iter().map(|entry| entry.destination.to_string()).collect();
     found.sort();
     found
@@ -96,7 +96,7 @@ fn text_and_list_agree() {
         let listener = std::net::TcpListener::bind("127.0.0.1:80").unwrap();
         let _stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let ports = [(Protocol::Udp, 53), (Protocol::Udp, 54), (Protocol::Tcp, 80), (Protocol::Tcp, 53)];
-        let wanted = Wanted { ports: ports.into_iter().collect(), family: 0 };
+        let wanted = Selection { ports: ports.into_iter().collect(), family: 0 };
         let plain = |entries: Vec<Entry>| {
             let mut all: Vec<String> = entries
                 .iter()
@@ -140,7 +140,7 @@ fn in_a_long_table_too_those_to_the_port_are_forgotten() {
 
 #[test]
 fn text_that_is_not_understood_is_left_to_the_list() {
-    let wanted = Wanted { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 };
+    let wanted = Selection { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 };
     let line = |tail: &str| {
         format!(
             "ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED] src=10.0.0.2 {tail}\n"
@@ -186,9 +186,9 @@ fn an_entry_is_read() {
     assert_eq!((found.protocol, found.destination), (Protocol::Udp, "192.0.2.1:53".parse().unwrap()));
     assert_eq!(found.answered_by, "10.0.0.2".parse::<IpAddr>().unwrap());
     assert_eq!(found.key[0], 2);
-    assert!(is_about(&found, &claim(None, 53, "10.0.0.2:5353")));
-    assert!(!is_about(&found, &claim(None, 53, "[fd00::2]:5353")));
-    assert!(!is_about(&found, &claim(Some("192.0.2.9"), 53, "10.0.0.2:5353")));
+    assert!(matches_claim(&found, &claim(None, 53, "10.0.0.2:5353")));
+    assert!(!matches_claim(&found, &claim(None, 53, "[fd00::2]:5353")));
+    assert!(!matches_claim(&found, &claim(Some("192.0.2.9"), 53, "10.0.0.2:5353")));
 }
 
 proptest! {
@@ -196,7 +196,7 @@ proptest! {
 
     #[test]
     fn no_text_makes_it_panic(text in "(ipv[46] |udp 17 |[a-z]+=[0-9.:]+ |\\PC{0,4}|\n){0,40}") {
-        let _ = text::parse(&text, &Wanted { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 });
+        let _ = text::parse(&text, &Selection { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 });
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! Interfaces: what they are (here), how they are created (`create`) and changed (`change`);
-//! `stacked` is about those on top of another one.
+//! Interfaces: their properties (here), creation (`create`) and changes (`change`); `stacked` is
+//! about interfaces on top of another one.
 //!
-//! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can
-//! be given away and indexes, within a boot, practically cannot. [`Link::up`] is the
-//! administrator's setting; whether the link works is [`Link::running`] and, for a bridge's port,
-//! [`PortState::Forwarding`].
+//! A [`Link`] is a copy of the properties at one moment, not a handle. Functions take the index of
+//! a link, because a name can be given to another link and an index is practically not used again
+//! before the next boot. [`Link::up`] is the administrator's setting. Whether the link works is
+//! [`Link::running`] and, for a bridge's port, [`PortState::Forwarding`].
 
 mod change;
 mod create;
@@ -24,22 +24,22 @@ use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
 
-/// In the options of a bridge: whether it filters by VLAN.
+/// The option of a bridge for VLAN filtering.
 pub(crate) const IFLA_BR_VLAN_FILTERING: u16 = 7;
 
-/// In the options of a bridge's port: hairpin mode.
+/// The option of a bridge's port for hairpin mode.
 pub(crate) const IFLA_BRPORT_MODE: u16 = 4;
 
-/// In the options of a bridge's port: isolation.
+/// The option of a bridge's port for isolation.
 pub(crate) const IFLA_BRPORT_ISOLATED: u16 = 33;
 
-/// In the options of a VRF: its routing table.
+/// The option of a VRF for its routing table.
 const IFLA_VRF_TABLE: u16 = 1;
 
 /// The longest name of an interface, in bytes.
 pub const NAME_MAX: usize = 15;
 
-/// One interface, as it was when it was asked for.
+/// The properties of an interface when the kernel reported them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
     /// The index, from 1; unique in its namespace.
@@ -50,55 +50,57 @@ pub struct Link {
     pub kind: LinkKind,
     /// The hardware address, if it is an Ethernet one.
     pub mac: Option<Mac>,
-    /// The largest packet in bytes.
+    /// The MTU in bytes.
     pub mtu: u32,
     /// Whether it is administratively up.
     pub up: bool,
-    /// Whether it works, by the kernel's judgement.
+    /// The operational state: whether the kernel considers it as working.
     pub oper_state: OperState,
-    /// Whether it works or, where the kernel does not know (`lo`), is up. A link just made is not
-    /// known either.
+    /// Whether it works. If the operational state is unknown, as of `lo` and of a new link, whether
+    /// it is up and has the flag `IFF_RUNNING`.
     pub running: bool,
-    /// How many want all frames. A packet capture and a bridge's port count too.
+    /// The number of users that want all frames: the administrator, packet captures, the bridge.
     pub promiscuity: u32,
-    /// Whether the administrator wants all frames.
+    /// Whether the administrator has switched promiscuous mode on.
     pub promisc: bool,
-    /// Whether the administrator wants all multicast frames.
+    /// Whether the administrator has switched all-multicast mode on.
     pub allmulti: bool,
     /// The length of the transmit queue in packets.
     pub txqlen: u32,
-    /// The group; 0 unless it was given one.
+    /// The group, 0 by default.
     pub group: u32,
-    /// The alias; of a link of these plugins it names the [attachment](cni::attachment).
+    /// The alias, which names the [attachment](cni::attachment) if these plugins created the link.
     pub alias: Option<String>,
-    /// The index of the bridge (or other device) it is a port of.
+    /// The index of the bridge or VRF that it is attached to.
     pub master: Option<u32>,
-    /// The index of a veth's other end, or of the interface below, **in that one's namespace**.
+    /// The index of a veth's other end, or of the interface below, **in the namespace of that
+    /// one**.
     pub peer_index: Option<u32>,
-    /// This namespace's number for the one of `peer_index`; `None` if it is this one.
+    /// The ID that the namespace of `peer_index` has in this namespace, or `None` if it is this
+    /// one.
     pub peer_netnsid: Option<i32>,
-    /// Its properties as a port of a bridge, if it is one.
+    /// The properties of a bridge's port, if it is one.
     pub port: Option<Port>,
-    /// Its properties as a bridge, if it is one.
+    /// The properties of a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
-    /// Its properties on top of a master, if it is of such a kind.
+    /// The kind and mode of an interface on top of a master, if it is one.
     pub stacked: Option<Stacked>,
 }
 
-/// The kind of an interface: the driver that made it.
+/// The kind of an interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkKind {
     /// `lo`.
     Loopback,
-    /// Hardware, or a driver that says nothing of itself.
+    /// A hardware device, or a driver that reports no kind.
     Device,
     /// A software bridge.
     Bridge,
     /// One end of a pair.
     Veth,
-    /// Anything else, by the kernel's name: `macvlan`, `vlan`, `dummy`, …
+    /// Any other kind, with the kernel's name for it: `macvlan`, `vlan`, `dummy`, …
     Other(String),
 }
 
@@ -114,50 +116,52 @@ impl fmt::Display for LinkKind {
     }
 }
 
-/// The kernel's judgement of whether an interface works (RFC 2863).
+/// The operational state of an interface (RFC 2863).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperState {
-    /// Not judged: by drivers that never do (`lo`), and for a moment in every interface just made.
+    /// Not known: the driver never sets it (`lo`), or the interface is new.
     Unknown,
-    /// It does not: it is down, has no carrier, or the interface below does not work.
+    /// The interface does not work: it is down, has no carrier, or the interface below does not
+    /// work.
     Down,
-    /// It waits for something outside, an authentication say.
+    /// The interface waits for an external event, for example an authentication.
     Dormant,
-    /// It works.
+    /// The interface works.
     Up,
 }
 
-/// A bridge's port.
+/// The properties of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
-    /// Whether frames pass.
+    /// The state, which decides whether frames pass.
     pub state: PortState,
-    /// Whether a frame may leave by the port it came in by.
+    /// Hairpin mode: whether a frame may leave through the port on which it arrived.
     pub hairpin: bool,
-    /// Whether it exchanges no frames with other isolated ports. Always false on a kernel without
-    /// the feature.
+    /// Port isolation: whether the port exchanges no frames with other isolated ports. Always false
+    /// on a kernel without the feature.
     pub isolated: bool,
 }
 
-/// Whether a bridge's port lets frames pass.
+/// The state of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortState {
-    /// It, or the bridge, is down, or has no carrier.
+    /// The port or the bridge is down, or the port has no carrier.
     Disabled,
     /// Frames pass.
     Forwarding,
-    /// The spanning tree protocol holds it back: listening, learning or blocking.
+    /// The spanning tree protocol does not let frames pass yet: listening, learning or blocking.
     HeldBack,
 }
 
-/// A bridge's own settings.
+/// The settings of a bridge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BridgeInfo {
-    /// Whether it filters by VLAN. `false` too if the kernel cannot.
+    /// Whether it filters frames by VLAN. Always false on a kernel without the feature.
     pub vlan_filtering: bool,
-    /// The VLAN every new port is put into, untagged; 0 for none. A port just added is in no other.
+    /// The ID of the VLAN that every new port belongs to, untagged; 0 for none.
     pub default_pvid: u16,
-    /// Whether it runs a spanning tree, which holds a new port back for twice the forward delay.
+    /// Whether it runs the spanning tree protocol. Then a new port forwards only after twice the
+    /// forward delay.
     pub spanning_tree: bool,
 }
 
@@ -167,7 +171,7 @@ impl Link {
         self.kind == LinkKind::Bridge
     }
 
-    /// Whether it is an intermediate functional block.
+    /// Whether it is an ifb (intermediate functional block).
     pub fn is_ifb(&self) -> bool {
         self.kind == LinkKind::Other("ifb".to_owned())
     }
@@ -179,22 +183,29 @@ impl Link {
 }
 
 impl Netlink {
-    /// The interface of that name (or alternative name) in this connection's namespace.
+    /// Returns the interface with this name or alternative name in this socket's namespace, or
+    /// `None` if there is none.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn find_link(&self, name: &str) -> Result<Option<Link>> {
-        // The kernel refuses such a name as a malformed question; there can be none.
+        // The kernel would refuse the request, because no interface can have such a name.
         if name.is_empty() || name.len() > NAME_MAX {
             return Ok(None);
         }
         self.get_link(0, Some(name)).map_err(|cause| Error::new(format_args!("failed to look up {name}"), cause))
     }
 
-    /// The interface of that index.
+    /// Returns the interface with this index, or `None` if there is none.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn find_link_by_index(&self, index: u32) -> Result<Option<Link>> {
         self.get_link(index, None)
             .map_err(|cause| Error::new(format_args!("failed to look up interface {index}"), cause))
     }
 
-    /// The interface of that name, which must exist.
+    /// Returns the interface with this name, which must exist.
     ///
     /// # Errors
     /// `failed to find NAME: Link not found`, with [`Error::is_not_found`].
@@ -202,38 +213,49 @@ impl Netlink {
         self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Reason::LinkNotFound))
     }
 
-    /// Whether the namespace of a veth's other end is being torn down. The kernel removes the link
-    /// itself a moment later; on a busy machine that takes a second.
+    /// Whether the namespace of a veth's other end is being deleted. The kernel then deletes the
+    /// link itself soon, on a busy machine after a second.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
         let (Some(number), Some(index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
-        // NETNSA_NSID_NOT_ASSIGNED: the namespace has lost its ID, and gets no new one.
+        // NETNSA_NSID_NOT_ASSIGNED: a namespace that is being deleted loses its ID.
         if number < 0 {
             return Ok(true);
         }
         let request = LinkRequest::new(index).netns_id(number).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
         match self.get(Kind::GetLink, &request) {
-            // The ID of a namespace that no process and no file holds any more.
+            // The kernel's answer for an ID whose namespace is being deleted.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
-            // The other end has gone since this one was read, and this one with it, or was moved.
+            // The other end was deleted since this end was read, and this end with it, or was moved
+            // to another namespace.
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),
             Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
             Ok(_) => Ok(false),
         }
     }
 
-    /// Every interface of the namespace.
+    /// Returns all interfaces of the namespace.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn list_links(&self) -> Result<Vec<Link>> {
         self.list(None).map_err(|cause| Error::new("failed to list the interfaces", cause))
     }
 
-    /// The ports of a bridge (or of any other master).
+    /// Returns the interfaces that are attached to a bridge or VRF.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn list_ports(&self, bridge_index: u32) -> Result<Vec<Link>> {
         self.list(Some(bridge_index)).map_err(|cause| {
             Error::new(format_args!("failed to list the ports of {}", self.label(bridge_index)), cause)
         })
     }
 
-    /// One link by name or index.
+    /// Returns the link with this index, or with this name if the index is 0. Returns `None` if
+    /// there is none.
     pub(crate) fn get_link(&self, index: u32, name: Option<&str>) -> Result<Option<Link>, Cause> {
         let request = LinkRequest::new(index).optional(name, LinkRequest::name);
         match self.get(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS)) {
@@ -246,14 +268,17 @@ impl Netlink {
         }
     }
 
+    /// Returns all interfaces, or those that are attached to `master`.
     fn list(&self, master: Option<u32>) -> Result<Vec<Link>, Cause> {
         let request = LinkRequest::new(0).optional(master, LinkRequest::master);
         let links = self.dump(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS))?;
+        // Old kernels ignore the master in the request and send all links.
         let links = links.iter().filter_map(decode);
         Ok(links.filter(|link| master.is_none() || link.master == master).collect())
     }
 
-    /// The name of an interface for an error's text; asked for only when there is an error.
+    /// Returns the name of an interface for an error message, or `interface INDEX` if it is not
+    /// known.
     pub(crate) fn label(&self, index: u32) -> String {
         match self.get_link(index, None) {
             Ok(Some(link)) => link.name,
@@ -262,7 +287,7 @@ impl Netlink {
     }
 }
 
-/// Header and attributes of a link in an answer. `None` for other messages.
+/// Returns the header and the attributes of an answer about a link, or `None` for another message.
 pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     let body = reply.body(Kind::NewLink)?;
     let header = LinkHeader::parse(body).ok()?;
@@ -270,10 +295,10 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     Some((header, attributes))
 }
 
-/// A link out of an answer. `None` for other messages.
+/// Decodes an answer about a link. Returns `None` for another or a malformed message.
 ///
-/// By hand: the packet crate reads everything that any kind of link can say of itself, and fails
-/// altogether where one attribute is not as it expects. See ARCHITECTURE.md, "Dependencies".
+/// The packet crate's decoder is not used: it fails if a single attribute of any kind of link is
+/// not as it expects, and it makes each binary larger. See ARCHITECTURE.md, "Dependencies".
 pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     let (header, all) = parts(reply)?;
     let mut link = Link {
@@ -307,14 +332,14 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
             libc::IFLA_IFNAME => link.name = text(value),
             libc::IFLA_ADDRESS => link.mac = Mac::from_slice(value),
             libc::IFLA_MTU => link.mtu = number(value)?,
-            libc::IFLA_OPERSTATE => link.oper_state = judgement(State::from(*value.first()?)),
+            libc::IFLA_OPERSTATE => link.oper_state = oper_state(State::from(*value.first()?)),
             libc::IFLA_PROMISCUITY => link.promiscuity = number(value)?,
             libc::IFLA_TXQLEN => link.txqlen = number(value)?,
             libc::IFLA_GROUP => link.group = number(value)?,
             libc::IFLA_IFALIAS => link.alias = Some(text(value)),
             libc::IFLA_MASTER => link.master = Some(number(value)?),
             libc::IFLA_LINK => link.peer_index = Some(number(value)?),
-            // -1: the namespace has no number here.
+            // -1 if the other namespace has no ID in this one.
             libc::IFLA_LINK_NETNSID => link.peer_netnsid = Some(number(value)?.cast_signed()),
             libc::IFLA_LINKINFO => decode_info(&mut link, value),
             _ => {}
@@ -328,7 +353,8 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     Some(link)
 }
 
-fn judgement(state: State) -> OperState {
+/// Converts the packet crate's operational state.
+fn oper_state(state: State) -> OperState {
     match state {
         State::Up => OperState::Up,
         State::Dormant => OperState::Dormant,
@@ -337,6 +363,7 @@ fn judgement(state: State) -> OperState {
     }
 }
 
+/// Decodes a 32-bit number.
 fn number(value: &[u8]) -> Option<u32> {
     value.first_chunk().copied().map(u32::from_ne_bytes)
 }
@@ -371,6 +398,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
     }
 }
 
+/// Decodes the options of a bridge.
 fn decode_bridge(options: &[u8]) -> BridgeInfo {
     const IFLA_BR_STP_STATE: u16 = 5;
     const IFLA_BR_VLAN_DEFAULT_PVID: u16 = 39;
@@ -388,6 +416,7 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
     bridge
 }
 
+/// Decodes the options of a bridge's port.
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
     let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false };
@@ -408,7 +437,7 @@ fn decode_port(options: &[u8]) -> Port {
     port
 }
 
-/// Whether any of its bytes says so: switches have one byte, the spanning tree's has four.
+/// Whether a switch is on, whose value has one byte, or four for the spanning tree protocol.
 fn is_on(value: &[u8]) -> bool {
     value.iter().any(|byte| *byte != 0)
 }

@@ -17,16 +17,16 @@ use crate::netns::Netns;
 /// The length of `struct ifinfomsg` in bytes.
 const HEADER: usize = 16;
 
-/// `AF_BRIDGE` of the kernel, in the one byte that a header has for it.
+/// `AF_BRIDGE` of the kernel, as the byte of the header for the address family.
 const AF_BRIDGE: u8 = 7;
 
-/// In the options of a veth: the other end, as a request of its own.
+/// The option of a veth for its other end, whose value has the form of a request about that link.
 const VETH_INFO_PEER: u16 = 1;
 
-/// In `IFLA_AF_SPEC` of a bridge: a VLAN, as `struct bridge_vlan_info`.
+/// The attribute in `IFLA_AF_SPEC` for a VLAN of a bridge's port, as `struct bridge_vlan_info`.
 pub(crate) const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
 
-/// A request about one link. The methods add to it and return it.
+/// A request about one link. Each method adds one property to the request and returns it.
 #[derive(Clone, Debug)]
 pub(crate) struct LinkRequest {
     family: u8,
@@ -49,7 +49,7 @@ impl LinkRequest {
         self.index
     }
 
-    /// Makes it a request to the bridge code of the kernel: `AF_BRIDGE`.
+    /// Sets the address family `AF_BRIDGE`: the request is about a port of a bridge.
     pub(crate) fn of_bridge(mut self) -> LinkRequest {
         self.family = AF_BRIDGE;
         self
@@ -69,7 +69,7 @@ impl LinkRequest {
         self
     }
 
-    /// Adds what `add` adds for the value, if there is one.
+    /// Calls `add` with the value, if there is one.
     pub(crate) fn optional<T>(self, value: Option<T>, add: fn(LinkRequest, T) -> LinkRequest) -> LinkRequest {
         match value {
             Some(value) => add(self, value),
@@ -91,46 +91,52 @@ impl LinkRequest {
         self.with(kind, &terminated(value))
     }
 
+    /// Sets the name.
     pub(crate) fn name(self, name: &str) -> LinkRequest {
         self.with_text(libc::IFLA_IFNAME, name)
     }
 
+    /// Sets the alias.
     pub(crate) fn alias(self, alias: &str) -> LinkRequest {
         self.with_text(libc::IFLA_IFALIAS, alias)
     }
 
+    /// Sets the hardware address.
     pub(crate) fn mac(self, mac: Mac) -> LinkRequest {
         self.with(libc::IFLA_ADDRESS, &mac.0)
     }
 
+    /// Sets the MTU in bytes.
     pub(crate) fn mtu(self, mtu: u32) -> LinkRequest {
         self.with_number(libc::IFLA_MTU, mtu)
     }
 
+    /// Sets the length of the transmit queue in packets.
     pub(crate) fn txqlen(self, packets: u32) -> LinkRequest {
         self.with_number(libc::IFLA_TXQLEN, packets)
     }
 
+    /// Sets the link group.
     pub(crate) fn group(self, group: u32) -> LinkRequest {
         self.with_number(libc::IFLA_GROUP, group)
     }
 
-    /// Names the bridge or VRF that the link is a port of; 0 for none.
+    /// Sets the index of the bridge or VRF that the link is attached to; 0 detaches it.
     pub(crate) fn master(self, index: u32) -> LinkRequest {
         self.with_number(libc::IFLA_MASTER, index)
     }
 
-    /// Names the link that this one is on top of.
+    /// Sets the index of the link that this one is on top of.
     pub(crate) fn on_top_of(self, index: u32) -> LinkRequest {
         self.with_number(libc::IFLA_LINK, index)
     }
 
-    /// Names the namespace that the link is created in or moved to.
+    /// Sets the namespace in which the link is created, or to which it is moved.
     pub(crate) fn netns(self, netns: &Netns) -> LinkRequest {
         self.with(libc::IFLA_NET_NS_FD, &netns.as_fd().as_raw_fd().to_ne_bytes())
     }
 
-    /// Looks the link up in the namespace that has this ID in the connection's namespace.
+    /// Makes the request about the link in the namespace with this ID.
     pub(crate) fn netns_id(self, id: i32) -> LinkRequest {
         self.with(libc::IFLA_IF_NETNSID, &id.to_ne_bytes())
     }
@@ -150,6 +156,8 @@ impl LinkRequest {
         self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
     }
 
+    /// Adds `IFLA_LINKINFO` with two attributes: the kind and, if there are any, the options. Each
+    /// is given with its attribute's number.
     fn info(self, (name, kind): (u16, &str), (data, options): (u16, &[u8])) -> LinkRequest {
         let mut info = new_attribute(name, &terminated(kind));
         if !options.is_empty() {
@@ -158,7 +166,7 @@ impl LinkRequest {
         self.with(libc::IFLA_LINKINFO, &info)
     }
 
-    /// Makes it a veth with this other end.
+    /// Sets the kind to veth, with this other end.
     pub(crate) fn veth(self, peer: &LinkRequest) -> LinkRequest {
         self.kind("veth", &new_attribute(VETH_INFO_PEER, &peer.bytes()))
     }

@@ -1,11 +1,11 @@
-//! A connection to the kernel's routing tables, and how a question is asked.
+//! A netlink socket for links, addresses, routes, rules, neighbours and traffic control.
 //!
-//! One [socket](socket::Socket) and no runtime, because nothing here ever waits for an event. This
-//! module knows requests, replies and errors; what links, addresses and routes are is known to the
-//! modules named after them.
+//! There is one [socket](socket::Socket) and no async runtime, because nothing here waits for an
+//! event. This module knows requests, answers and errors. The modules `link`, `addr`, `route` and
+//! so on know the objects.
 //!
-//! A connection belongs for life to the namespace in which it was opened, wherever its user
-//! goes later. Open one per namespace, with [`Netlink::open_in`], and never switch.
+//! A socket belongs to the network namespace in which it was opened, also when the thread enters
+//! another namespace later. So there is one socket for each namespace, from [`Netlink::open_in`].
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,22 +23,28 @@ pub mod wire;
 use socket::{Protocol, Socket};
 pub(crate) use wire::{attributes, text};
 
-/// How often an interrupted dump is begun again.
+/// How often a table is read if it changes meanwhile.
 const DUMP_ATTEMPTS: usize = 20;
 
-/// A connection to the routing tables of one network namespace.
+/// A netlink socket in one network namespace. Clones share the socket.
 #[derive(Clone, Debug)]
 pub struct Netlink {
     connection: Arc<Mutex<Socket>>,
 }
 
 impl Netlink {
-    /// Opens a connection to the calling thread's namespace.
+    /// Opens a socket in the calling thread's namespace.
+    ///
+    /// # Errors
+    /// The kernel refuses the socket.
     pub fn open() -> Result<Netlink> {
         open().map(Netlink::new).map_err(|error| Error::new("failed to open a netlink socket", error))
     }
 
-    /// Opens a connection to another namespace. Costs a visit to it.
+    /// Opens a socket in another namespace, for which the thread enters that namespace briefly.
+    ///
+    /// # Errors
+    /// The namespace cannot be entered, or the kernel refuses the socket.
     pub fn open_in(&self, netns: &Netns) -> Result<Netlink> {
         netns.run(open)?.map(Netlink::new).map_err(|error| {
             Error::new(format_args!("failed to open a netlink socket in {}", netns.path().display()), error)
@@ -49,56 +55,58 @@ impl Netlink {
         Netlink { connection: Arc::new(Mutex::new(connection)) }
     }
 
-    /// Sends a request that changes something, with `flags` beside REQUEST and ACK, and returns
-    /// what came before the acknowledgement.
+    /// Sends a request that changes something, and returns the messages before its acknowledgement.
+    /// NLM_F_REQUEST and NLM_F_ACK are added to `flags`.
     pub(crate) fn request(&self, kind: Kind, body: &dyn Body, flags: u16) -> Result<Vec<Reply>, Cause> {
         let request = Request { kind, body };
         self.exchange(request, flags | NLM_F_ACK).map(|answer| answer.messages)
     }
 
-    /// Asks for one thing. `None` if the answer is empty.
+    /// Requests one object. Returns `None` if the answer is empty.
     pub(crate) fn get(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, 0).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for one thing of traffic control. Kernels before 6.8 announce the answer, and send it
-    /// to the one who asked only as an echo.
+    /// Requests one object of traffic control. Kernels before 6.8 send such an answer as a
+    /// multicast message, and to this socket only with NLM_F_ECHO.
     pub(crate) fn get_echoed(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, NLM_F_ECHO).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for a whole table, or what of it matches `body`.
+    /// Requests a whole table, or the objects in it that match `body`.
     pub(crate) fn dump(&self, kind: Kind, body: &dyn Body) -> Result<Vec<Reply>, Cause> {
         until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP))
     }
 
+    /// Sends a request, collects the messages of its answer, and logs both.
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
-        // A panic of another user leaves nothing half done: what it did not read has another
-        // sequence number.
+        // After a panic of another user the socket can still be used: the rest of its answer has
+        // another sequence number and is skipped.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut messages = Vec::new();
         let answer = connection
             .ask(request.kind as u16, flags, &wire::emitted(request.body), &mut |message| {
                 messages.push(Reply { kind: message.kind, body: message.payload.to_vec() });
             })
-            .map(|undisturbed| Answer { messages, interrupted: !undisturbed });
+            .map(|is_consistent| Answer { messages, interrupted: !is_consistent });
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {
-            // A negative answer to a question is not a failure.
+            // That an object does not exist is not a failure, so the request is not logged.
             step.end(what, &answer);
         }
         answer
     }
 }
 
+/// Opens a socket for routing in the calling thread's namespace.
 fn open() -> io::Result<Socket> {
     Socket::open(Protocol::Route)
 }
 
-/// The request to the kernel, by the number of the message (`RTM_…`).
+/// The type of a message: its `RTM_…` number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub(crate) enum Kind {
@@ -125,12 +133,12 @@ pub(crate) enum Kind {
 
 /// The body of a request.
 pub(crate) trait Body: Emitable {
-    /// The same in words, for the log.
+    /// Returns the content in words, for the log.
     fn words(&self) -> Vec<String>;
 }
 
-/// A request. Not the packet crate's enum of all there are: a holder of that enum has the code to
-/// write, read and drop each of them, traffic control too.
+/// A request. The packet crate's enum of all requests is not used, because it links the code of
+/// every message into the binary.
 #[derive(Clone, Copy)]
 struct Request<'a> {
     kind: Kind,
@@ -138,9 +146,9 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// As the log names it.
+    /// Returns the name of the request in the log.
     fn name(self, flags: u16) -> String {
-        // The name of a list omits the list's filter.
+        // For a whole table, the filter is not part of the name.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
@@ -148,13 +156,13 @@ impl Request<'_> {
         format!("netlink {:?}{words}", self.kind)
     }
 
-    /// Byte for byte, without the header that is the same for all.
+    /// Returns the type and the body as hex digits, for the log.
     fn bytes(self) -> String {
         format!("type {}: {}", self.kind as u16, hex(&wire::emitted(self.body)))
     }
 }
 
-/// A message of the kernel's, to be read by the room that asked.
+/// A message of an answer, which the calling module decodes.
 #[derive(Clone, Debug)]
 pub(crate) struct Reply {
     kind: u16,
@@ -167,18 +175,23 @@ impl Reply {
         Reply { kind: kind as u16, body: body.to_vec() }
     }
 
-    /// The body of the message, if the message is of that kind.
+    /// Returns the body if the message has this type, else `None`.
     pub(crate) fn body(&self, kind: Kind) -> Option<&[u8]> {
-        (self.kind == kind as u16).then_some(&*self.body)
+        if self.kind == kind as u16 { Some(&self.body) } else { None }
     }
 }
 
+/// The answer to a request.
 struct Answer {
     messages: Vec<Reply>,
+    /// Whether the table changed while the kernel listed it.
     interrupted: bool,
 }
 
-/// Reads again what was interrupted, with a bound.
+/// Calls `read` until its answer was not interrupted.
+///
+/// # Errors
+/// All of [`DUMP_ATTEMPTS`] answers were interrupted.
 fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<Reply>, Cause> {
     for _ in 0..DUMP_ATTEMPTS {
         let answer = read()?;

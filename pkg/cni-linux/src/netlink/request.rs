@@ -1,7 +1,7 @@
-//! What a request says, in words: of what and with what, as ip(8) would have it typed.
+//! The content of requests in words, as the arguments of ip(8), for the log.
 //!
-//! Not by its `Debug`: the text of every message there is makes each binary half a megabyte larger.
-//! What is not put into words here is in the bytes.
+//! The messages' `Debug` is not used, because it makes each binary half a megabyte larger.
+//! Attributes that have no words here are only visible in the logged bytes.
 
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
@@ -12,6 +12,7 @@ use super::Body;
 use crate::mac::Mac;
 use crate::route;
 
+/// Formats the index of an interface.
 fn index(index: u32) -> String {
     format!("index {index}")
 }

@@ -1,55 +1,55 @@
-//! Messages and attributes of netlink: written, and read out of the kernel's bytes without trust.
+//! Encodes and decodes netlink messages and attributes.
 //!
-//! No input makes a reader panic; what a reader does not know it skips.
+//! The decoders skip what they do not know, and do not panic on any input.
 
 use netlink_packet_core::Emitable;
 
-/// A netlink message's header, and where its payload is.
+/// A netlink message.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
-    /// Type.
+    /// The type.
     pub kind: u16,
     /// `NLM_F_*`.
     pub flags: u16,
-    /// The request it answers.
+    /// The sequence number of the request that it answers.
     pub sequence: u32,
     /// The bytes after the header.
     pub payload: &'a [u8],
 }
 
-/// An answer: errno, then the request.
+/// The type of an acknowledgement: an errno, then the request.
 pub const NLMSG_ERROR: u16 = 2;
-/// The end of a dump.
+/// The type of the message that ends a table.
 pub(crate) const NLMSG_DONE: u16 = 3;
 
 /// The length of a message's header.
 pub(crate) const HEADER: usize = 16;
-/// The flag of an attribute whose value is attributes.
+/// The flag of an attribute whose value consists of attributes.
 const NLA_F_NESTED: u16 = 1 << 15;
 
 impl Message<'_> {
-    /// Appends the message's bytes, with the length that it has.
+    /// Appends the encoded message to `bytes`.
     pub fn write(&self, bytes: &mut Vec<u8>) {
         let begin = bytes.len();
         bytes.extend(u32::try_from(HEADER + self.payload.len()).unwrap_or(u32::MAX).to_ne_bytes());
         bytes.extend(self.kind.to_ne_bytes());
         bytes.extend(self.flags.to_ne_bytes());
         bytes.extend(self.sequence.to_ne_bytes());
-        // The port, which the kernel fills in.
+        // The sender's port, which the kernel fills in.
         bytes.extend([0; 4]);
         bytes.extend(self.payload);
         bytes.resize(begin + align(bytes.len() - begin), 0);
     }
 }
 
-/// The bytes that the packet crates write for the object.
+/// Encodes an object of the packet crates.
 pub fn emitted(object: &(impl Emitable + ?Sized)) -> Vec<u8> {
     let mut bytes = vec![0; object.buffer_len()];
     object.emit(&mut bytes);
     bytes
 }
 
-/// An attribute, padded.
+/// Encodes an attribute, with padding.
 pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let len = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
     let mut bytes = [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat();
@@ -57,43 +57,43 @@ pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// An attribute that consists of attributes.
+/// Encodes an attribute whose value consists of attributes.
 pub fn new_nest(kind: u16, attributes: &[u8]) -> Vec<u8> {
     new_attribute(kind | NLA_F_NESTED, attributes)
 }
 
-/// A length, padded as attributes and messages are.
+/// Rounds a length up to a multiple of 4, as the lengths of attributes and messages are padded.
 fn align(len: usize) -> usize {
     len.saturating_add(3) & !3
 }
 
-/// A number of the machine at that place.
+/// Returns the number in the machine's byte order at this position.
 fn u16_ne(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// A number of the machine at that place.
+/// Returns the number in the machine's byte order at this position.
 fn u32_ne(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// A number in the network's byte order, if there are just its bytes.
+/// Decodes a number in network byte order. Returns `None` if there are not four bytes.
 fn u32_be(bytes: &[u8]) -> Option<u32> {
     Some(u32::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// A number in the network's byte order, if there are just its bytes.
+/// Decodes a number in network byte order. Returns `None` if there are not eight bytes.
 pub fn u64_be(bytes: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// A text of the kernel's, up to its end.
+/// Decodes a text of the kernel, up to its terminating zero.
 pub fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
 }
 
-/// The messages of one datagram, up to the first that does not fit into it.
+/// Returns the messages of one datagram, up to the first malformed one.
 pub fn messages(mut datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
     std::iter::from_fn(move || {
         let len = usize::try_from(u32_ne(datagram, 0)?).ok()?;
@@ -108,7 +108,7 @@ pub fn messages(mut datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
     })
 }
 
-/// Attributes as (type, value), up to the first that does not fit.
+/// Returns the types and values of encoded attributes, up to the first malformed one.
 pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     const TYPE_MASK: u16 = 0x3fff;
     std::iter::from_fn(move || {
@@ -120,36 +120,40 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// The value of the first attribute of that kind.
+/// Returns the value of the first attribute of the type `wanted`.
 pub fn attribute(bytes: &[u8], wanted: u16) -> Option<&[u8]> {
     attributes(bytes).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
 }
 
-/// An attribute that is a number in the network's byte order.
+/// Returns the value of the first attribute of the type `wanted`, as a number in network byte
+/// order.
 pub fn number(bytes: &[u8], wanted: u16) -> Option<u32> {
     attribute(bytes, wanted).and_then(u32_be)
 }
 
-/// The kernel's answer to one message, or the end of a dump: an errno, 0 if all went well, and the
-/// extended text.
-pub fn answer(message: &Message<'_>) -> Option<(i32, Option<String>)> {
+/// Decodes an acknowledgement or the end of a table. Returns the errno, which is 0 on success, and
+/// the kernel's explanation. Returns `None` for a malformed message.
+pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     const NLM_F_CAPPED: u16 = 0x100;
     const NLM_F_ACK_TLVS: u16 = 0x200;
     const NLMSGERR_ATTR_MSG: u16 = 1;
     let code = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
-    let mut said = None;
-    if message.flags & NLM_F_ACK_TLVS != 0 {
-        // The request comes back before the attributes: its header alone if capped, else all of it.
-        // The end of a dump carries no request.
-        let request = match message.flags & NLM_F_CAPPED {
-            _ if message.kind == NLMSG_DONE => 0,
-            0 => usize::try_from(u32_ne(message.payload, 4)?).ok()?,
-            _ => HEADER,
-        };
-        let tlvs = message.payload.get(align(request).saturating_add(4)..).unwrap_or_default();
-        said = attribute(tlvs, NLMSGERR_ATTR_MSG).map(text);
+    // The kernel sends the negative errno.
+    let errno = code.saturating_neg().max(0);
+    if message.flags & NLM_F_ACK_TLVS == 0 {
+        return Some((errno, None));
     }
-    Some((code.saturating_neg().max(0), said))
+    // An acknowledgement contains the request between the errno and the attributes: only its header
+    // if the flag says so. The end of a table contains no request.
+    let request_len = if message.kind == NLMSG_DONE {
+        0
+    } else if message.flags & NLM_F_CAPPED != 0 {
+        HEADER
+    } else {
+        usize::try_from(u32_ne(message.payload, 4)?).ok()?
+    };
+    let attributes = message.payload.get(align(request_len).saturating_add(4)..).unwrap_or_default();
+    Some((errno, attribute(attributes, NLMSGERR_ATTR_MSG).map(text)))
 }
 
 #[cfg(test)]
@@ -164,7 +168,7 @@ mod tests {
     /// The answer to a request of which the header alone comes back.
     fn refused(code: i32, attributes: &[u8]) -> Option<(i32, Option<String>)> {
         let payload = [&code.to_ne_bytes(), &[0; HEADER][..], attributes].concat();
-        answer(&Message { kind: NLMSG_ERROR, flags: 0x300, sequence: 0, payload: &payload })
+        outcome(&Message { kind: NLMSG_ERROR, flags: 0x300, sequence: 0, payload: &payload })
     }
 
     #[test]

@@ -1,10 +1,9 @@
-//! One JSON document, read the way Go's decoder reads it.
+//! Parses JSON by the rules of Go's `encoding/json`.
 //!
-//! Configurations in the field were written against Go's `encoding/json`: keys of structures match
-//! whatever their case, `null` means the default, and of duplicate keys the last one counts.
-//! serde_json refuses all three, so its tokens are first collected into a [`Json`] tree, which
-//! keeps order and duplicates, and structures are then decoded from the tree with plain
-//! `#[derive(Deserialize)]`.
+//! Existing configurations rely on these rules: keys of structures match in any case, `null` means
+//! the default, and of duplicate keys the last one counts. serde_json refuses all three. So a
+//! document is first parsed into a [`Json`] tree, which keeps order and duplicates, and structures
+//! with a plain `#[derive(Deserialize)]` are then decoded from the tree.
 //!
 //! Keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
 
@@ -14,10 +13,10 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
-/// How deep objects and arrays may nest.
+/// The greatest depth of nested objects and arrays.
 pub const MAX_DEPTH: usize = 128;
 
-/// A JSON value that remembers the order of keys and their duplicates.
+/// A JSON value. Objects keep the order of their keys, and duplicates.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Json {
     /// `null`
@@ -30,11 +29,11 @@ pub enum Json {
     String(String),
     /// `[...]`
     Array(Vec<Json>),
-    /// `{...}`, every member in the order given, duplicates included.
+    /// `{...}`, with all members in the document's order, duplicates included.
     Object(Vec<(String, Json)>),
 }
 
-/// Why a document could not be read or a structure not be decoded: `path: reason`.
+/// A document could not be parsed, or a structure not be decoded. Displays as `path: reason`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct JsonError {
     path: String,
@@ -42,54 +41,60 @@ pub struct JsonError {
 }
 
 impl Json {
-    /// Reads one document. Bytes that are not UTF-8 become U+FFFD, as in Go.
+    /// Parses one document. Bytes that are not UTF-8 become U+FFFD, as in Go.
     ///
     /// # Errors
-    /// Invalid JSON, text after the document, and nesting deeper than [`MAX_DEPTH`].
+    /// Invalid JSON, text after the document, or nesting deeper than [`MAX_DEPTH`].
     pub fn parse(bytes: &[u8]) -> Result<Json, JsonError> {
         check_depth(bytes)?;
         let text = String::from_utf8_lossy(bytes);
         let mut reader = serde_json::Deserializer::from_str(&text);
-        reader.disable_recursion_limit(); // the depth was just checked
+        reader.disable_recursion_limit(); // `check_depth` has checked the depth
         let json = Json::deserialize(&mut reader).map_err(JsonError::new)?;
         reader.end().map_err(JsonError::new)?;
         Ok(json)
     }
 
-    /// The member of a structure: its name in any case, the last that is not `null`.
+    /// Returns the member of an object whose key is `name` in any case. Of duplicates, returns the
+    /// last one that is not `null`. Returns `None` if there is none, or if this is not an object.
     pub fn get(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
-        members.iter().rev().find(|(key, value)| key.eq_ignore_ascii_case(name) && *value != Json::Null).map(|m| &m.1)
+        let (_, value) =
+            members.iter().rev().find(|(key, value)| key.eq_ignore_ascii_case(name) && *value != Json::Null)?;
+        Some(value)
     }
 
-    /// Like [`get`](Json::get), but distinguishes `null` from absent.
+    /// Returns the same as [`get`](Json::get), but `Some(Json::Null)` if the member exists and is
+    /// `null`.
     pub fn get_or_null(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
-        self.get(name).or_else(|| members.iter().rev().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|m| &m.1))
+        let exists = members.iter().any(|(key, _)| key.eq_ignore_ascii_case(name));
+        if exists { Some(self.get(name).unwrap_or(&Json::Null)) } else { None }
     }
 
-    /// The text of a string.
+    /// Returns the text of a string, or `None` for another value.
     pub fn as_str(&self) -> Option<&str> {
         if let Json::String(text) = self { Some(text) } else { None }
     }
 
-    /// Decodes a structure by Go's rules; keys it does not know are ignored.
+    /// Decodes a structure by Go's rules. Ignores keys that `T` does not have.
     ///
     /// # Errors
-    /// A value of the wrong type, named by its path.
+    /// A value has the wrong type; the error has its path.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, JsonError> {
-        T::deserialize(Reader { json: self, watch: None })
+        T::deserialize(Reader { json: self, recorder: None })
     }
 
-    /// The keys that `T` does not know, wherever it reads a structure: what
-    /// [`decode`](Json::decode) ignores. A value of the wrong type ends the search.
+    /// Returns the keys that [`decode`](Json::decode) ignores, because `T` and the structures in it
+    /// do not have them. A value of a wrong type ends the search.
     pub fn unknown_keys<T: DeserializeOwned>(&self) -> Vec<UnknownKey> {
-        let watch = Watch::default();
-        // Errors of values are reported by decode.
-        let _ = T::deserialize(Reader { json: self, watch: Some(&watch) });
-        watch.unknown.into_inner()
+        let recorder = UnknownKeyRecorder::default();
+        // A value of a wrong type is reported by `decode`.
+        let _ = T::deserialize(Reader { json: self, recorder: Some(&recorder) });
+        recorder.unknown.into_inner()
     }
 
+    /// Returns the kind of this value for serde's message about a wrong type.
     fn kind(&self) -> de::Unexpected<'_> {
         match self {
             Json::Null => de::Unexpected::Unit,
@@ -102,7 +107,11 @@ impl Json {
     }
 }
 
-/// Counts brackets outside strings: cheap, and independent of what serde_json's own limit may be.
+/// Checks the depth of nesting by counting the brackets outside of strings, before serde_json,
+/// whose own limit is switched off, recurses into them.
+///
+/// # Errors
+/// The document is nested deeper than [`MAX_DEPTH`].
 fn check_depth(bytes: &[u8]) -> Result<(), JsonError> {
     let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
     for byte in bytes {
@@ -188,17 +197,20 @@ impl<'de> Deserialize<'de> for Json {
 }
 
 impl JsonError {
+    /// Returns an error about the document as a whole.
     fn new(reason: impl fmt::Display) -> JsonError {
         JsonError { path: String::new(), reason: reason.to_string() }
     }
 
+    /// Puts a key, or an index as `[0]`, before the path.
     fn under(mut self, segment: impl fmt::Display) -> JsonError {
-        let gap = if self.path.is_empty() || self.path.starts_with('[') { "" } else { "." };
-        self.path = format!("{segment}{gap}{}", self.path);
+        let separator = if self.path.is_empty() || self.path.starts_with('[') { "" } else { "." };
+        self.path = format!("{segment}{separator}{}", self.path);
         self
     }
 
-    /// Where in the document, as `ipam.ranges[0]`; empty for the document itself.
+    /// Returns the place in the document, such as `ipam.ranges[0]`, or the empty string for the
+    /// whole document.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -219,63 +231,75 @@ impl de::Error for JsonError {
     }
 }
 
-/// A key that a structure does not know.
+/// A key of a document that the decoded structure does not have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownKey {
-    /// Where, as `ipam.ranges[0][0].subnets`, the key included.
+    /// The path of the key, for example `ipam.ranges[0][0].subnets`.
     pub path: String,
-    /// The keys that the structure knows.
+    /// The keys that the structure has.
     pub known: &'static [&'static str],
 }
 
-/// Writes down the keys that structures do not know, while a tree is decoded.
+/// Records the unknown keys while a tree is decoded.
 #[derive(Default)]
-struct Watch {
+struct UnknownKeyRecorder {
+    /// The keys and indexes from the document to the value that is being decoded.
     path: RefCell<Vec<String>>,
+    /// The unknown keys so far.
     unknown: RefCell<Vec<UnknownKey>>,
 }
 
-impl Watch {
-    fn structure(&self, json: &Json, known: &'static [&'static str]) {
+impl UnknownKeyRecorder {
+    /// Records the keys of the object `json` that are not in `known`, the keys of the structure
+    /// that is decoded from it.
+    fn record(&self, json: &Json, known: &'static [&'static str]) {
         let Json::Object(members) = json else { return };
-        for (key, _) in members.iter().filter(|(key, _)| !known.iter().any(|name| name.eq_ignore_ascii_case(key))) {
+        for (key, _) in members {
+            if known.iter().any(|name| name.eq_ignore_ascii_case(key)) {
+                continue;
+            }
             let path = self.path.borrow().iter().fold(String::new(), |path, segment| join(&path, segment));
             self.unknown.borrow_mut().push(UnknownKey { path: join(&path, key), known });
         }
     }
 }
 
-/// `ipam` and `ranges` are `ipam.ranges`; `ranges` and `[0]` are `ranges[0]`.
+/// Appends a key or an index to a path: `ipam` and `ranges` give `ipam.ranges`, `ranges` and `[0]`
+/// give `ranges[0]`.
 fn join(path: &str, segment: &str) -> String {
-    let gap = if path.is_empty() || segment.starts_with('[') { "" } else { "." };
-    format!("{path}{gap}{segment}")
+    let separator = if path.is_empty() || segment.starts_with('[') { "" } else { "." };
+    format!("{path}{separator}{segment}")
 }
 
-/// Decodes from a tree.
+/// A serde deserializer that reads a value of a tree.
 #[derive(Clone, Copy)]
 struct Reader<'a> {
     json: &'a Json,
-    watch: Option<&'a Watch>,
+    /// Records unknown keys, if the caller asks for them.
+    recorder: Option<&'a UnknownKeyRecorder>,
 }
 
 impl Reader<'_> {
-    /// Decodes what is below `segment`.
+    /// Calls `decode` with this reader, while `segment`, its key or index, is part of the
+    /// recorder's path.
     fn below<T>(self, segment: impl FnOnce() -> String, decode: impl FnOnce(Self) -> T) -> T {
-        let Some(watch) = self.watch else { return decode(self) };
-        watch.path.borrow_mut().push(segment());
+        let Some(recorder) = self.recorder else { return decode(self) };
+        recorder.path.borrow_mut().push(segment());
         let decoded = decode(self);
-        watch.path.borrow_mut().pop();
+        recorder.path.borrow_mut().pop();
         decoded
     }
 }
 
 impl<'a> Reader<'a> {
+    /// Returns the error about a value of the wrong type.
     fn mismatch<'de, V: Visitor<'de>>(&self, visitor: &V) -> JsonError {
         de::Error::invalid_type(self.json.kind(), visitor)
     }
 }
 
-/// The scalars: `null` is the type's zero, everything else must fit exactly.
+/// Defines the methods for scalars: `null` gives the type's zero, any other value must have the
+/// type.
 macro_rules! scalars {
     ($($method:ident => $zero:ident($value:expr)),* $(,)?) => {$(
         fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
@@ -296,7 +320,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
             Json::Bool(value) => visitor.visit_bool(*value),
             Json::Number(number) => number.deserialize_any(visitor).map_err(JsonError::new),
             Json::String(text) => visitor.visit_str(text),
-            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, watch: self.watch }),
+            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, recorder: self.recorder }),
             Json::Object(_) => self.deserialize_map(visitor),
         }
     }
@@ -334,8 +358,8 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
 
     fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
         match self.json {
-            Json::Null => visitor.visit_seq(Items { items: [].iter(), index: 0, watch: self.watch }),
-            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, watch: self.watch }),
+            Json::Null => visitor.visit_seq(Items { items: [].iter(), index: 0, recorder: self.recorder }),
+            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, recorder: self.recorder }),
             _ => Err(self.mismatch(&visitor)),
         }
     }
@@ -353,31 +377,31 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         self.deserialize_seq(visitor)
     }
 
-    /// A map: keys as they are written, in order, duplicates included (the collecting type
-    /// decides).
+    /// Passes all members in the document's order. Which of duplicates counts is up to the type
+    /// that collects them.
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
         match self.json {
             Json::Null => {
-                visitor.visit_map(Members { members: Vec::new().into_iter(), value: None, watch: self.watch })
+                visitor.visit_map(Members { members: Vec::new().into_iter(), value: None, recorder: self.recorder })
             }
             Json::Object(members) => visitor.visit_map(Members {
                 members: members.iter().map(|(key, value)| (key.as_str(), value)).collect::<Vec<_>>().into_iter(),
                 value: None,
-                watch: self.watch,
+                recorder: self.recorder,
             }),
             _ => Err(self.mismatch(&visitor)),
         }
     }
 
-    /// A structure: each known field at most once, under its own spelling.
+    /// Passes each field that the object has, once and in the structure's spelling.
     fn deserialize_struct<V: Visitor<'de>>(
         self,
         _: &'static str,
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, JsonError> {
-        if let Some(watch) = self.watch {
-            watch.structure(self.json, fields);
+        if let Some(recorder) = self.recorder {
+            recorder.record(self.json, fields);
         }
         match self.json {
             Json::Null | Json::Object(_) => visitor.visit_map(Members {
@@ -387,7 +411,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
                     .collect::<Vec<_>>()
                     .into_iter(),
                 value: None,
-                watch: self.watch,
+                recorder: self.recorder,
             }),
             _ => Err(self.mismatch(&visitor)),
         }
@@ -414,10 +438,11 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     }
 }
 
+/// The elements of an array, for serde.
 struct Items<'a> {
     items: std::slice::Iter<'a, Json>,
     index: usize,
-    watch: Option<&'a Watch>,
+    recorder: Option<&'a UnknownKeyRecorder>,
 }
 
 impl<'de> SeqAccess<'de> for Items<'_> {
@@ -427,16 +452,18 @@ impl<'de> SeqAccess<'de> for Items<'_> {
         let Some(item) = self.items.next() else { return Ok(None) };
         let index = self.index;
         self.index += 1;
-        let reader = Reader { json: item, watch: self.watch };
+        let reader = Reader { json: item, recorder: self.recorder };
         let decoded = reader.below(|| format!("[{index}]"), |reader| seed.deserialize(reader));
         decoded.map(Some).map_err(|error| error.under(format_args!("[{index}]")))
     }
 }
 
+/// The members of an object, for serde.
 struct Members<'a> {
     members: std::vec::IntoIter<(&'a str, &'a Json)>,
+    /// The member whose key has been read and whose value has not.
     value: Option<(&'a str, &'a Json)>,
-    watch: Option<&'a Watch>,
+    recorder: Option<&'a UnknownKeyRecorder>,
 }
 
 impl<'de> MapAccess<'de> for Members<'_> {
@@ -454,7 +481,7 @@ impl<'de> MapAccess<'de> for Members<'_> {
         let Some((key, value)) = self.value.take() else {
             return Err(JsonError::new("a value was asked for before its key"));
         };
-        let reader = Reader { json: value, watch: self.watch };
+        let reader = Reader { json: value, recorder: self.recorder };
         reader.below(|| key.to_owned(), |reader| seed.deserialize(reader)).map_err(|error| error.under(key))
     }
 }

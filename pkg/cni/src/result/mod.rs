@@ -1,11 +1,11 @@
-//! The result of an ADD: one type, in the newest shape.
+//! The result of an ADD, as one type for all specification versions.
 //!
-//! All code works on [`AddResult`]; the older shapes exist only in `wire`, which reads and writes
-//! them. A result of a delegate or in `prevResult` is decoded by its own version. The answer is
-//! encoded in the version of the configuration; if that cannot express it, the call fails while
-//! everything can still be rolled back.
+//! All code uses [`AddResult`], which has the fields of the newest version. Only `wire` knows the
+//! older forms of the JSON. A result of a delegate or in `prevResult` is decoded by its own
+//! version. The answer to the runtime is encoded in the configuration's version. If that version
+//! cannot express the result, ADD fails and is rolled back.
 //!
-//! 0 is a value: a route's table 0 or an IP's interface 0 is kept, an absent one stays absent.
+//! The number 0 and an absent number differ: a route's table 0 or an IP's interface 0 is kept.
 
 use std::net::IpAddr;
 
@@ -23,15 +23,15 @@ pub use unknown::Unknown;
 /// The result of an ADD: interfaces, addresses, routes, name servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AddResult {
-    /// Every interface made or used, on the host and in the container.
+    /// All interfaces that were created or used, on the host and in the container.
     pub interfaces: Vec<Interface>,
-    /// The addresses, each perhaps with the index of its interface.
+    /// The addresses.
     pub ips: Vec<IpConfig>,
     /// The routes.
     pub routes: Vec<Route>,
-    /// Name resolution.
+    /// The name resolution.
     pub dns: Dns,
-    /// The keys that this crate does not know. Encoded again in the same place.
+    /// The keys that this crate does not know, which are encoded again in the same place.
     pub unknown: Unknown,
 }
 
@@ -39,21 +39,21 @@ pub struct AddResult {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Interface {
-    /// Its name in its namespace.
+    /// The name in its namespace.
     pub name: String,
-    /// Its hardware address, lower case with colons; empty if unknown.
+    /// The hardware address in lower case with colons, or the empty string if it is not known.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub mac: String,
-    /// Its MTU in bytes; 1.1.0.
+    /// The MTU in bytes (since 1.1.0).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// The path of its network namespace; empty on the host.
+    /// The path of the network namespace, or the empty string on the host.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub sandbox: String,
-    /// A socket behind it; 1.1.0.
+    /// The path of the socket file of an interface that is not in the kernel (since 1.1.0).
     #[serde(rename = "socketPath", skip_serializing_if = "String::is_empty")]
     pub socket_path: String,
-    /// The PCI device below it; 1.1.0.
+    /// The address of the PCI device (since 1.1.0).
     #[serde(rename = "pciID", skip_serializing_if = "String::is_empty")]
     pub pci_id: String,
 }
@@ -61,29 +61,29 @@ pub struct Interface {
 /// An address of a result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IpConfig {
-    /// The index of its interface in [`AddResult::interfaces`].
+    /// The position of the address's interface in [`AddResult::interfaces`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub interface: Option<usize>,
     /// The address and its prefix length.
     pub address: Cidr,
-    /// The gateway of its network.
+    /// The gateway of the address's network.
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "optional_address")]
     pub gateway: Option<IpAddr>,
 }
 
-/// A route of a result. All keys stay in every version from 0.3.0 on: an IPAM plugin
-/// hands them to its caller. A 0 stays in `table` and `scope` alone, as in Go.
+/// A route of a result. From version 0.3.0 on, all keys are encoded, because an IPAM plugin passes
+/// them to its caller. As in Go, only `table` and `scope` distinguish 0 from an absent value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
-    /// The destination; host bits as they were given.
+    /// The destination, with the host bits that were given.
     pub dst: Cidr,
-    /// The next hop; absent means the address's gateway.
+    /// The gateway. `None` means the gateway of the container's address.
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "optional_address")]
     pub gw: Option<IpAddr>,
     /// The path MTU in bytes.
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "unless_zero")]
     pub mtu: Option<u32>,
-    /// The advertised segment size in bytes.
+    /// The advertised maximum segment size in bytes.
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "unless_zero")]
     pub advmss: Option<u32>,
     /// The metric.
@@ -98,13 +98,13 @@ pub struct Route {
 }
 
 impl Route {
-    /// A route with nothing but its destination and next hop.
+    /// Returns a route that has only a destination and a gateway.
     pub fn new(dst: Cidr, gw: Option<IpAddr>) -> Route {
         Route { dst, gw, mtu: None, advmss: None, priority: None, table: None, scope: None }
     }
 }
 
-/// Name resolution for the container.
+/// The name resolution of the container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Dns {
@@ -123,43 +123,43 @@ pub struct Dns {
 }
 
 impl Dns {
-    /// Whether nothing is set.
+    /// Whether no field is set.
     pub fn is_empty(&self) -> bool {
         *self == Dns::default()
     }
 }
 
-/// Why a result could not be decoded, or not be expressed in a version. Displays Go's text where it
-/// has one.
+/// A result could not be decoded, or not be expressed in a version. Displays Go's text if there is
+/// one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResultError {
-    /// The JSON does not have the shape of its version.
+    /// The JSON does not have the form of its version.
     #[error("{0}")]
     Json(JsonError),
-    /// The result names a version that its family does not have.
+    /// The result has a version of another form of results than the configuration's version.
     #[error(
         "result type supports [{}] but unmarshalled CNIVersion is \"{found}\"",
         .family.versions().map(Version::as_str).collect::<Vec<_>>().join(" ")
     )]
     WrongVersion {
-        /// The versions of the family that was asked for.
+        /// The form of results that was expected.
         family: Shape,
-        /// The value in the result.
+        /// The result's `cniVersion`.
         found: String,
     },
     /// The result names an unknown version.
     #[error("unsupported CNI result version \"{0}\"")]
     UnknownVersion(String),
-    /// 0.1.0 and 0.2.0 cannot say anything without an address.
+    /// A result of 0.1.0 or 0.2.0 must have an address.
     #[error("cannot convert: no valid IP addresses")]
     NoAddress,
 }
 
 impl AddResult {
-    /// Reads a result that says itself which version it has; one that does not has `default`.
+    /// Decodes a result in the version that its `cniVersion` names, or in `default` if it has none.
     ///
     /// # Errors
-    /// [`ResultError`]
+    /// The version is unknown, or the JSON does not have its form.
     pub fn decode(json: &Json, default: Version) -> Result<AddResult, ResultError> {
         let version = match version_text(json)? {
             "" => default,
@@ -168,11 +168,11 @@ impl AddResult {
         wire::decode(json, version.shape())
     }
 
-    /// Reads a result that must be of the same family of shapes as `version`, as Go reads
-    /// `prevResult`.
+    /// Decodes a result whose `cniVersion`, if it has one, must use the same form of results as
+    /// `version`. Go decodes `prevResult` so.
     ///
     /// # Errors
-    /// [`ResultError`]
+    /// The result has a version of another form, or the JSON does not have this form.
     pub fn decode_as(json: &Json, version: Version) -> Result<AddResult, ResultError> {
         let found = version_text(json)?;
         let family = version.shape();
@@ -182,13 +182,13 @@ impl AddResult {
         wire::decode(json, family)
     }
 
-    /// Returns the index of a container's interface: CNI_IFNAME in CNI_NETNS, compared as texts.
+    /// Returns the position of the interface with this name and sandbox in
+    /// [`interfaces`](AddResult::interfaces), or `None` if there is none.
     pub fn find_interface(&self, name: &str, sandbox: &str) -> Option<usize> {
         self.interfaces.iter().position(|interface| interface.name == name && interface.sandbox == sandbox)
     }
 
-    /// Writes the result in the shape of `version`: four spaces of indentation, no newline at the
-    /// end, as Go writes.
+    /// Encodes the result in `version` as indented JSON, as the Go plugins print it.
     ///
     /// # Errors
     /// [`ResultError::NoAddress`]
@@ -196,7 +196,7 @@ impl AddResult {
         Ok(pretty(&self.to_value(version)?))
     }
 
-    /// The same as one JSON value with its `cniVersion`, for a `prevResult` or a cache.
+    /// Converts the result to a JSON value of `version`, for a `prevResult` or the result cache.
     ///
     /// # Errors
     /// [`ResultError::NoAddress`]
@@ -205,11 +205,12 @@ impl AddResult {
     }
 }
 
-/// A result in the shape of some version, ready to be serialized.
+/// A result in the form of one version, which serializes to JSON.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
 pub struct Encoded<'a>(wire::Wire<'a>);
 
+/// Returns the result's `cniVersion`, or the empty string if it is absent.
 fn version_text(json: &Json) -> Result<&str, ResultError> {
     match json.get("cniVersion") {
         None => Ok(""),
@@ -218,7 +219,7 @@ fn version_text(json: &Json) -> Result<&str, ResultError> {
     }
 }
 
-/// An address that may be absent or, as Go's decoder has it, empty.
+/// Decodes an address. Returns `None` for an empty string, as Go does.
 fn optional_address<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<IpAddr>, D::Error> {
     match String::deserialize(deserializer)?.as_str() {
         "" => Ok(None),
@@ -230,20 +231,21 @@ fn optional_address<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result
     }
 }
 
-/// A number that is absent where it is 0, as Go writes these.
+/// Decodes a number. Returns `None` for 0, because Go does not encode 0 in these fields.
 fn unless_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
     Ok(Option::deserialize(deserializer)?.filter(|number| *number != 0))
 }
 
-/// JSON as the Go plugins print it: indented by four spaces, no newline at the end.
+/// Encodes a value as JSON in the way the Go plugins print it: indented by four spaces, without a
+/// newline at the end.
 pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1024);
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
     let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
-    // Our own types have string keys and a Vec never fails to grow: there is nothing that could
-    // fail here.
-    let written = value.serialize(&mut serializer);
-    debug_assert!(written.is_ok());
+    // Serializing fails only for map keys that are not strings, which no type here has, and for
+    // write errors, which a Vec does not have.
+    let serialized = value.serialize(&mut serializer);
+    debug_assert!(serialized.is_ok());
     bytes
 }
 

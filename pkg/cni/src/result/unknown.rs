@@ -1,22 +1,26 @@
-//! The members of a result that this crate does not know. A plugin that hands on a `prevResult`
-//! hands them on too.
+//! The keys of a result that this crate does not know. A plugin that passes `prevResult` on passes
+//! them on too.
 
 use serde_json::{Map, Value};
 
 use crate::json::Json;
 use crate::version::Shape;
 
-/// The unknown members of a result, each in its place: by name in objects, by position in arrays.
+/// The unknown keys of a result with their values, as a JSON value of the result's structure, in
+/// which the known keys are missing. Elements of arrays keep their positions; `null` if nothing is
+/// unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unknown(Value);
 
-/// A known member, and the members of the structure in it. Without any, all of the value is known.
+/// A known key, and the known keys of the object (or of the objects in the array) that is its
+/// value. An empty list means that the whole value is known.
 struct Known(&'static str, &'static [Known]);
 
 const DNS: Known =
     Known("dns", &[Known("nameservers", &[]), Known("domain", &[]), Known("search", &[]), Known("options", &[])]);
 
-/// The members of every version. One of another version's is dropped, not unknown.
+/// The known keys of results of 0.1.0 and 0.2.0. Keys of other versions are listed too, so that
+/// they are dropped instead of being passed on.
 const OLDEST: [Known; 7] = [
     Known("cniVersion", &[]),
     Known("ip4", &[]),
@@ -27,6 +31,7 @@ const OLDEST: [Known; 7] = [
     DNS,
 ];
 
+/// The known keys of results of 0.3.0 and newer.
 const IPS: [Known; 7] = [
     Known("cniVersion", &[]),
     Known("ip4", &[]),
@@ -59,7 +64,7 @@ const IPS: [Known; 7] = [
 ];
 
 impl Unknown {
-    /// The unknown members of a result in that shape.
+    /// Returns the unknown keys of a result that has the given form.
     pub(super) fn of(json: &Json, shape: Shape) -> Unknown {
         Unknown(match shape {
             Shape::Ip4Ip6 => unknown(json, &OLDEST),
@@ -67,7 +72,8 @@ impl Unknown {
         })
     }
 
-    /// Returns the unknown keys outside of list elements, which the oldest versions do not have.
+    /// Returns the unknown keys without those in elements of `interfaces`, `ips` and `routes`,
+    /// which results of 0.1.0 and 0.2.0 do not have.
     #[must_use]
     pub fn without_elements(&self) -> Unknown {
         let mut members = self.0.clone();
@@ -77,18 +83,18 @@ impl Unknown {
         Unknown(if members.as_object().is_some_and(Map::is_empty) { Value::Null } else { members })
     }
 
-    /// Whether there are none.
+    /// Whether there are no unknown keys.
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_null()
     }
 
-    /// Adds them to an encoded result.
+    /// Adds the unknown keys to an encoded result.
     pub(super) fn add_to(&self, result: &mut Value) {
         add(result, &self.0);
     }
 }
 
-/// Returns the part of `json` that is not known; `null` if nothing is unknown.
+/// Returns `json` without the keys in `known`; `null` if nothing else is in it.
 fn unknown(json: &Json, known: &[Known]) -> Value {
     match json {
         Json::Array(items) => {
@@ -96,25 +102,28 @@ fn unknown(json: &Json, known: &[Known]) -> Value {
             if items.iter().all(Value::is_null) { Value::Null } else { Value::Array(items) }
         }
         Json::Object(members) => {
-            let mut rest = Map::new();
+            let mut unknown_members = Map::new();
             for (key, value) in members {
                 match known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) {
-                    None => drop(rest.insert(key.clone(), Value::from(value))),
-                    // The last duplicate that is not null counts.
+                    None => drop(unknown_members.insert(key.clone(), Value::from(value))),
                     Some(Known(_, [])) => {}
                     Some(_) if *value == Json::Null => {}
+                    // Of duplicate keys, the last one that is not null counts, so it replaces what
+                    // an earlier one has left.
                     Some(Known(name, inner)) => match unknown(value, inner) {
-                        Value::Null => drop(rest.remove(*name)),
-                        value => drop(rest.insert((*name).to_owned(), value)),
+                        Value::Null => drop(unknown_members.remove(*name)),
+                        value => drop(unknown_members.insert((*name).to_owned(), value)),
                     },
                 }
             }
-            if rest.is_empty() { Value::Null } else { Value::Object(rest) }
+            if unknown_members.is_empty() { Value::Null } else { Value::Object(unknown_members) }
         }
         _ => Value::Null,
     }
 }
 
+/// Merges `unknown` into `result`: adds the members that `result` does not have, and merges the
+/// objects and the array elements that both have.
 fn add(result: &mut Value, unknown: &Value) {
     match (result, unknown) {
         (Value::Object(members), Value::Object(unknown)) => {

@@ -1,8 +1,9 @@
-//! The shapes a result has on the wire, and nothing else.
+//! Encodes and decodes the three forms that the JSON of a result has in the specification's
+//! versions.
 //!
-//! Up to 0.4.0 keys come in declared order and `dns` is always there; from 1.0.0 on keys are sorted
-//! and an empty `dns` is left out. Programs that compare texts exist, so both are kept. A result
-//! with unknown members is sorted in every version.
+//! As the Go plugins do, versions up to 0.4.0 print the keys in declared order and always `dns`;
+//! versions from 1.0.0 on print the keys sorted and leave an empty `dns` out. Some programs compare
+//! the texts. A result with keys that this crate does not know is sorted in every version.
 
 use std::collections::BTreeMap;
 
@@ -15,16 +16,24 @@ use crate::json::Json;
 use crate::version::{Shape, Version};
 use std::net::IpAddr;
 
+/// Decodes a result that has the given form.
+///
+/// # Errors
+/// The JSON does not have this form.
 pub(super) fn decode(json: &Json, shape: Shape) -> Result<AddResult, ResultError> {
     let known = match shape {
         Shape::Ip4Ip6 => json.decode::<ReadIp4Ip6>().map(AddResult::from),
-        // `ips[].version` of 0.3.0 to 0.4.0 says nothing that the address does not say.
+        // `ips[].version` of 0.3.0 to 0.4.0 is ignored: the address has its family already.
         Shape::VersionedIps | Shape::Ips => json.decode::<ReadIps>().map(AddResult::from),
     };
     let known = known.map_err(ResultError::Json)?;
     Ok(AddResult { unknown: Unknown::of(json, shape), ..known })
 }
 
+/// Converts a result to the form that `version` has.
+///
+/// # Errors
+/// [`ResultError::NoAddress`]
 pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>, ResultError> {
     let known = match version.shape() {
         Shape::Ip4Ip6 => Wire::Ip4Ip6(WriteIp4Ip6::new(result, version)?),
@@ -43,6 +52,7 @@ pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>
     Ok(Encoded(Wire::Sorted(sorted(&all))))
 }
 
+/// A result in one of the forms, for serialization.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(super) enum Wire<'a> {
@@ -51,8 +61,8 @@ pub(super) enum Wire<'a> {
     Sorted(BTreeMap<String, Value>),
 }
 
-/// serde_json's map is a BTreeMap unless a dependency turns `preserve_order` on; the outer level is
-/// sorted in any case.
+/// Returns the members of a value, sorted by key. Inner objects are sorted too as long as no
+/// dependency enables serde_json's feature `preserve_order`.
 fn sorted(value: &impl Serialize) -> BTreeMap<String, Value> {
     match serde_json::to_value(value) {
         Ok(Value::Object(members)) => members.into_iter().collect(),
@@ -60,6 +70,7 @@ fn sorted(value: &impl Serialize) -> BTreeMap<String, Value> {
     }
 }
 
+/// A result of 0.3.0 or newer, for decoding.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct ReadIps {
@@ -81,6 +92,7 @@ impl From<ReadIps> for AddResult {
     }
 }
 
+/// A result of 0.1.0 or 0.2.0, for decoding.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct ReadIp4Ip6 {
@@ -109,6 +121,7 @@ impl From<ReadIp4Ip6> for AddResult {
     }
 }
 
+/// A result of 0.1.0 or 0.2.0, for encoding.
 #[derive(Debug, Serialize)]
 pub(super) struct WriteIp4Ip6<'a> {
     #[serde(rename = "cniVersion")]
@@ -130,7 +143,10 @@ struct WriteFamily {
 }
 
 impl<'a> WriteIp4Ip6<'a> {
-    /// The first address of each family; a route goes with its family's address, if there is one.
+    /// Returns the first address of each family, each with the routes of its family.
+    ///
+    /// # Errors
+    /// [`ResultError::NoAddress`]
     fn new(result: &'a AddResult, version: Version) -> Result<Self, ResultError> {
         let family = |is_ipv4: bool| {
             let ip = result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4)?;
@@ -149,6 +165,7 @@ impl<'a> WriteIp4Ip6<'a> {
     }
 }
 
+/// A result of 0.3.0 to 0.4.0, for encoding.
 #[derive(Debug, Serialize)]
 pub(super) struct WriteVersionedIps<'a> {
     #[serde(rename = "cniVersion")]
@@ -171,18 +188,19 @@ struct WriteVersionedIp<'a> {
 
 impl<'a> WriteVersionedIps<'a> {
     fn new(result: &'a AddResult, version: Version) -> Self {
-        let versioned =
+        let with_family =
             |ip: &'a IpConfig| WriteVersionedIp { version: if ip.address.is_ipv4() { "4" } else { "6" }, ip };
         WriteVersionedIps {
             cni_version: version.as_str(),
             interfaces: result.interfaces.iter().map(without_new_fields).collect(),
-            ips: result.ips.iter().map(versioned).collect(),
+            ips: result.ips.iter().map(with_family).collect(),
             routes: &result.routes,
             dns: &result.dns,
         }
     }
 }
 
+/// A result of 1.0.0 or newer, for encoding.
 #[derive(Serialize)]
 struct WriteIps<'a> {
     #[serde(rename = "cniVersion")]

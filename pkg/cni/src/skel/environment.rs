@@ -1,4 +1,5 @@
-//! The `CNI_*` variables, read once: which are needed for which verb, and what they may hold.
+//! Reads the `CNI_*` variables and checks which ones each verb needs and which values they may
+//! have.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -10,20 +11,20 @@ use crate::{Code, Error, Result, ident};
 pub enum Verb {
     /// Attach a container.
     Add,
-    /// Is the attachment as it should be?
+    /// Check that the attachment is as ADD left it.
     Check,
-    /// Detach it.
+    /// Detach a container.
     Del,
-    /// Remove what belongs to no valid attachment.
+    /// Remove everything that belongs to no valid attachment.
     Gc,
-    /// Could an ADD be served?
+    /// Report whether an ADD can succeed.
     Status,
-    /// Which versions are spoken?
+    /// Report the supported specification versions.
     Version,
 }
 
 impl Verb {
-    /// As it stands in CNI_COMMAND.
+    /// Returns the value of CNI_COMMAND for this verb.
     pub fn as_str(self) -> &'static str {
         match self {
             Verb::Add => "ADD",
@@ -35,13 +36,14 @@ impl Verb {
         }
     }
 
-    fn find(text: &str) -> Option<Verb> {
+    /// Parses a value of CNI_COMMAND. Returns `None` for an unknown one.
+    fn parse(text: &str) -> Option<Verb> {
         let all = [Verb::Add, Verb::Check, Verb::Del, Verb::Gc, Verb::Status, Verb::Version];
         all.into_iter().find(|verb| verb.as_str() == text)
     }
 }
 
-/// The environment of a call: the `CNI_*` variables as text, and everything, for the children.
+/// The environment of a call: the `CNI_*` variables as text, and all variables for delegates.
 #[derive(Clone, Debug, Default)]
 pub struct Environment {
     /// CNI_COMMAND
@@ -56,19 +58,22 @@ pub struct Environment {
     pub args: String,
     /// CNI_PATH
     pub path: String,
-    /// CNI_NETNS_OVERRIDE: the container's namespace may be the plugin's own.
+    /// CNI_NETNS_OVERRIDE: CNI_NETNS may be the plugin's own namespace.
     pub netns_override: bool,
+    /// All variables, with duplicates.
     all: Vec<(OsString, OsString)>,
+    /// The names of the `CNI_*` variables whose values are not UTF-8.
     not_text: Vec<String>,
 }
 
 impl Environment {
-    /// This process's.
+    /// Returns the environment of this process.
     pub fn from_process() -> Environment {
         Environment::new(std::env::vars_os())
     }
 
-    /// Makes an environment of pairs; of duplicates the last one counts.
+    /// Returns the environment that consists of these pairs. The last one of several with the same
+    /// name counts.
     pub fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
         let mut environment = Environment { all: variables.into_iter().collect(), ..Environment::default() };
         let mut not_text = Vec::new();
@@ -88,42 +93,51 @@ impl Environment {
         environment.ifname = text("CNI_IFNAME");
         environment.args = text("CNI_ARGS");
         environment.path = text("CNI_PATH");
-        let switch = text("CNI_NETNS_OVERRIDE");
-        environment.netns_override = switch == "1" || switch.eq_ignore_ascii_case("true");
+        let netns_override = text("CNI_NETNS_OVERRIDE");
+        environment.netns_override = netns_override == "1" || netns_override.eq_ignore_ascii_case("true");
         environment.not_text = not_text;
         environment
     }
 
-    /// Which verb is asked for; `None` if none is, which is a person at a terminal.
+    /// Returns the verb in CNI_COMMAND, or `None` if that is empty, as when a person starts the
+    /// plugin.
+    ///
+    /// # Errors
+    /// Code 4 for an unknown verb. `plugin` is the plugin's name in that error.
     pub(super) fn verb(&self, plugin: &str) -> Result<Option<Verb>> {
-        let bad_command = self.not_text.iter().any(|name| name == "CNI_COMMAND");
-        if bad_command {
+        if self.not_text.iter().any(|name| name == "CNI_COMMAND") {
             return Err(not_text("CNI_COMMAND"));
         }
         if self.command.is_empty() {
             return Ok(None);
         }
-        match Verb::find(&self.command) {
+        match Verb::parse(&self.command) {
             Some(verb) => Ok(Some(verb)),
             None => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("unknown CNI_COMMAND: {}", self.command))
                 .with_details(format!("{plugin} knows ADD, CHECK, DEL, GC, STATUS and VERSION, in upper case"))),
         }
     }
 
-    /// Checks that the variables that the verb needs are there and valid. An invalid value is
-    /// reported before a missing later one, as in Go.
+    /// Checks that the variables that the verb needs exist and are valid. As in Go, an invalid
+    /// value is reported rather than a missing variable that comes later in the order.
+    ///
+    /// # Errors
+    /// Code 4 for a value that is invalid or not UTF-8, or with the names of all missing variables.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
         if let Some(name) = self.not_text.first() {
             return Err(not_text(name));
         }
+        // A variable's name, its value, whether the verb needs it, and the check of its value.
         type Rule<'a> = (&'static str, &'a str, bool, fn(&str) -> Result<()>);
-        let attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
-        // DEL must find and remove an interface of any name.
-        let ifname = if verb == Verb::Add { ident::check_new_interface_name } else { ident::check_interface_name };
+        let has_attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
+        // ADD has stricter rules for names, because DEL must also remove an interface that an
+        // earlier release or a Go plugin has created.
+        let check_ifname =
+            if verb == Verb::Add { ident::check_new_interface_name } else { ident::check_interface_name };
         let rules: [Rule<'_>; 4] = [
-            ("CNI_CONTAINERID", &self.container_id, attachment, ident::check_container_id),
-            ("CNI_NETNS", &self.netns, attachment && verb != Verb::Del, |_| Ok(())),
-            ("CNI_IFNAME", &self.ifname, attachment, ifname),
+            ("CNI_CONTAINERID", &self.container_id, has_attachment, ident::check_container_id),
+            ("CNI_NETNS", &self.netns, has_attachment && verb != Verb::Del, |_| Ok(())),
+            ("CNI_IFNAME", &self.ifname, has_attachment, check_ifname),
             ("CNI_PATH", &self.path, verb != Verb::Version, |_| Ok(())),
         ];
         let mut absent = Vec::new();
@@ -137,23 +151,25 @@ impl Environment {
         if absent.is_empty() { Ok(()) } else { Err(missing(&absent)) }
     }
 
-    /// The environment of a delegate: the same, with another CNI_COMMAND.
+    /// Returns the environment of a delegate: all variables of this call, with `verb` as
+    /// CNI_COMMAND.
     pub fn for_delegate(&self, verb: Verb) -> Vec<(OsString, OsString)> {
         let kept = self.all.iter().filter(|(key, _)| key != OsStr::new("CNI_COMMAND")).cloned();
         kept.chain([(OsString::from("CNI_COMMAND"), OsString::from(verb.as_str()))]).collect()
     }
 
-    /// The folders of CNI_PATH.
+    /// Returns the folders of CNI_PATH, in which plugins are searched.
     pub fn plugin_folders(&self) -> Vec<PathBuf> {
         std::env::split_paths(&self.path).filter(|folder| !folder.as_os_str().is_empty()).collect()
     }
 }
 
+/// Returns the error, code 4, of a variable whose value is not UTF-8.
 fn not_text(name: &str) -> Error {
     Error::new(Code::INVALID_ENVIRONMENT, format!("environment variable {name} is not valid UTF-8"))
 }
 
-/// Code 4 for variables that are not there, all of them at once.
+/// Returns the error, code 4, that names all missing variables.
 pub(super) fn missing(names: &[&str]) -> Error {
     Error::new(Code::INVALID_ENVIRONMENT, format!("required env variables [{}] missing", names.join(",")))
 }

@@ -1,12 +1,11 @@
-//! The skeleton: what every plugin does around its own work.
+//! The skeleton: runs a [`Plugin`] as the CNI specification asks.
 //!
-//! The environment and stdin are read once and become values; identifiers, versions and the
-//! namespace guard are checked before any work; a result is converted, encoded and written in full,
-//! and only then committed. A plugin is a [`Plugin`]: five verbs that get a [`Call`] and know
-//! nothing of streams, variables or exit codes.
+//! The skeleton reads the environment and stdin, checks identifiers, versions and the namespace,
+//! and calls a verb of the plugin with a [`Call`]. It converts, encodes and writes the result, and
+//! only then commits the ADD. The plugin's verbs never see streams, variables or exit codes.
 //!
-//! An [`Added`] that is not committed undoes itself when it is dropped. So nothing here ends the
-//! process while one exists.
+//! Dropping an [`Added`] that is not committed undoes the ADD. So nothing here ends the process
+//! while one exists.
 
 use std::io::{IsTerminal, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,10 +34,10 @@ mod tests;
 pub use environment::{Environment, Verb};
 pub use restore::{RestoreMode, Restored};
 
-/// How much is read from stdin.
+/// The largest configuration that is accepted on stdin, in bytes.
 pub const MAX_STDIN: usize = 16 << 20;
 
-/// A CNI plugin. VERSION is answered by the skeleton.
+/// A CNI plugin. The skeleton answers VERSION itself.
 pub trait Plugin {
     /// The name of the binary.
     fn name(&self) -> &'static str;
@@ -46,65 +45,64 @@ pub trait Plugin {
     /// The plugin's role in a list of plugins.
     fn role(&self) -> Role;
 
-    /// Checks a configuration without a node to run it on, as ADD would.
+    /// Checks a configuration as ADD would, but without changing or reading the node.
     ///
     /// # Errors
-    /// ADD's.
+    /// The error of an ADD with this configuration.
     fn examine(&self, conf: &NetConf) -> Result<()>;
 
     /// Returns the keys of a configuration that this plugin does not read.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey>;
 
-    /// Checks possible answers of an IPAM plugin for a configuration, as ADD would, and returns
-    /// what is wrong with each one. `earlier`: the networks that the container's addresses from
-    /// earlier plugins reach.
+    /// Checks possible answers of the IPAM plugin as ADD would. Returns one entry for each answer:
+    /// the error of an ADD with it, or `None`. `earlier` has the addresses that earlier plugins of
+    /// the list gave to the container. The default suits a plugin that runs no IPAM plugin.
     ///
     /// # Errors
-    /// ADD's, for the configuration itself. A plugin that asks no IPAM plugin has none.
+    /// The error of an ADD about the configuration itself.
     fn examine_answers(&self, _: &NetConf, answers: &[AddResult], _earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
         Ok(answers.iter().map(|_| None).collect())
     }
 
-    /// Attaches the container. What was done is in [`Added::rollback`] until the result has been
-    /// written.
+    /// Attaches the container to the network. [`Added::rollback`] has an undo for each change.
     ///
     /// # Errors
-    /// Nothing of a failed ADD may stay but what others may use too (a bridge, a shared chain).
+    /// ADD failed and has undone its changes. Only objects that other attachments may use, such as
+    /// a bridge or a shared chain, may remain.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>>;
 
-    /// Whether the attachment is as ADD left it, and as later plugins may have changed it.
+    /// Checks that the attachment is as ADD left it, apart from changes that later plugins make.
     ///
     /// # Errors
-    /// What differs.
+    /// The first difference.
     fn check(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Removes all of the attachment that can be found, in whatever state it is. What is missing is
-    /// no error.
+    /// Removes everything of the attachment that exists. A missing part is not an error.
     ///
     /// # Errors
-    /// All that went wrong, after everything that could be removed has been.
+    /// All failures, joined, after everything else has been removed.
     fn del(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Removes everything of this network that belongs to no attachment of `valid`.
+    /// Removes everything of this network that belongs to no attachment in `valid`.
     ///
     /// # Errors
-    /// All that went wrong, after everything that could be removed has been.
+    /// All failures, joined, after everything else has been removed.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()>;
 
-    /// Whether ADDs can be handled.
+    /// Checks that the plugin can handle an ADD.
     ///
     /// # Errors
-    /// The defect that makes every ADD fail until it is repaired. The skeleton only reports a
-    /// shortage that passes, and turns the codes of configurations, files and unsupported keys into
-    /// 50.
+    /// A defect that makes every ADD fail until it is repaired. The skeleton turns the codes of
+    /// configurations, files and unsupported keys into 50. Of an error that
+    /// [is a shortage](Error::is_shortage), which may pass by itself, it only writes a note.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Writes those of the attachment's packet filter rules again that something else has removed.
-    /// Not a verb of the specification: for `cnitool rules restore` alone. `None` for a plugin, or
-    /// a configuration, without such rules.
+    /// Writes the attachment's packet filter rules again that another program has removed. This is
+    /// not a verb of the specification; only `cnitool rules restore` calls it. Returns `None` if
+    /// the plugin, or this configuration, has no such rules.
     ///
     /// # Errors
-    /// What keeps the rules from being compared or written. Everything is as before then.
+    /// The rules cannot be read or written. Nothing has been changed then.
     fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         Ok(None)
     }
@@ -115,41 +113,41 @@ pub trait Plugin {
 pub enum Role {
     /// Creates CNI_IFNAME.
     Interface,
-    /// Hands out addresses to a plugin that creates an interface.
+    /// Assigns addresses for a plugin that creates an interface.
     Ipam,
-    /// Changes or completes what an earlier plugin of the list created, and needs that one's
-    /// result.
+    /// Changes or completes what an earlier plugin of the list created, and needs `prevResult`.
     Chained,
-    /// Sets up what every network namespace has.
+    /// Configures what every network namespace has, such as the loopback interface.
     Namespace,
 }
 
-/// A finished ADD: the result, and how to undo it.
+/// A finished ADD: the result, and the undos.
 #[derive(Debug)]
 pub struct Added<'a> {
     /// The answer to the runtime.
     pub result: AddResult,
-    /// Committed once the result has been written; dropped, and so run, if that fails.
+    /// The undos. The skeleton drops them unused once the result has been written, and runs them if
+    /// that fails.
     pub rollback: Rollback<'a>,
 }
 
-/// One call of a plugin, as values.
+/// The parameters of one call of a plugin.
 #[derive(Debug)]
 pub struct Call<'m> {
     /// CNI_CONTAINERID; empty for GC and STATUS.
     pub container_id: String,
-    /// CNI_NETNS. `None` if it was not given, or if a DEL must not touch it because it is the
-    /// plugin's own.
+    /// CNI_NETNS. `None` if it is not set, or in a DEL with the plugin's own namespace, which DEL
+    /// must not change.
     pub netns: Option<PathBuf>,
     /// CNI_IFNAME; empty for GC and STATUS.
     pub ifname: String,
     /// The configuration.
     pub conf: NetConf,
-    /// The whole environment, for delegates.
+    /// All CNI variables, for delegates.
     pub environment: &'m Environment,
-    /// The machine.
+    /// The operating system: clock, processes, signals.
     pub machine: &'m dyn Machine,
-    /// Where remarks go.
+    /// Receives remarks for the operator, which go to stderr and the log.
     pub notes: Notes,
 }
 
@@ -165,7 +163,7 @@ impl Call<'_> {
         AttachmentId::new(self.conf.name(), &self.container_id, &self.ifname)
     }
 
-    /// CNI_ARGS.
+    /// Parses CNI_ARGS.
     ///
     /// # Errors
     /// Code 4 for a malformed pair.
@@ -173,48 +171,48 @@ impl Call<'_> {
         CniArgs::parse(&self.environment.args)
     }
 
-    /// CNI_NETNS, for the verbs that need it.
+    /// Returns CNI_NETNS, for verbs that need it.
     ///
     /// # Errors
-    /// Code 4; the skeleton has checked this for ADD and CHECK.
+    /// Code 4 if it is not set. For ADD and CHECK the skeleton has checked that it is.
     pub fn netns(&self) -> Result<&Path> {
         self.netns.as_deref().ok_or_else(|| environment::missing(&["CNI_NETNS"]))
     }
 
-    /// CNI_NETNS as it was given, to be compared with the `sandbox` of a result.
+    /// Returns CNI_NETNS as it was given, for comparison with the `sandbox` of a result's
+    /// interface.
     pub fn sandbox(&self) -> &str {
         &self.environment.netns
     }
 
-    /// A new stack of undos, whose failures are reported to this call's notes.
+    /// Returns an empty stack of undos, which reports failing undos to this call's notes.
     pub fn rollback<'a>(&self) -> Rollback<'a> {
         Rollback::new(self.notes.clone())
     }
 }
 
-/// The streams of a call, as values. `TimedOut` from them means that the caller exceeded the
-/// deadline, or that a signal ended the wait (`Interrupted` would be tried again); it becomes code
-/// 11.
+/// The streams of a call. An error `TimedOut` of a stream means that the deadline passed or that a
+/// signal ended the wait, and becomes code 11.
 pub struct Streams<'a> {
-    /// Where the configuration comes from. `None` if that is a terminal.
+    /// The source of the configuration. `None` if stdin is a terminal.
     pub stdin: Option<&'a mut dyn Read>,
-    /// The wire.
+    /// The destination of the result or the error, and of nothing else.
     pub stdout: &'a mut dyn Write,
-    /// Everything else.
+    /// Receives remarks for the operator.
     pub notes: Notes,
 }
 
-/// Runs a plugin as a process: its environment, its standard streams, its exit code. `stdin` and
-/// `stdout` are the process's, with an end to every wait ([`Streams`]) and without a buffer: std's
-/// stdout writes line by line.
+/// Runs a plugin with the environment of this process and returns its exit code. `stdin` and
+/// `stdout` are the process's streams, wrapped so that every wait has a deadline. They must not be
+/// std's, whose stdout writes line by line.
 pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, stdout: &mut dyn Write) -> ExitCode {
-    // The message of a panic goes into the error; where it happened goes to stderr, without the
-    // usual backtrace hint.
+    // The message of a panic becomes part of the error on stdout. Its place in the source goes to
+    // stderr, without std's hint about backtraces.
     std::panic::set_hook(Box::new(|info| eprint(&info.to_string())));
     let environment = Environment::from_process();
-    let terminal = std::io::stdin().is_terminal();
+    let is_terminal = std::io::stdin().is_terminal();
     let streams = Streams {
-        stdin: if terminal { None } else { Some(stdin) },
+        stdin: if is_terminal { None } else { Some(stdin) },
         stdout,
         notes: Notes::new(|line| {
             log::warn!("note={}", Quoted(line));
@@ -236,7 +234,7 @@ fn eprint(line: &str) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failed;
 
-/// Runs a plugin on values.
+/// Handles one call of a plugin: writes its result or its error to stdout, and logs it.
 ///
 /// # Errors
 /// [`Failed`], after the error has been written to stdout.
@@ -248,10 +246,10 @@ pub fn dispatch(
 ) -> Result<(), Failed> {
     let mut version = Version::NEWEST;
     let mut network = String::new();
-    let called = CallTimer::begin();
-    let known = Known { version: &mut version, network: &mut network };
-    let outcome = unwinding(plugin, || serve(plugin, machine, environment, &mut streams, known));
-    called.end(plugin.name(), environment, &network, &outcome);
+    let timer = CallTimer::begin();
+    let facts = CallFacts { version: &mut version, network: &mut network };
+    let outcome = catch_panic(plugin, || handle(plugin, machine, environment, &mut streams, facts));
+    timer.end(plugin.name(), environment, &network, &outcome);
     outcome.map_err(|error| {
         let written = streams.stdout.write_all(&encode_error(&error, version)).and_then(|()| streams.stdout.flush());
         if let Err(why) = written {
@@ -261,6 +259,7 @@ pub fn dispatch(
     })
 }
 
+/// An error as the specification's JSON.
 #[derive(Serialize)]
 struct WireError<'a> {
     #[serde(rename = "cniVersion")]
@@ -271,32 +270,36 @@ struct WireError<'a> {
     details: &'a str,
 }
 
+/// Encodes an error as JSON of the given specification version.
 fn encode_error(error: &Error, version: Version) -> Vec<u8> {
     let (code, msg, details) = (error.code().0, error.msg(), error.details());
     pretty(&WireError { cni_version: version.as_str(), code, msg, details })
 }
 
-/// Facts of the call that are needed even if it ends early.
-struct Known<'k> {
-    /// The specification's version in which an error is written.
+/// Facts that [`handle`] learns from the configuration, and that its caller also needs if it fails.
+struct CallFacts<'k> {
+    /// The specification version of an error's JSON.
     version: &'k mut Version,
-    /// For the log.
+    /// The network's name, for the log.
     network: &'k mut String,
 }
 
-fn serve(
+/// Checks the environment and the configuration and runs the verb. Writes the result to stdout; an
+/// error is left to the caller.
+fn handle(
     plugin: &dyn Plugin,
     machine: &dyn Machine,
     environment: &Environment,
     streams: &mut Streams<'_>,
-    known: Known<'_>,
+    facts: CallFacts<'_>,
 ) -> Result<()> {
     let Some(verb) = environment.verb(plugin.name())? else {
+        // Without CNI_COMMAND a person has started the plugin.
         streams.notes.note(about(plugin.name()));
         return Ok(());
     };
     if verb == Verb::Version {
-        // Never fails, whatever else the environment holds.
+        // VERSION succeeds even with invalid variables.
         return write_out(streams.stdout, &version_reply(&mut streams.stdin));
     }
     environment.check(verb)?;
@@ -304,10 +307,10 @@ fn serve(
     let raw = read_config(&mut streams.stdin)?;
     let json = config::parse_object(&raw)?;
     if let Ok(text) = config::version_text(&json) {
-        *known.version = Version::find(&text).unwrap_or(Version::NEWEST);
+        *facts.version = Version::find(&text).unwrap_or(Version::NEWEST);
     }
     let name = config::name(&json)?;
-    name.clone_into(known.network);
+    name.clone_into(facts.network);
     let name_length = name.len();
     let supported = check_version(verb, &config::version_text(&json)?)?;
     let conf = NetConf::new(raw, json, supported)?;
@@ -316,49 +319,53 @@ fn serve(
         return Err(Error::config(msg).with_details(conf.name()));
     }
 
-    let attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
-    let given = |value: &str| if attachment { value.to_owned() } else { String::new() };
+    let has_attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
+    // GC and STATUS ignore the variables that name an attachment.
+    let variable = |value: &str| if has_attachment { value.to_owned() } else { String::new() };
     let mut call = Call {
-        container_id: given(&environment.container_id),
-        netns: Some(PathBuf::from(given(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
-        ifname: given(&environment.ifname),
+        container_id: variable(&environment.container_id),
+        netns: Some(PathBuf::from(variable(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
+        ifname: variable(&environment.ifname),
         conf,
         environment,
         machine,
         notes: streams.notes.clone(),
     };
-    // A path that cannot be opened is the plugin's to judge: some never look at it.
-    let own = !environment.netns_override
+    // An ADD into the namespace of the runtime itself would change the host's network. A path that
+    // cannot be opened is left to the plugin, because some plugins do not use it.
+    let is_own_netns = !environment.netns_override
         && call.netns.as_deref().is_some_and(|path| machine.is_own_netns(path).unwrap_or(false));
-    let guard = || {
+    let own_netns_error = || {
         Error::new(Code::INVALID_NETNS, "plugin's netns and netns from CNI_NETNS should not be the same")
             .with_details(format!("CNI_NETNS={}", environment.netns))
     };
-    if own && verb != Verb::Del {
-        return Err(guard());
+    if is_own_netns && verb != Verb::Del {
+        return Err(own_netns_error());
     }
     match verb {
         Verb::Add => add(plugin, &call, streams.stdout),
-        Verb::Check => unwinding(plugin, || plugin.check(&call)),
-        Verb::Del if own => {
+        Verb::Check => catch_panic(plugin, || plugin.check(&call)),
+        Verb::Del if is_own_netns => {
+            // DEL removes what is outside the container, and then reports the error.
             call.netns = None;
-            let outcome = unwinding(plugin, || plugin.del(&call));
-            Err(guard().and(outcome.err()))
+            let outcome = catch_panic(plugin, || plugin.del(&call));
+            Err(own_netns_error().and(outcome.err()))
         }
-        Verb::Del => unwinding(plugin, || plugin.del(&call)),
+        Verb::Del => catch_panic(plugin, || plugin.del(&call)),
         Verb::Gc => {
             let valid = ValidAttachments::from_config(call.conf.json())?;
-            unwinding(plugin, || plugin.gc(&call, &valid))
+            catch_panic(plugin, || plugin.gc(&call, &valid))
         }
         Verb::Status => status(plugin, &call),
+        // Answered above.
         Verb::Version => Ok(()),
     }
 }
 
-/// The end of an ADD: encode, write all of it, only then commit. Every way out before that rolls
-/// back.
+/// Runs ADD and writes its result. Commits the ADD after the whole result has been written; on
+/// every error before that, dropping `rollback` undoes the ADD.
 fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<()> {
-    unwinding(plugin, || {
+    catch_panic(plugin, || {
         let Added { result, rollback } = plugin.add(call)?;
         if call.machine.terminated() {
             return Err(Error::new(Code::TRY_AGAIN, "interrupted by a signal: all of this ADD was rolled back"));
@@ -372,11 +379,13 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
     })
 }
 
-/// STATUS: code 50 if no ADD can work until something is repaired. A runtime that gets an error
-/// makes the node unready, and Kubernetes then evicts pods that work, so a shortage that passes is
-/// only reported.
+/// Runs STATUS. A shortage that may pass by itself is only noted: a runtime that gets an error
+/// marks the node as not ready, and Kubernetes then evicts pods that work.
+///
+/// # Errors
+/// Code 50, or the plugin's more specific code, if no ADD can succeed until something is repaired.
 fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
-    let Err(error) = unwinding(plugin, || plugin.status(call)) else { return Ok(()) };
+    let Err(error) = catch_panic(plugin, || plugin.status(call)) else { return Ok(()) };
     if error.is_shortage() {
         call.notes.note(format_args!("STATUS succeeds, but the next ADD may fail: {error}"));
         return Ok(());
@@ -389,27 +398,38 @@ fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
     })
 }
 
-/// Turns a panic into code 999. By then unwinding has run every rollback.
-fn unwinding(plugin: &dyn Plugin, verb: impl FnOnce() -> Result<()>) -> Result<()> {
+/// Runs `verb` and turns a panic in it into an error of code 999. By then the unwinding has dropped
+/// every rollback of the verb, which has undone its changes.
+fn catch_panic(plugin: &dyn Plugin, verb: impl FnOnce() -> Result<()>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(verb)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no text".to_owned());
-        Err(Error::new(Code::INTERNAL, format!("{} failed by a fault of its own: {text}", plugin.name())))
+        let text = match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
+            (Some(text), _) => text,
+            (None, Some(text)) => text.as_str(),
+            (None, None) => "no text",
+        };
+        Err(Error::new(Code::INTERNAL, format!("internal error in {}: {text}", plugin.name())))
     })
 }
 
+/// Writes the result to stdout and flushes it.
 fn write_out(stdout: &mut dyn Write, bytes: &[u8]) -> Result<()> {
     stdout
         .write_all(bytes)
         .and_then(|()| stdout.flush())
-        .map_err(|error| stream_failed("failed to write the result to stdout", error))
+        .map_err(|error| stream_error("failed to write the result to stdout", error))
 }
 
-fn stream_failed(doing: &str, error: std::io::Error) -> Error {
+/// Returns the error of a stream: code 11 at the deadline or after a signal, else 5.
+fn stream_error(doing: &str, error: std::io::Error) -> Error {
     let code = if error.kind() == std::io::ErrorKind::TimedOut { Code::TRY_AGAIN } else { Code::IO };
     Error::caused(code, doing, error)
 }
 
+/// Reads the configuration from stdin.
+///
+/// # Errors
+/// Code 5 if stdin is a terminal, cannot be read or has more than [`MAX_STDIN`] bytes; 11 at the
+/// deadline.
 fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
     let Some(stdin) = stdin else {
         return Err(Error::new(
@@ -421,47 +441,52 @@ fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
     stdin
         .take(MAX_STDIN as u64 + 1)
         .read_to_end(&mut bytes)
-        .map_err(|error| stream_failed("error reading from stdin", error))?;
+        .map_err(|error| stream_error("error reading from stdin", error))?;
     if bytes.len() > MAX_STDIN {
         return Err(Error::new(Code::IO, format!("error reading from stdin: more than {} MiB", MAX_STDIN >> 20)));
     }
     Ok(bytes)
 }
 
-/// The rules of versions, in Go's order and with Go's texts.
+/// Returns the version of a configuration whose `cniVersion` is `config`, with the checks, their
+/// order and the texts of the Go plugins.
+///
+/// # Errors
+/// Code 1 if these plugins do not know the version, or `verb` does not exist in it; 6 if the text
+/// is not a version.
 fn check_version(verb: Verb, config: &str) -> Result<Version> {
-    let needed = match verb {
+    let introduced = match verb {
         Verb::Check => Some(("CHECK", Version::V0_4_0)),
         Verb::Gc => Some(("GC", Version::V1_1_0)),
         Verb::Status => Some(("STATUS", Version::V1_1_0)),
         Verb::Add | Verb::Del | Verb::Version => None,
     };
-    if let Some((verb, needed)) = needed {
+    if let Some((verb, introduced)) = introduced {
         let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
-        let wanted = triple(config)?;
-        if wanted < triple(needed.as_str())? {
+        let configured = triple(config)?;
+        if configured < triple(introduced.as_str())? {
             return Err(config::incompatible(&format!("config version does not allow {verb}"), config));
         }
-        if wanted > triple(Version::NEWEST.as_str())? {
+        if configured > triple(Version::NEWEST.as_str())? {
             return Err(config::incompatible(&format!("plugin version does not allow {verb}"), config));
         }
     }
     Version::find(config).ok_or_else(|| config::incompatible("incompatible CNI versions", config))
 }
 
-/// VERSION: the input's version if we speak it, else the newest. Never fails, never waits for a
-/// terminal.
+/// Returns the answer to VERSION, in the version that the JSON on stdin has if these plugins know
+/// it, else in the newest. Any other input is ignored, and a terminal is not read.
 fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
-    let asked = read_config(stdin).ok().and_then(|bytes| {
+    let requested = read_config(stdin).ok().and_then(|bytes| {
         let json = Json::parse(&bytes).ok()?;
         Version::find(json.get("cniVersion")?.as_str().filter(|text| !text.is_empty())?)
     });
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
-    let version = asked.unwrap_or(Version::NEWEST);
+    let version = requested.unwrap_or(Version::NEWEST);
     format!("{{\"cniVersion\":\"{version}\",\"supportedVersions\":[{}]}}\n", supported.join(",")).into_bytes()
 }
 
-/// Returns the text for a person who runs the plugin by hand.
+/// Returns the text that a person gets who runs the plugin by hand: its release and versions.
 fn about(name: &str) -> String {
     let supported: Vec<&str> = Version::ALL.iter().map(|version| version.as_str()).collect();
     let release = release();

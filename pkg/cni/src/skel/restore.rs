@@ -1,4 +1,4 @@
-//! Packet filter rules that are written again after something else has removed them.
+//! Writing packet filter rules again after another program has removed them.
 
 use super::Call;
 use crate::rollback::Rollback;
@@ -7,26 +7,27 @@ use crate::{Code, Result};
 /// Whether [`Plugin::restore_rules`](super::Plugin::restore_rules) writes missing rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RestoreMode {
-    /// Reports them.
+    /// No: it only reports them.
     Report,
-    /// Writes them.
+    /// Yes.
     Write,
 }
 
 /// The outcome of [`Plugin::restore_rules`](super::Plugin::restore_rules).
 #[derive(Debug)]
 pub struct Restored<'a> {
-    /// A sentence for each rule that was missing.
+    /// One sentence about each rule that was missing.
     pub missing: Vec<String>,
-    /// Removes what was written; to be committed.
+    /// Removes the rules that were written, unless the caller commits it.
     pub rollback: Rollback<'a>,
 }
 
 impl<'a> Restored<'a> {
-    /// Calls `write` if CHECK, which compares nothing but rules, has found a difference.
+    /// For a plugin whose CHECK compares nothing but rules: takes the outcome of that CHECK as
+    /// `checked`, and calls `write` if rules are missing and `mode` asks for writing.
     ///
     /// # Errors
-    /// CHECK's, but for differences, and those of `write`.
+    /// An error in `checked` that is not a difference; those of `write`.
     pub fn after_check(
         call: &Call<'_>,
         mode: RestoreMode,
@@ -40,8 +41,8 @@ impl<'a> Restored<'a> {
             }
             Err(error) => return Err(error),
         };
-        let is_done = missing.is_empty() || mode == RestoreMode::Report;
-        let rollback = if is_done { call.rollback() } else { write()? };
+        let must_write = !missing.is_empty() && mode == RestoreMode::Write;
+        let rollback = if must_write { write()? } else { call.rollback() };
         Ok(Restored { missing, rollback })
     }
 }

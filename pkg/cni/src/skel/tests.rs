@@ -346,7 +346,7 @@ fn a_broken_stdout_rolls_back_at_whatever_byte() {
 fn a_panic_is_an_error_after_the_rollback() {
     let plugin = Recorder { panics: true, ..Recorder::default() };
     let said = say(&plugin, &environment("ADD", &[]), CONF);
-    assert_eq!((said.code(), said.msg()), (999, "recorder failed by a fault of its own: on purpose".into()));
+    assert_eq!((said.code(), said.msg()), (999, "internal error in recorder: on purpose".into()));
     assert!(plugin.undone.get());
 }
 
