@@ -151,7 +151,7 @@ fn list_table(
 ) -> Result<()> {
     let mut iptables = Iptables::open(table, machine, notes.clone(), OnSigterm::Kill)?;
     for family in FAMILIES {
-        for variant in iptables.holders(family, chains)? {
+        for variant in iptables.variants_to_search(family, chains)? {
             match iptables.read(family, variant).and_then(|mut read| list(&mut read, variant)) {
                 Ok(()) => {}
                 Err(error) if variant == Variant::Legacy => {

@@ -133,7 +133,7 @@ impl Record {
 
 /// Returns the records that contain one of the `needles`, texts or addresses in network byte order.
 fn find_records(filter: &mut Chains<'_>, needles: &[&[u8]]) -> Result<Vec<Record>> {
-    let rules = filter.find(OWNERS, needles, |rule| rule.target().is_none())?;
+    let rules = filter.find_rules(OWNERS, needles, |rule| rule.target().is_none())?;
     Ok(rules.iter().filter_map(Record::read).collect())
 }
 
@@ -166,7 +166,7 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[Stri
 fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
     let needles: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
     let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-    filter.find(FORWARD, &needles, |_| true)
+    filter.find_rules(FORWARD, &needles, |_| true)
 }
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
@@ -179,7 +179,7 @@ pub(super) fn ensure(
 ) -> Result<Edit> {
     let mut edit = Edit::new();
     for chain in [FORWARD, admin_chain, OWNERS] {
-        if !filter.has(chain)? {
+        if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
@@ -196,7 +196,7 @@ pub(super) fn ensure(
     let mut needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
     needles.push(admin_chain.as_bytes().to_vec());
     let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-    let existing_rules = filter.find(FORWARD, &needles, |_| true)?;
+    let existing_rules = filter.find_rules(FORWARD, &needles, |_| true)?;
     let jump_to_admin = commented(&[], ADMIN_JUMP, admin_chain);
     delete_duplicates(&mut edit, FORWARD, &existing_rules, &jump_to_admin);
     if !contains(&existing_rules, &jump_to_admin) {
@@ -226,7 +226,8 @@ pub(super) fn ensure(
 /// first. A missing jump is only added if its target is in `required`.
 fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> Result<()> {
     // No rule can jump to a chain that does not exist, so a long BASE need not be read then.
-    let rules = if filter.has(FORWARD)? || filter.has(STAGE_1)? { find_base_jumps(filter)? } else { Vec::new() };
+    let rules =
+        if filter.has_chain(FORWARD)? || filter.has_chain(STAGE_1)? { find_base_jumps(filter)? } else { Vec::new() };
     let jump_to_forward = commented(&[], JUMP, FORWARD);
     let adds_forward_jump = required.contains(&FORWARD) && !contains(&rules, &jump_to_forward);
     if adds_forward_jump {
@@ -250,14 +251,14 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
 fn find_base_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
     let targets = [STAGE_1, FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
-    filter.find(BASE, &targets.map(str::as_bytes), is_jump)
+    filter.find_rules(BASE, &targets.map(str::as_bytes), is_jump)
 }
 
 /// Adds to `edit` what is missing of the rules of both stages for the policy's bridge.
 fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress) -> Result<()> {
     let Some(bridge) = ingress.bridge() else { return Ok(()) };
     for (chain, bridge_rules) in [(STAGE_1, stage_1_rules(ingress)), (STAGE_2, vec![stage_2_rule(bridge)])] {
-        if !filter.has(chain)? {
+        if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
         let rules = filter.rules(chain)?.to_vec();
@@ -333,7 +334,7 @@ fn remove_records(
     for rule in removed {
         edit.delete(OWNERS, rule);
     }
-    if filter.has(STAGE_1)? {
+    if filter.has_chain(STAGE_1)? {
         let mut remaining: Vec<OwnedAddress> = staying.to_vec();
         for record in filter.rules(OWNERS)?.iter().filter_map(Record::read) {
             if !removed.contains(&&record.rule) {
@@ -431,7 +432,7 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
         chains.extend([STAGE_1, STAGE_2]);
     }
     for chain in chains {
-        if !filter.has(chain)? {
+        if !filter.has_chain(chain)? {
             missing.push(format!("iptables chain {chain} is missing from table filter"));
         }
     }

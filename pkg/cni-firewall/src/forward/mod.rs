@@ -105,7 +105,7 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// If the installed program does not say which variant it is.
     pub fn default_backend(&self) -> Result<Backend> {
-        let variant = self.iptables(OnSigterm::Kill)?.chosen(Family::V4)?;
+        let variant = self.iptables(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
         Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
     }
 
@@ -132,7 +132,7 @@ impl<'m> Forward<'m> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();
         for family in rules.families() {
-            let Some(variant) = iptables.for_new_rules(family)? else {
+            let Some(variant) = iptables.variant_for_new_rules(family)? else {
                 // Fails, as there is neither a program nor a usable kernel, with the reason.
                 return iptables.probe(family);
             };
@@ -275,7 +275,7 @@ impl<'m> Forward<'m> {
     pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&AdminChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(nftables_admin_chain),
-            Backend::Iptables if self.iptables(OnSigterm::Kill)?.for_new_rules(Family::V4)?.is_some() => Ok(()),
+            Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),
@@ -300,8 +300,8 @@ fn check_family_in_iptables(
 ) -> Result<(Vec<String>, bool)> {
     let addresses = rules.of_family(family);
     let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-    let host_variant = iptables.chosen(family)?.unwrap_or(Variant::Nft);
-    let mut variants = iptables.holders(family, &[iptables::FORWARD])?;
+    let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
+    let mut variants = iptables.variants_to_search(family, &[iptables::FORWARD])?;
     variants.sort_by_key(|variant| *variant != host_variant);
     for variant in variants {
         let mut filter = iptables.read(family, variant)?;

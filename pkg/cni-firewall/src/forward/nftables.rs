@@ -31,7 +31,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::iptables::read_owner;
 use super::owner::{self, Ingress, OwnedAddress};
-use crate::iptables::rule_of_nft;
+use crate::iptables::rule_in_words;
 use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr};
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
 use crate::retry;
@@ -188,7 +188,7 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule>
 pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
     // Which family the address has is only known when reading the rule as one of the two succeeds.
     for family in [route::Family::V4, route::Family::V6] {
-        let rule = rule_of_nft(family, listed.clone());
+        let rule = rule_in_words(family, listed.clone());
         if let Some((owner, address, ingress)) = read_owner(&rule) {
             return Some(OwnedAddress { owner: owner.to_owned(), address, ingress });
         }

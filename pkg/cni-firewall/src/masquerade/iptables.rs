@@ -197,7 +197,7 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
         edit.delete(&names.chain, &stale.rule);
     }
     let mut existing_sources: Vec<Cidr> = Vec::new();
-    for jump in nat.leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
+    for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
         let jump_source = source(jump);
         if let Some(source) = jump_source {
             if existing_sources.contains(&source) {
@@ -259,7 +259,7 @@ impl FamilyRules {
                 previous.tagged.extend(Cidr::new(source.address(), network.prefix()));
             }
         }
-        for jump in nat.leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
+        for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
             let Some(source) = source(jump) else { continue };
             let is_tagged = tags.iter().any(|tag| tag.source == Some(source));
             if !is_tagged && addresses.iter().any(|address| source.contains(address.address())) {
@@ -285,7 +285,7 @@ impl FamilyRules {
                 edit.delete(&names.chain, rule);
             }
         }
-        for jump in nat.leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
+        for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
             let Some(source) = source(jump) else { continue };
             let was_added = addresses.iter().any(|address| source == Cidr::host(address.address()));
             if was_added && !self.untagged.contains(&source) {
@@ -321,7 +321,7 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
     let tag_prefix = AttachmentId::network_prefix(network);
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
-    for chain in nat.names(CHAIN_PREFIX)? {
+    for chain in nat.chain_names(CHAIN_PREFIX)? {
         if !is_chain_name(&chain) {
             continue;
         }
@@ -359,7 +359,7 @@ fn remove(
         content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.attachment));
     let (mut remaining_jumps, mut remaining_untagged) = (0, 0);
     let mut remaining_sources: Vec<Cidr> = Vec::new();
-    for jump in &nat.leading_to(POSTROUTING, chain)? {
+    for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
         let source = source(jump);
         let is_removed = if names.is_some_and(|names| !names.is_jump(jump)) {
             false
@@ -420,7 +420,7 @@ pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
             missing.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));
         }
     }
-    let jumps = nat.leading_to(POSTROUTING, &names.chain)?;
+    let jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
     let sources: Vec<Cidr> = jumps.iter().filter(|rule| names.is_jump(rule)).filter_map(source).collect();
     for address in addresses {
         let host = address.address();

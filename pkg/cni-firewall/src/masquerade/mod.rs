@@ -101,7 +101,7 @@ impl<'m> Masquerade<'m> {
     fn ensure_in_any(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         for family in families(addresses) {
-            if iptables.chosen(family)?.is_none() {
+            if iptables.chosen_variant(family)?.is_none() {
                 return nftables::ensure(attachment, addresses, &previous.nftables);
             }
         }
@@ -145,7 +145,7 @@ impl<'m> Masquerade<'m> {
         previous: &PreviousRules,
     ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let Some(variant) = iptables.for_new_rules(family)? else {
+        let Some(variant) = iptables.variant_for_new_rules(family)? else {
             // Fails, as there is neither a program nor a usable kernel, with the reason.
             return iptables.probe(family);
         };
@@ -260,12 +260,12 @@ impl<'m> Masquerade<'m> {
             }
             let mut iptables = self.iptables(OnSigterm::Kill)?;
             let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
-            for variant in iptables.holders(family, &[&chain])? {
+            for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
                 // The variant with the container's chain is the one that the ADD used, so its
                 // missing rules are reported, not those of nftables.
-                if missing_in_variant.is_empty() || nat.has(&chain)? {
+                if missing_in_variant.is_empty() || nat.has_chain(&chain)? {
                     missing_here = missing_in_variant;
                 }
                 if missing_here.is_empty() {
@@ -286,13 +286,13 @@ impl<'m> Masquerade<'m> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut is_installed = false;
         for family in FAMILIES {
-            is_installed |= iptables.chosen(family)?.is_some();
+            is_installed |= iptables.chosen_variant(family)?.is_some();
         }
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
             _ if is_installed => Ok(()),
             // The kernel may be able to do without the program.
-            Some(Backend::Iptables) if iptables.for_new_rules(Family::V4)?.is_some() => Ok(()),
+            Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),
