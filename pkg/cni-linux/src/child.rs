@@ -1,11 +1,11 @@
-//! Running another program to its end, whatever it does: IPAM delegates, iptables.
+//! Runs another program (an IPAM delegate, iptables) and waits until it has ended or been killed.
 //!
-//! The child is killed with us (`PR_SET_PDEATHSIG`), at its deadline, and on SIGTERM; when [`run`]
-//! returns it has been reaped, so nothing of it can act after a rollback. No shell is ever
-//! involved.
+//! The child is killed when this process dies (`PR_SET_PDEATHSIG`), at its deadline, and on
+//! SIGTERM. When [`run`] returns, the child has been reaped, so it cannot act after a rollback. No
+//! shell is involved.
 //!
-//! The wait is for the end of the child, not of a pipe, because a grandchild may hold the pipe open
-//! forever. The pipes are read meanwhile, because the child blocks once one is full.
+//! The wait ends with the child, not at the end of its output, because a grandchild may keep the
+//! pipe open forever. The pipes are read meanwhile, because the child blocks once one is full.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,37 +23,37 @@ use crate::sys;
 /// The largest standard output that is accepted.
 const STDOUT_MAX: usize = 16 << 20;
 
-/// More than this on standard error is read and forgotten.
+/// How many bytes of standard error are returned. The child may write more; they are discarded.
 const STDERR_MAX: usize = 1 << 20;
 
-/// Runs `child` to its end.
+/// Runs `child` to its end and returns its exit status and output.
+///
+/// # Errors
+/// The program could not be started, SIGTERM came (if `child` is to be killed then), the child's
+/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. The
+/// child has been killed and reaped in each case.
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
-    // It may have come since the last look; then there is nothing to start.
-    if ended_by_sigterm(machine, child) {
+    if must_stop(machine, child) {
         return Err(RunError::Terminated);
     }
     let deadline = machine.now().checked_add(child.timeout);
     let mut running = Running::start(child).map_err(RunError::Start)?;
-    match running.attend(machine, child, deadline) {
-        Ok(output) => Ok(output),
-        Err(error) => {
-            drop(running);
-            Err(error)
-        }
-    }
+    // After an error, dropping `running` kills and reaps the child.
+    running.attend(machine, child, deadline)
 }
 
-/// Asked each time around, also where the answer does not matter: the asking empties the descriptor
-/// that is polled.
-fn ended_by_sigterm(machine: &LinuxMachine, child: &Child<'_>) -> bool {
+/// Whether SIGTERM has come and the child is to be killed by it. Also empties the machine's signal
+/// descriptor: a loop that polls the descriptor must call this after each poll.
+fn must_stop(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
 
-/// A child not yet reaped. Dropping it kills and reaps it.
+/// A started child and its pipes. Dropping the value kills and reaps a child that has not ended.
 struct Running {
     process: process::Child,
+    /// The exit status, once the child has been reaped.
     exit: Option<ExitStatus>,
-    /// Readable when it has ended. Without it (before Linux 5.3), SIGCHLD reports the end.
+    /// Readable when the child has ended. `None` before Linux 5.3, where SIGCHLD ends the wait.
     ended: Option<OwnedFd>,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
@@ -61,14 +61,15 @@ struct Running {
 }
 
 impl Running {
+    /// Starts the program, in its own process group and with three non-blocking pipes.
     fn start(child: &Child<'_>) -> io::Result<Running> {
         let mut command = Command::new(&child.program);
         command.args(&child.args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         if let Some(env) = &child.env {
             command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
         }
-        // Ctrl-C goes to a whole process group: a child outside this process's group is ended only
-        // by this process, after its rollback.
+        // A terminal sends Ctrl-C to a whole process group. In its own group, the child does not
+        // get the signal: this process decides whether to kill the child.
         command.process_group(0);
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
@@ -81,13 +82,14 @@ impl Running {
             running.stderr.as_ref().map(AsFd::as_fd),
         ];
         for pipe in pipes.into_iter().flatten() {
-            // Our ends alone: what the child sees stays blocking.
+            // O_NONBLOCK is a flag of one end of a pipe: the child's end stays blocking.
             fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
         Ok(running)
     }
 
-    /// Feeds and empties the pipes until the child has ended.
+    /// Writes the child's input and reads its output until the child has ended. Fails as [`run`]
+    /// does; the child may then still be running.
     fn attend(
         &mut self,
         machine: &LinuxMachine,
@@ -97,22 +99,23 @@ impl Running {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         let (mut input, mut has_ended) = (child.stdin, false);
         loop {
-            if ended_by_sigterm(machine, child) {
+            if must_stop(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // A debugger may still hold what has ended: then a blocking wait avoids an endless
-            // loop.
+            // A debugger can delay the moment at which an ended child can be reaped. Then the
+            // descriptor stays readable and a non-blocking wait would be repeated without pause.
             let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
             self.exit = match exit {
-                // std does not ask again; the wait below ends at once if the child has.
+                // std does not repeat the call. If the child has ended, `wait_ready` below returns
+                // at once, and the next round repeats it.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
             };
-            // After the end too: what the child wrote is in the pipe. What a grandchild may still
-            // write is not awaited.
+            // Also after the child's end, because its last output is still in the pipes. Later
+            // output of a grandchild is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
-            // Standard error is only shown, so an error reading it is ignored.
+            // Standard error is only displayed, so a failure to read it is ignored.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
                 self.stderr = None;
             }
@@ -128,14 +131,15 @@ impl Running {
                 return Err(RunError::Timeout(child.timeout));
             }
             let mut fds = vec![PollFd::new(machine.as_fd(), PollFlags::POLLIN)];
-            let reading = [
+            let readable = [
                 self.ended.as_ref().map(AsFd::as_fd),
                 self.stdout.as_ref().map(AsFd::as_fd),
                 self.stderr.as_ref().map(AsFd::as_fd),
             ];
-            fds.extend(reading.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+            fds.extend(readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
             fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
             wait_ready(&mut fds, left).map_err(RunError::Io)?;
+            // `ended`, if there is one, is the second descriptor.
             has_ended = self.ended.is_some() && fds[1].any() == Some(true);
         }
     }
@@ -151,9 +155,10 @@ impl Drop for Running {
     }
 }
 
-/// Writes what fits; closes the pipe after the last byte, or when the pipe has no reader. Any other
-/// failure is an error: a program that accepts half of its input, or none, would succeed without
-/// having done its work.
+/// Writes as much of `input` as the pipe takes at once, and removes it from `input`. Closes the
+/// pipe (sets it to `None`) after the last byte, or when the child has closed its end.
+///
+/// Any other failure is an error, because the child would see a complete but shorter input.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
@@ -164,7 +169,7 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
             Ok(written) => *input = &input[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            // A child need not read its input.
+            // The child has closed its standard input, which it may.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => *pipe = None,
             Err(error) => return Err(error),
         }
@@ -172,7 +177,8 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads what is there, up to a little beyond `max`; closes the pipe at its end.
+/// Appends to `into` what can be read at once. Stops soon after `max` bytes, so that the caller can
+/// detect too large an output by the length. Closes the pipe (sets it to `None`) at its end.
 fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
@@ -190,6 +196,7 @@ fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Re
     Ok(())
 }
 
+/// Returns the exit status, or the signal that ended the program.
 fn status(exit: ExitStatus) -> Exit {
     match exit.code() {
         Some(code) => Exit::Status(code),

@@ -1,4 +1,4 @@
-//! Which connections to a port of the host are whose.
+//! Ports of the host that containers claim.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -17,10 +17,10 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// All of them, in the order of their names.
+    /// All protocols, ordered by name.
     pub const ALL: [Protocol; 3] = [Protocol::Sctp, Protocol::Tcp, Protocol::Udp];
 
-    /// Its name, in lower case.
+    /// Returns the name in lower case.
     pub fn name(self) -> &'static str {
         match self {
             Protocol::Sctp => "sctp",
@@ -34,7 +34,7 @@ impl Protocol {
         Protocol::ALL.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(name))
     }
 
-    /// `IPPROTO_*`.
+    /// Returns the number of the protocol in an IP header (`IPPROTO_*`).
     pub fn number(self) -> u8 {
         match self {
             Protocol::Sctp => 132,
@@ -55,21 +55,22 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// A port of the host, of one family, and the container that answers there.
+/// A port of the host, for one address family, that is mapped to a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClaimedPort {
     /// The protocol.
     pub protocol: Protocol,
-    /// The host's address; `None` is every one.
+    /// The host's address; `None` for every address of the host.
     pub host_ip: Option<IpAddr>,
     /// The host's port.
     pub host_port: u16,
-    /// Where it goes.
+    /// The container's address and port.
     pub container: SocketAddr,
 }
 
 impl ClaimedPort {
-    /// Whether some packet is claimed by both.
+    /// Whether some packet could be sent to both claims: same protocol, host port and family, and
+    /// the same host address or one claim without a host address.
     pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())

@@ -1,15 +1,14 @@
-//! Connections the kernel remembers, and forgetting those that a changed port mapping has made
-//! wrong.
+//! Deletes the entries of the kernel's connection tracking table that a changed port mapping has
+//! made wrong.
 //!
-//! NAT is decided by a connection's first packet. A UDP peer that keeps sending stays mapped to a
-//! removed container, or to no container, until its entry is deleted here; then its next packet is
-//! a first one.
+//! The kernel decides on NAT at a connection's first packet. A UDP peer that keeps sending stays
+//! mapped to a removed container, or to no container, until its entry is deleted here; then its
+//! next packet counts as a first one.
 //!
-//! One pass over the table for all ports, as text or as a list over netlink, none where nothing is
-//! tracked. The kernel can be asked for one entry only by all there is of its addresses and ports,
-//! so there is no way around the pass. Never waits, never runs a program. The port alone does not
-//! identify an entry: connections to the same port of *other* hosts pass through this table too,
-//! and must stay.
+//! All ports are handled in one pass over the table, read as text or over netlink, and in no pass
+//! if nothing is tracked. The kernel looks up a single entry only by its complete addresses and
+//! ports, which are not known here. The port alone does not identify an entry: connections to the
+//! same port of *other* hosts that pass through this host are in the table too, and must stay.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -27,15 +26,14 @@ mod text;
 
 pub use claim::{ClaimedPort, Protocol};
 
-/// How often a dump that the kernel reports as incomplete is repeated. Entries missed after that
-/// stay, which does no other harm.
+/// How often the table is read at most, if the kernel reports that it changed meanwhile.
 const DUMPS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
 const IPCTNL_MSG_CT_NEW: u16 = CTNETLINK;
 const IPCTNL_MSG_CT_GET: u16 = CTNETLINK | 1;
 const IPCTNL_MSG_CT_DELETE: u16 = CTNETLINK | 2;
-/// `struct nfgenmsg`
+/// The length of `struct nfgenmsg`, the header of every message: family, version, resource.
 const NFGENMSG: usize = 4;
 
 const CTA_TUPLE_ORIG: u16 = 1;
@@ -46,25 +44,25 @@ const CTA_FILTER: u16 = 25;
 const CTA_TUPLE_IP: u16 = 1;
 const CTA_TUPLE_PROTO: u16 = 2;
 
-/// Which of the connections to a claimed port are forgotten.
+/// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// The connections that another peer than the claim's container answers: at its ADD.
+    /// Those that something other than the claim's container answers; used at ADD.
     Others,
-    /// The connections that the claim's container answers: at its DEL.
+    /// Those that the claim's container answers; used at DEL.
     Own,
 }
 
-/// One entry, as far as it matters here.
+/// A tracked connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The protocol.
     pub protocol: Protocol,
-    /// Where the first packet was sent to, before any NAT.
+    /// The destination of the first packet, before any NAT.
     pub destination: SocketAddr,
-    /// The address that answers.
+    /// The source address of the replies.
     pub answered_by: IpAddr,
-    /// The attributes that name the entry to the kernel.
+    /// The body of a request that identifies the entry: header and attributes.
     key: Vec<u8>,
 }
 
@@ -75,13 +73,14 @@ impl Entry {
     }
 }
 
-/// The entries of these ports in a text like `/proc/net/nf_conntrack`.
+/// Returns the entries with one of these ports in a text like `/proc/net/nf_conntrack`; `None` if
+/// the text is malformed.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn entries_in(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
-    text::parse(text, &Wanted { ports: ports.iter().copied().collect(), family: 0 })
+    text::parse(text, &Selection { ports: ports.iter().copied().collect(), family: 0 })
 }
 
-/// A connection to the kernel's table in the network namespace it was opened in.
+/// A socket for the connection tracking table of the network namespace that it was opened in.
 #[derive(Debug)]
 pub struct Conntrack {
     socket: Socket,
@@ -95,56 +94,78 @@ impl Conntrack {
         Ok(Conntrack { socket })
     }
 
-    /// Deletes the connections to the claimed ports that `forget` says, in one pass. A claim
-    /// without a host address is for every address this host has. Returns how many. A kernel
-    /// without connection tracking has none.
+    /// Deletes the connections to the claimed ports that are in `scope`, in one pass over the
+    /// table. A claim without a host address covers every address of this host. Returns how many
+    /// connections were deleted; 0 on a kernel without connection tracking.
     ///
     /// # Errors
-    /// The first; of those that could be read all the others have been tried.
-    pub fn forget(&mut self, claims: &[ClaimedPort], forget: FlushScope) -> Result<usize> {
-        let tracked = count();
+    /// The table could not be read, or an entry not be deleted. In the second case the first such
+    /// error is returned after all other entries have been tried.
+    pub fn forget(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
+        let tracked = tracked_connections();
         if claims.is_empty() || tracked == Some(0) {
             return Ok(0);
         }
-        let wanted = Wanted::of(claims);
-        let short = tracked.filter(|tracked| text::is_cheaper(*tracked)).and_then(|_| text::entries(&wanted));
-        let entries = match short.map_or_else(|| self.entries(&wanted), Ok) {
-            Err(error) if error.is_unsupported() => return Ok(0),
-            entries => entries?,
+        let selection = Selection::of(claims);
+        let mut from_text = None;
+        if tracked.is_some_and(text::is_cheaper) {
+            from_text = text::entries(&selection);
+        }
+        let entries = match from_text {
+            Some(entries) => entries,
+            None => match self.entries(&selection) {
+                Err(error) if error.is_unsupported() => return Ok(0),
+                entries => entries?,
+            },
         };
-        let mut local = Local::default();
-        let (mut forgotten, mut failed) = (0, None);
+        let mut host_addresses = HostAddresses::default();
+        let (mut deleted, mut first_error) = (0, None);
         for entry in entries {
-            let wrong = is_wrong(&entry, claims, forget, &mut local);
-            match wrong.and_then(|wrong| Ok(wrong && self.delete(&entry)?)) {
-                Ok(deleted) => forgotten += usize::from(deleted),
-                Err(error) => failed = failed.or(Some(error)),
+            let result = match is_selected(&entry, claims, scope, &mut host_addresses) {
+                Ok(true) => self.delete(&entry),
+                other => other,
+            };
+            match result {
+                Ok(is_deleted) => deleted += usize::from(is_deleted),
+                Err(error) => first_error = first_error.or(Some(error)),
             }
         }
-        failed.map_or(Ok(forgotten), Err)
+        match first_error {
+            Some(error) => Err(error),
+            None => Ok(deleted),
+        }
     }
 
-    /// The entries with one of these original destination ports.
-    fn entries(&mut self, wanted: &Wanted) -> Result<Vec<Entry>> {
-        match self.entries_by(wanted, &wanted.filter()) {
-            // A kernel that finds fault with the filter.
-            Err(error) if error.is_unsupported() => self.entries_by(wanted, &[0; NFGENMSG]),
+    /// Returns the entries with one of the selected ports, read over netlink.
+    fn entries(&mut self, selection: &Selection) -> Result<Vec<Entry>> {
+        match self.entries_by(selection, &selection.request()) {
+            // This kernel does not support the filter in the request: list everything.
+            Err(error) if error.is_unsupported() => self.entries_by(selection, &[0; NFGENMSG]),
             entries => entries,
         }
     }
 
-    fn entries_by(&mut self, wanted: &Wanted, request: &[u8]) -> Result<Vec<Entry>> {
+    /// Returns the entries with one of the selected ports from the answer to `request`, the body of
+    /// a list request. Repeats the request if the table changed during the answer.
+    ///
+    /// # Errors
+    /// [`Error::is_unsupported`] if the kernel has no connection tracking over netlink, or does not
+    /// support a filter in `request`.
+    fn entries_by(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
         const WHAT: &str = "failed to list the tracked connections";
         for _ in 0..DUMPS {
             let mut entries = Vec::new();
-            let is_wanted = |entry: &Entry| wanted.ports.contains(&(entry.protocol, entry.destination.port()));
-            let read = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
-                entries.extend(entry(message).filter(is_wanted));
+            let is_complete = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
+                if let Some(entry) = entry(message)
+                    && selection.ports.contains(&(entry.protocol, entry.destination.port()))
+                {
+                    entries.push(entry);
+                }
             });
-            match read.map_err(|cause| Error::new(WHAT, cause)) {
+            match is_complete.map_err(|cause| Error::new(WHAT, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
-                // The kernel's answer if it has no ctnetlink.
+                // The kernel answers EINVAL if it has no connection tracking over netlink.
                 Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(WHAT, Errno::EOPNOTSUPP)),
                 Err(error) => return Err(error),
             }
@@ -152,7 +173,7 @@ impl Conntrack {
         Err(Error::new(WHAT, Cause::text(format!("the table changed during each of {DUMPS} attempts to read it"))))
     }
 
-    /// `false` if it has gone by itself.
+    /// Deletes an entry. Returns `false` if it no longer exists.
     fn delete(&mut self, entry: &Entry) -> Result<bool> {
         let what = format!(
             "failed to delete the tracked {} connection to {} that {} answers",
@@ -166,82 +187,96 @@ impl Conntrack {
         }
     }
 }
-/// How many connections are tracked in the calling thread's namespace, if the kernel reports it. A
-/// pass over the table costs something even if it is none, because the kernel walks every bucket
-/// that all namespaces share.
-fn count() -> Option<u64> {
+
+/// Returns how many connections are tracked in the calling thread's namespace; `None` if the kernel
+/// does not report it. 0 saves a pass over the table, in which the kernel visits every hash bucket
+/// of all namespaces.
+fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether the entry is one that `forget` says.
-fn is_wrong(entry: &Entry, claims: &[ClaimedPort], forget: FlushScope, local: &mut Local) -> Result<bool> {
-    let mut wrong = false;
+/// Whether an entry is to be deleted: it is about one of the claims, is in `scope`, and, if the
+/// claim has no host address, its destination is an address of this host. Fails if those addresses
+/// cannot be listed.
+fn is_selected(
+    entry: &Entry,
+    claims: &[ClaimedPort],
+    scope: FlushScope,
+    host_addresses: &mut HostAddresses,
+) -> Result<bool> {
     for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
-        let meant = match forget {
-            // Another claim of the container may have the same port at another address of the host.
+        let is_in_scope = match scope {
+            // All claims: the container may claim the same port of another address of the host.
             FlushScope::Others => !claims.iter().any(|other| is_served(entry, other)),
             FlushScope::Own => is_served(entry, claim),
         };
-        let here = claim.host_ip.is_some() || (meant && local.has(entry.destination.ip())?);
-        wrong |= meant && here;
+        if is_in_scope && (claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())?) {
+            return Ok(true);
+        }
     }
-    Ok(wrong)
+    Ok(false)
 }
 
-/// Whether the entry's first packet was one for the claim, according to the entry.
+/// Whether the entry's first packet was sent to the claimed port.
 fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
     (entry.protocol, entry.destination.port()) == (claim.protocol, claim.host_port)
         && entry.destination.is_ipv4() == claim.container.is_ipv4()
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether the entry is about the claim and its container answers.
+/// Whether the entry is about the claim and the claim's container answers.
 fn is_served(entry: &Entry, claim: &ClaimedPort) -> bool {
     is_about(entry, claim) && entry.answered_by == claim.container.ip()
 }
 
-/// The host's own addresses, read when first asked for.
+/// The addresses of this host, listed at the first use.
 #[derive(Default)]
-struct Local(Option<BTreeSet<IpAddr>>);
+struct HostAddresses(Option<BTreeSet<IpAddr>>);
 
-impl Local {
-    fn has(&mut self, address: IpAddr) -> Result<bool> {
+impl HostAddresses {
+    /// Whether this host has the address. Fails if the addresses cannot be listed.
+    fn contains(&mut self, address: IpAddr) -> Result<bool> {
         if address.is_loopback() {
             return Ok(true);
         }
         let addresses = match &mut self.0 {
             Some(addresses) => addresses,
-            none => none
-                .insert(Netlink::open()?.list_all_addresses()?.into_iter().map(|addr| addr.cidr.address()).collect()),
+            empty => {
+                let listed = Netlink::open()?.list_all_addresses()?;
+                empty.insert(listed.into_iter().map(|addr| addr.cidr.address()).collect())
+            }
         };
         Ok(addresses.contains(&address))
     }
 }
 
-/// The properties that all selected entries have in common.
-struct Wanted {
+/// Which entries are read from the table.
+struct Selection {
+    /// The protocol and the original destination port: an entry must have one of these pairs.
     ports: BTreeSet<(Protocol, u16)>,
-    /// `AF_*`, or 0 if both families are wanted.
+    /// The family (`AF_*`) of all selected entries, or 0 for both.
     family: u8,
 }
 
-impl Wanted {
-    fn of(claims: &[ClaimedPort]) -> Wanted {
+impl Selection {
+    /// Selects the entries of the claimed ports.
+    fn of(claims: &[ClaimedPort]) -> Selection {
         const AF_INET: u8 = 2;
         const AF_INET6: u8 = 10;
-        let family = match (claims.iter().any(|c| c.container.is_ipv4()), claims.iter().any(|c| c.container.is_ipv6()))
-        {
+        let has_ipv4 = claims.iter().any(|claim| claim.container.is_ipv4());
+        let has_ipv6 = claims.iter().any(|claim| claim.container.is_ipv6());
+        let family = match (has_ipv4, has_ipv6) {
             (true, false) => AF_INET,
             (false, true) => AF_INET6,
             _ => 0,
         };
-        Wanted { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
+        Selection { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// The body of the request for a list. Where all have a family and a protocol in common, and
-    /// perhaps the port, the kernel is asked to choose (since 5.8; older ones send everything, and
-    /// all is looked at again here anyway).
-    fn filter(&self) -> Vec<u8> {
+    /// Returns the body of the list request. If all entries have one family and one protocol, the
+    /// body asks the kernel to filter by them, and by the port if there is only one. Kernels before
+    /// 5.8 ignore the filter, so the caller filters the answer again.
+    fn request(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
         const F_PROTO_NUM: u32 = 1 << 3;
@@ -249,24 +284,28 @@ impl Wanted {
         const CTA_PROTO_NUM: u16 = 1;
         const CTA_PROTO_DST_PORT: u16 = 3;
         let mut body = vec![self.family, 0, 0, 0];
-        let protocols: BTreeSet<Protocol> = self.ports.iter().map(|(protocol, _)| *protocol).collect();
-        let (Some(protocol), 1, true) = (protocols.first(), protocols.len(), self.family != 0) else { return body };
-        let mut proto = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
+        let Some((protocol, port)) = self.ports.first() else { return body };
+        let is_one_protocol = self.ports.iter().all(|(other, _)| other == protocol);
+        if self.family == 0 || !is_one_protocol {
+            return body;
+        }
+        // The tuple has the values to compare; the flags say which fields of the tuple count.
+        let mut tuple_fields = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
         let mut flags = F_PROTO_NUM;
-        if let (1, Some((_, port))) = (self.ports.len(), self.ports.first()) {
-            proto.extend(new_attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()));
+        if self.ports.len() == 1 {
+            tuple_fields.extend(new_attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()));
             flags |= F_PROTO_DST_PORT;
         }
-        let tuple = new_nest(CTA_TUPLE_PROTO, &proto);
-        body.extend(new_nest(CTA_TUPLE_ORIG, &tuple));
-        let mut wanted = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
-        wanted.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
-        body.extend(new_nest(CTA_FILTER, &wanted));
+        body.extend(new_nest(CTA_TUPLE_ORIG, &new_nest(CTA_TUPLE_PROTO, &tuple_fields)));
+        let mut filter = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
+        filter.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
+        body.extend(new_nest(CTA_FILTER, &filter));
         body
     }
 }
 
-/// Reads one message of a list. `None` for what has no ports, and for anything malformed.
+/// Decodes one message of a list. Returns `None` for a connection of a protocol without ports, and
+/// for a malformed or other message.
 pub fn entry(message: &Message<'_>) -> Option<Entry> {
     if message.kind != IPCTNL_MSG_CT_NEW {
         return None;
@@ -275,22 +314,27 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
     let original = attribute(body, CTA_TUPLE_ORIG)?;
     let (protocol, destination) = tuple(original)?;
     let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
-    // The family, then what identifies the entry.
+    // The header's family, then the attributes that identify the entry: its first packet, its ID (a
+    // later connection with the same addresses has another), and its zone.
     let mut key = vec![*header.first()?, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {
-        key.extend(attribute(body, kind).map(|value| new_attribute(kind, value)).unwrap_or_default());
+        if let Some(value) = attribute(body, kind) {
+            key.extend(new_attribute(kind, value));
+        }
     }
     Some(Entry { protocol, destination, answered_by, key })
 }
 
+/// One of the two addresses of a packet.
 #[derive(Clone, Copy)]
 enum Side {
     Source,
     Destination,
 }
 
-/// Protocol and destination of a tuple.
+/// Decodes the protocol and the destination of a tuple: the packet that an entry expects in one
+/// direction. Returns `None` if the protocol has no ports, or the tuple is malformed.
 fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     const CTA_PROTO_NUM: u16 = 1;
     const CTA_PROTO_DST_PORT: u16 = 3;
@@ -300,18 +344,29 @@ fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     Some((Protocol::by_number(*number)?, SocketAddr::new(address(tuple, Side::Destination)?, port)))
 }
 
+/// Decodes the source or destination address of a tuple. Returns `None` if the tuple is malformed.
 fn address(tuple: &[u8], side: Side) -> Option<IpAddr> {
-    let ip = attribute(tuple, CTA_TUPLE_IP)?;
-    // Source and destination of IPv4 are 1 and 2, those of IPv6 3 and 4.
-    let offset = match side {
-        Side::Source => 0,
-        Side::Destination => 1,
+    const CTA_IP_V4_SRC: u16 = 1;
+    const CTA_IP_V4_DST: u16 = 2;
+    const CTA_IP_V6_SRC: u16 = 3;
+    const CTA_IP_V6_DST: u16 = 4;
+    let (ipv4, ipv6) = match side {
+        Side::Source => (CTA_IP_V4_SRC, CTA_IP_V6_SRC),
+        Side::Destination => (CTA_IP_V4_DST, CTA_IP_V6_DST),
     };
-    attributes(ip).find_map(|(kind, value)| match kind.checked_sub(offset)? {
-        1 => <[u8; 4]>::try_from(value).ok().map(IpAddr::from),
-        3 => <[u8; 16]>::try_from(value).ok().map(IpAddr::from),
-        _ => None,
-    })
+    for (kind, value) in attributes(attribute(tuple, CTA_TUPLE_IP)?) {
+        if kind == ipv4
+            && let Ok(octets) = <[u8; 4]>::try_from(value)
+        {
+            return Some(octets.into());
+        }
+        if kind == ipv6
+            && let Ok(octets) = <[u8; 16]>::try_from(value)
+        {
+            return Some(octets.into());
+        }
+    }
+    None
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! Changing and deleting interfaces.
+//! Changes and deletes interfaces.
 //!
-//! Every verb is one request and says the interface's name when it fails (it is looked up only
-//! then).
+//! Each method sends one request. Its error names the interface, which is looked up only after a
+//! failure.
 
 use super::LinkRequest;
 use crate::error::{Error, Result};
@@ -9,20 +9,21 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 
-/// Whether a flag of an interface is set: promiscuous, all-multicast.
+/// The setting of an interface flag: promiscuous, all-multicast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkFlag {
-    /// It is.
+    /// The flag is set.
     On,
-    /// It is not, unless other users of the interface want it.
+    /// The administrator does not set the flag. Other users of the interface, such as a packet
+    /// capture, may still keep the mode on.
     Off,
 }
 
 impl Netlink {
-    /// Deletes an interface, and with one end of a veth pair the other.
+    /// Deletes an interface; of a veth pair, both ends. Takes 15 to 30 ms in the kernel.
     ///
     /// # Errors
-    /// [`Error::is_not_found`] if it does not exist. Costs the kernel 15 to 30 ms.
+    /// [`Error::is_not_found`] if the interface does not exist.
     pub fn delete_link(&self, index: u32) -> Result<()> {
         match self.request(Kind::DelLink, &LinkRequest::new(index), 0) {
             Ok(_) => Ok(()),
@@ -30,7 +31,7 @@ impl Netlink {
         }
     }
 
-    /// Deletes an interface unless it is gone already. Returns whether it was there.
+    /// Deletes an interface if it exists. Returns whether it existed.
     pub fn purge_link(&self, index: u32) -> Result<bool> {
         match self.delete_link(index) {
             Ok(()) => Ok(true),
@@ -39,34 +40,34 @@ impl Netlink {
         }
     }
 
-    /// Turns an interface on.
+    /// Sets an interface administratively up.
     pub fn set_up(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).up(), |link| format!("failed to set {link} up"))
     }
 
-    /// Turns an interface off.
+    /// Sets an interface administratively down.
     pub fn set_down(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, false), |link| format!("failed to set {link} down"))
     }
 
-    /// Sets the administrator's wish for promiscuous mode.
+    /// Switches promiscuous mode on or off for the administrator.
     pub fn set_promisc(&self, index: u32, promisc: LinkFlag) -> Result<()> {
         let request = LinkRequest::new(index).flag(libc::IFF_PROMISC, promisc == LinkFlag::On);
         self.set_link(request, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
-    /// Sets the administrator's wish for all multicast frames.
-    pub fn set_allmulti(&self, index: u32, all: LinkFlag) -> Result<()> {
-        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, all == LinkFlag::On);
+    /// Switches the reception of all multicast frames on or off for the administrator.
+    pub fn set_allmulti(&self, index: u32, allmulti: LinkFlag) -> Result<()> {
+        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, allmulti == LinkFlag::On);
         self.set_link(request, |link| format!("failed to set all-multicast of {link}"))
     }
 
-    /// Sets the largest packet, in bytes.
+    /// Sets the MTU, in bytes.
     pub fn set_mtu(&self, index: u32, mtu: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).mtu(mtu), |link| format!("failed to set the MTU of {link} to {mtu}"))
     }
 
-    /// Sets the hardware address. A bridge's is pinned by that: it no longer follows its ports.
+    /// Sets the hardware address. A bridge then no longer takes its address from its ports.
     pub fn set_mac(&self, index: u32, mac: Mac) -> Result<()> {
         self.set_link(LinkRequest::new(index).mac(mac), |link| format!("failed to set the MAC of {link} to {mac}"))
     }
@@ -78,7 +79,8 @@ impl Netlink {
         })
     }
 
-    /// Sets the alias and takes the interface out of its group, in one request.
+    /// Sets the alias and resets the group to 0, in one request: the group marks a link that these
+    /// plugins created until it has its alias (see [`veth`](crate::veth)).
     pub(crate) fn set_first_alias(&self, index: u32, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).alias(alias).group(0);
         self.set_link(request, |link| format!("failed to set the alias of {link} to {alias:?}"))
@@ -89,12 +91,12 @@ impl Netlink {
         self.set_link(LinkRequest::new(index).name(name), |link| format!("failed to rename {link} to {name}"))
     }
 
-    /// Moves an interface into another namespace, where it gets this name and alias. It is down
-    /// there and has lost its addresses and routes; its index may be another one.
+    /// Moves an interface into another namespace and gives it this name and alias. After the move
+    /// it is down, has no addresses and routes, and may have another index.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken there. The interface may then be there already,
-    /// under its former name and with its former alias.
+    /// [`Error::is_exists`] if the name is taken in the other namespace. The interface may
+    /// nevertheless have been moved, with its former name and alias.
     pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).netns(to).name(name).alias(alias);
         self.set_link(request, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
@@ -106,23 +108,24 @@ impl Netlink {
         self.set_link(request, |link| format!("failed to set the transmit queue of {link} to {packets}"))
     }
 
-    /// Makes an interface a port of a bridge or VRF. A VRF takes it down and up again, which costs
-    /// its IPv6 addresses and its routes.
+    /// Makes an interface a port of a bridge or VRF. With a VRF, the kernel sets the interface down
+    /// and up again, which removes its IPv6 addresses and its routes.
     pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
         let request = LinkRequest::new(index).master(master_index);
         self.set_link(request, |link| format!("failed to connect {link} to {}", self.label(master_index)))
     }
 
-    /// Takes a port off its bridge or VRF. Harmless if it is on none.
+    /// Detaches an interface from its bridge or VRF. Does nothing if it is not attached to one.
     pub fn unset_master(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).master(0), |link| format!("failed to take {link} off its master"))
     }
 
-    /// RTM_SETLINK; `doing` gets the interface's name.
-    pub(crate) fn set_link(&self, request: LinkRequest, doing: impl FnOnce(&str) -> String) -> Result<()> {
+    /// Sends a request that changes an existing link (RTM_SETLINK). `describe_failure` gets the
+    /// link's name and returns the beginning of the error message.
+    pub(crate) fn set_link(&self, request: LinkRequest, describe_failure: impl FnOnce(&str) -> String) -> Result<()> {
         match self.request(Kind::SetLink, &request, 0) {
             Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(doing(&self.label(request.index())), cause)),
+            Err(cause) => Err(Error::new(describe_failure(&self.label(request.index())), cause)),
         }
     }
 }

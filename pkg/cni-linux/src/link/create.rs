@@ -1,4 +1,4 @@
-//! Creating interfaces, and the first moments of one.
+//! Creates interfaces, and waits until they have a carrier.
 
 use std::time::Instant;
 
@@ -14,32 +14,32 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// Whether the kernel has noticed that the interface has a carrier.
+/// Whether the interface has a carrier, as far as the kernel has noticed.
 ///
-/// A bridge that has never lost its carrier is in state "unknown" until it loses it, and works. A
-/// veth is in that state for a moment after it was made, before the kernel has noticed that it has
-/// none.
+/// State "unknown" means different things: a bridge stays in it until it first loses its carrier,
+/// and works. A veth is in it for a moment after its creation, before the kernel notices that it
+/// has no carrier yet.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
 
 impl Netlink {
-    /// Makes a dummy interface, down, in this connection's namespace.
+    /// Creates a dummy interface, down, in this connection's namespace.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel
-    /// has no dummies.
+    /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if the kernel
+    /// does not support dummy interfaces.
     pub fn create_dummy(&self, name: &str, mac: Mac) -> Result<Link> {
         self.create_link(&LinkRequest::new(0).name(name).mac(mac).kind("dummy", &[]), name)
             .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
     }
 
-    /// Makes a VRF, up, with this routing table. With the first one the kernel adds a rule for all
-    /// of them.
+    /// Creates a VRF, up, with this routing table. With the first VRF the kernel adds the routing
+    /// rule that all VRFs share.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if the kernel
-    /// has no VRFs.
+    /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if the kernel
+    /// does not support VRFs.
     pub fn create_vrf(&self, name: &str, table: u32) -> Result<Link> {
         let options = new_attribute(IFLA_VRF_TABLE, &table.to_ne_bytes());
         let request = LinkRequest::new(0).up().name(name).kind("vrf", &options);
@@ -47,43 +47,47 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
     }
 
-    /// Makes an intermediate functional block: what is redirected to it waits in its queue, and is
-    /// then received where it came from. It is up and marked.
+    /// Creates an ifb (intermediate functional block), up, with the alias of this attachment.
+    /// Packets that a filter redirects to an ifb wait in its queue, and then continue as if just
+    /// received by the interface that they came from.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name. Nothing is left behind, unless the
-    /// kernel's answer was lost.
-    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, mark: &AttachmentId) -> Result<Link> {
+    /// [`Error::is_exists`] if any interface has this name. After an error no interface is left
+    /// behind, unless the kernel's answer was lost.
+    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, owner: &AttachmentId) -> Result<Link> {
         let request = LinkRequest::new(0).up().name(name).mac(mac).mtu(mtu).txqlen(0);
-        let request = request.group(AttachmentId::group(&mark.network)).kind("ifb", &[]);
+        // The kernel ignores an alias at creation. Until it is set, the group names the network.
+        let request = request.group(AttachmentId::group(&owner.network)).kind("ifb", &[]);
         let link = self
             .create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
-        self.set_first_alias(link.index, &mark.alias()).map(|()| link.clone()).inspect_err(|_| {
-            // The first error is the one to tell.
+        if let Err(error) = self.set_first_alias(link.index, &owner.alias()) {
+            // Only the first error is returned.
             let _ = self.purge_link(link.index);
-        })
+            return Err(error);
+        }
+        Ok(link)
     }
 
-    /// RTM_NEWLINK, exclusively; returns the new link.
+    /// Creates a link (RTM_NEWLINK) and returns it. Fails with EEXIST if the name is in use.
     pub(crate) fn create_link(&self, request: &LinkRequest, name: &str) -> Result<Link, Cause> {
         let answer = self.request(Kind::NewLink, request, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
-        // Kernels since 6.2 answer with the link they made; the others are asked.
+        // Kernels since 6.2 answer with the created link; older ones are asked for it.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),
             None => self.get_link(0, Some(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
         }
     }
 
-    /// Waits until an interface has its carrier and takes frames. `watch` must have been opened in
-    /// this connection's namespace, before anything was done about the carrier.
+    /// Waits until an interface has a carrier, so that it accepts frames. `watch` must have been
+    /// opened in this connection's namespace before the change that brings the carrier.
     ///
-    /// A bridge needs this as much as its ports: without any of them it has no carrier, and until
-    /// the kernel's worker has noticed the first one, everything the host sends through it is
-    /// dropped (its queue is the one that drops).
+    /// A bridge needs this wait too: its carrier comes with its first port, but until a worker of
+    /// the kernel has noticed that, the bridge drops everything that the host sends through it.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], [`Error::is_terminated`], or the interface is gone.
+    /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
+    /// [`Error::is_not_found`] if the interface does not exist.
     pub fn wait_carrier(&self, watch: &Watch, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
         watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
             Some(link) => Ok(has_carrier(&link).then_some(())),
@@ -91,8 +95,8 @@ impl Netlink {
         })
     }
 
-    /// Waits for the carrier of an interface in `netns`, this connection's namespace, which is
-    /// visited only if the interface has no carrier yet.
+    /// Waits until an interface has a carrier. `netns` is this connection's namespace; the calling
+    /// thread enters it, to open a watch, only if the interface has no carrier yet.
     ///
     /// # Errors
     /// Those of [`wait_carrier`](Netlink::wait_carrier).

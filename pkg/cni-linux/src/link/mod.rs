@@ -1,10 +1,9 @@
-//! Interfaces: what they are (here), how they are created (`create`) and changed (`change`);
-//! `stacked` is about those on top of another one.
+//! Looks up interfaces; the modules below it create and change them.
 //!
-//! A [`Link`] is a picture of one moment, never a handle: verbs take its index, because names can
-//! be given away and indexes, within a boot, practically cannot. [`Link::up`] is the
-//! administrator's setting; whether the link works is [`Link::running`] and, for a bridge's port,
-//! [`PortState::Forwarding`].
+//! A [`Link`] is a snapshot, not a handle. Methods that change an interface take its index: a name
+//! can be given to another interface, an index is practically not used again before a reboot.
+//! [`Link::up`] is the administrator's setting; whether the link works is [`Link::running`] and,
+//! for a bridge's port, [`PortState::Forwarding`].
 
 mod change;
 mod create;
@@ -22,27 +21,28 @@ pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
+use crate::netlink::wire::attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
 
-/// In the options of a bridge: whether it filters by VLAN.
+/// The attribute of a bridge that switches VLAN filtering on.
 pub(crate) const IFLA_BR_VLAN_FILTERING: u16 = 7;
 
-/// In the options of a bridge's port: hairpin mode.
+/// The attribute of a bridge's port for hairpin mode.
 pub(crate) const IFLA_BRPORT_MODE: u16 = 4;
 
-/// In the options of a bridge's port: isolation.
+/// The attribute of a bridge's port for isolation.
 pub(crate) const IFLA_BRPORT_ISOLATED: u16 = 33;
 
-/// In the options of a VRF: its routing table.
+/// The attribute of a VRF for its routing table.
 const IFLA_VRF_TABLE: u16 = 1;
 
 /// The longest name of an interface, in bytes.
 pub const NAME_MAX: usize = 15;
 
-/// One interface, as it was when it was asked for.
+/// An interface, as it was when the kernel was asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// The index, from 1; unique in its namespace.
+    /// The index, at least 1, unique in the namespace.
     pub index: u32,
     /// The name.
     pub name: String,
@@ -54,22 +54,23 @@ pub struct Link {
     pub mtu: u32,
     /// Whether it is administratively up.
     pub up: bool,
-    /// Whether it works, by the kernel's judgement.
+    /// Whether it works, according to the kernel.
     pub oper_state: OperState,
-    /// Whether it works or, where the kernel does not know (`lo`), is up. A link just made is not
-    /// known either.
+    /// Whether it works or, if the kernel does not report that (`lo`, and any link just created),
+    /// whether it is up.
     pub running: bool,
-    /// How many want all frames. A packet capture and a bridge's port count too.
+    /// How many users want all frames: the administrator, a bridge that it is a port of, each
+    /// packet capture.
     pub promiscuity: u32,
-    /// Whether the administrator wants all frames.
+    /// Whether the administrator has switched promiscuous mode on.
     pub promisc: bool,
-    /// Whether the administrator wants all multicast frames.
+    /// Whether the administrator has switched the reception of all multicast frames on.
     pub allmulti: bool,
     /// The length of the transmit queue in packets.
     pub txqlen: u32,
-    /// The group; 0 unless it was given one.
+    /// The group, 0 by default.
     pub group: u32,
-    /// The alias; of a link of these plugins it names the [attachment](cni::attachment).
+    /// The alias. For a link that these plugins created it names the [attachment](cni::attachment).
     pub alias: Option<String>,
     /// The index of the bridge (or other device) it is a port of.
     pub master: Option<u32>,
@@ -83,22 +84,22 @@ pub struct Link {
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
-    /// Its properties on top of a master, if it is of such a kind.
+    /// The mode or VLAN ID, if it is a macvlan, ipvlan or vlan.
     pub stacked: Option<Stacked>,
 }
 
-/// The kind of an interface: the driver that made it.
+/// The kind of an interface, by its driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkKind {
     /// `lo`.
     Loopback,
-    /// Hardware, or a driver that says nothing of itself.
+    /// Hardware, or a driver that does not report a kind.
     Device,
     /// A software bridge.
     Bridge,
-    /// One end of a pair.
+    /// One end of a veth pair.
     Veth,
-    /// Anything else, by the kernel's name: `macvlan`, `vlan`, `dummy`, …
+    /// Another kind, by the kernel's name: `macvlan`, `vlan`, `dummy`, …
     Other(String),
 }
 
@@ -114,23 +115,24 @@ impl fmt::Display for LinkKind {
     }
 }
 
-/// The kernel's judgement of whether an interface works (RFC 2863).
+/// Whether an interface works, according to the kernel (RFC 2863).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperState {
-    /// Not judged: by drivers that never do (`lo`), and for a moment in every interface just made.
+    /// Unknown: some drivers never report it (`lo`), and every interface just created is in this
+    /// state for a moment.
     Unknown,
-    /// It does not: it is down, has no carrier, or the interface below does not work.
+    /// It does not work: it is down, has no carrier, or the interface below it does not work.
     Down,
-    /// It waits for something outside, an authentication say.
+    /// It waits for an external event, such as an authentication.
     Dormant,
     /// It works.
     Up,
 }
 
-/// A bridge's port.
+/// The state and flags of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
-    /// Whether frames pass.
+    /// Whether the bridge lets frames pass.
     pub state: PortState,
     /// Whether a frame may leave by the port it came in by.
     pub hairpin: bool,
@@ -142,11 +144,12 @@ pub struct Port {
 /// Whether a bridge's port lets frames pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortState {
-    /// It, or the bridge, is down, or has no carrier.
+    /// Frames do not pass: the port or the bridge is down, or the port has no carrier.
     Disabled,
     /// Frames pass.
     Forwarding,
-    /// The spanning tree protocol holds it back: listening, learning or blocking.
+    /// Frames do not pass yet, because of the spanning tree protocol: listening, learning or
+    /// blocking.
     HeldBack,
 }
 
@@ -155,9 +158,10 @@ pub enum PortState {
 pub struct BridgeInfo {
     /// Whether it filters by VLAN. `false` too if the kernel cannot.
     pub vlan_filtering: bool,
-    /// The VLAN every new port is put into, untagged; 0 for none. A port just added is in no other.
+    /// The VLAN that every new port is put into, untagged; 0 for none.
     pub default_pvid: u16,
-    /// Whether it runs a spanning tree, which holds a new port back for twice the forward delay.
+    /// Whether it runs the spanning tree protocol, which blocks a new port for twice the forward
+    /// delay.
     pub spanning_tree: bool,
 }
 
@@ -179,22 +183,23 @@ impl Link {
 }
 
 impl Netlink {
-    /// The interface of that name (or alternative name) in this connection's namespace.
+    /// Returns the interface with this name or alternative name in this connection's namespace;
+    /// `None` if there is none.
     pub fn find_link(&self, name: &str) -> Result<Option<Link>> {
-        // The kernel refuses such a name as a malformed question; there can be none.
+        // No interface can have such a name. The kernel would refuse the request as malformed.
         if name.is_empty() || name.len() > NAME_MAX {
             return Ok(None);
         }
         self.get_link(0, Some(name)).map_err(|cause| Error::new(format_args!("failed to look up {name}"), cause))
     }
 
-    /// The interface of that index.
+    /// Returns the interface with this index; `None` if there is none.
     pub fn find_link_by_index(&self, index: u32) -> Result<Option<Link>> {
         self.get_link(index, None)
             .map_err(|cause| Error::new(format_args!("failed to look up interface {index}"), cause))
     }
 
-    /// The interface of that name, which must exist.
+    /// Returns the interface with this name, which must exist.
     ///
     /// # Errors
     /// `failed to find NAME: Link not found`, with [`Error::is_not_found`].
@@ -202,38 +207,40 @@ impl Netlink {
         self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Reason::LinkNotFound))
     }
 
-    /// Whether the namespace of a veth's other end is being torn down. The kernel removes the link
-    /// itself a moment later; on a busy machine that takes a second.
+    /// Whether the namespace of a veth's other end is being torn down, or the veth itself no longer
+    /// exists. The kernel removes such a veth soon; on a busy machine that takes up to a second.
+    /// `false` if `link` has no other end in another namespace.
     pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
-        let (Some(number), Some(index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
-        // NETNSA_NSID_NOT_ASSIGNED: the namespace has lost its ID, and gets no new one.
-        if number < 0 {
+        let (Some(netns_id), Some(peer_index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
+        // NETNSA_NSID_NOT_ASSIGNED: a namespace that is being torn down has lost its ID.
+        if netns_id < 0 {
             return Ok(true);
         }
-        let request = LinkRequest::new(index).netns_id(number).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
+        let request = LinkRequest::new(peer_index).netns_id(netns_id).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
         match self.get(Kind::GetLink, &request) {
-            // The ID of a namespace that no process and no file holds any more.
+            Ok(_) => Ok(false),
+            // No process and no file keeps the namespace with this ID any more.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
-            // The other end has gone since this one was read, and this one with it, or was moved.
+            // The other end was deleted after `link` was read, and this end with it, or was moved.
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),
             Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
-            Ok(_) => Ok(false),
         }
     }
 
-    /// Every interface of the namespace.
+    /// Returns every interface of the namespace.
     pub fn list_links(&self) -> Result<Vec<Link>> {
         self.list(None).map_err(|cause| Error::new("failed to list the interfaces", cause))
     }
 
-    /// The ports of a bridge (or of any other master).
+    /// Returns the ports of a bridge or other master.
     pub fn list_ports(&self, bridge_index: u32) -> Result<Vec<Link>> {
         self.list(Some(bridge_index)).map_err(|cause| {
             Error::new(format_args!("failed to list the ports of {}", self.label(bridge_index)), cause)
         })
     }
 
-    /// One link by name or index.
+    /// Returns the link with this name or, without a name, with this index; `None` if there is
+    /// none.
     pub(crate) fn get_link(&self, index: u32, name: Option<&str>) -> Result<Option<Link>, Cause> {
         let request = LinkRequest::new(index).optional(name, LinkRequest::name);
         match self.get(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS)) {
@@ -246,6 +253,8 @@ impl Netlink {
         }
     }
 
+    /// Returns all links, or those that are ports of `master`. Filters again, because an old kernel
+    /// ignores the filter in the request.
     fn list(&self, master: Option<u32>) -> Result<Vec<Link>, Cause> {
         let request = LinkRequest::new(0).optional(master, LinkRequest::master);
         let links = self.dump(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS))?;
@@ -253,7 +262,8 @@ impl Netlink {
         Ok(links.filter(|link| master.is_none() || link.master == master).collect())
     }
 
-    /// The name of an interface for an error's text; asked for only when there is an error.
+    /// Returns the name of an interface for an error message, or `interface INDEX` if it cannot be
+    /// found. Asks the kernel, so callers call it only after a failure.
     pub(crate) fn label(&self, index: u32) -> String {
         match self.get_link(index, None) {
             Ok(Some(link)) => link.name,
@@ -262,7 +272,7 @@ impl Netlink {
     }
 }
 
-/// Header and attributes of a link in an answer. `None` for other messages.
+/// Splits a message about a link into header and encoded attributes. `None` for other messages.
 pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     let body = reply.body(Kind::NewLink)?;
     let header = LinkHeader::parse(body).ok()?;
@@ -270,10 +280,10 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     Some((header, attributes))
 }
 
-/// A link out of an answer. `None` for other messages.
+/// Decodes a link. Returns `None` for other messages, and for malformed attributes.
 ///
-/// By hand: the packet crate reads everything that any kind of link can say of itself, and fails
-/// altogether where one attribute is not as it expects. See ARCHITECTURE.md, "Dependencies".
+/// The packet crate's decoder is not used: it decodes every attribute of every kind of link, and
+/// fails if one of them is not as it expects. See ARCHITECTURE.md, "Dependencies".
 pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     let (header, all) = parts(reply)?;
     let mut link = Link {
@@ -307,14 +317,14 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
             libc::IFLA_IFNAME => link.name = text(value),
             libc::IFLA_ADDRESS => link.mac = Mac::from_slice(value),
             libc::IFLA_MTU => link.mtu = number(value)?,
-            libc::IFLA_OPERSTATE => link.oper_state = judgement(State::from(*value.first()?)),
+            libc::IFLA_OPERSTATE => link.oper_state = oper_state(State::from(*value.first()?)),
             libc::IFLA_PROMISCUITY => link.promiscuity = number(value)?,
             libc::IFLA_TXQLEN => link.txqlen = number(value)?,
             libc::IFLA_GROUP => link.group = number(value)?,
             libc::IFLA_IFALIAS => link.alias = Some(text(value)),
             libc::IFLA_MASTER => link.master = Some(number(value)?),
             libc::IFLA_LINK => link.peer_index = Some(number(value)?),
-            // -1: the namespace has no number here.
+            // -1 if the other namespace has no ID in this one.
             libc::IFLA_LINK_NETNSID => link.peer_netnsid = Some(number(value)?.cast_signed()),
             libc::IFLA_LINKINFO => decode_info(&mut link, value),
             _ => {}
@@ -328,7 +338,8 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     Some(link)
 }
 
-fn judgement(state: State) -> OperState {
+/// Converts the packet crate's operational state.
+fn oper_state(state: State) -> OperState {
     match state {
         State::Up => OperState::Up,
         State::Dormant => OperState::Dormant,
@@ -337,6 +348,7 @@ fn judgement(state: State) -> OperState {
     }
 }
 
+/// Decodes a native-endian number; `None` if there are fewer than 4 bytes.
 fn number(value: &[u8]) -> Option<u32> {
     value.first_chunk().copied().map(u32::from_ne_bytes)
 }
@@ -358,8 +370,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
             libc::IFLA_INFO_DATA => match &link.kind {
                 LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
                 LinkKind::Other(kind) if kind == "vrf" => {
-                    link.vrf_table =
-                        attributes(value).find(|(kind, _)| *kind == IFLA_VRF_TABLE).and_then(|(_, id)| number(id));
+                    link.vrf_table = attribute(value, IFLA_VRF_TABLE).and_then(number);
                 }
                 LinkKind::Other(kind) => link.stacked = Stacked::decode(kind, value),
                 _ => {}
@@ -371,6 +382,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
     }
 }
 
+/// Decodes the options of a bridge (`IFLA_INFO_DATA`). A missing option is off or 0.
 fn decode_bridge(options: &[u8]) -> BridgeInfo {
     const IFLA_BR_STP_STATE: u16 = 5;
     const IFLA_BR_VLAN_DEFAULT_PVID: u16 = 39;
@@ -388,6 +400,7 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
     bridge
 }
 
+/// Decodes the options of a bridge's port (`IFLA_INFO_SLAVE_DATA`). A missing option is off.
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
     let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false };
@@ -408,7 +421,8 @@ fn decode_port(options: &[u8]) -> Port {
     port
 }
 
-/// Whether any of its bytes says so: switches have one byte, the spanning tree's has four.
+/// Whether an option is on: any byte is not 0. Options have one byte, only the spanning tree's has
+/// four.
 fn is_on(value: &[u8]) -> bool {
     value.iter().any(|byte| *byte != 0)
 }

@@ -1,8 +1,7 @@
-//! Requests about links: `struct ifinfomsg` and its attributes.
+//! Encodes requests about links: `struct ifinfomsg` and its attributes.
 //!
-//! This module replaces the packet crate's `LinkMessage` in requests. That type can contain every
-//! option of every kind of link, so each binary that writes one contains the code for all of them:
-//! 120 KB.
+//! The packet crate's `LinkMessage` is not used: it supports every option of every kind of link,
+//! and adds the code for all of them, 120 KB, to each binary.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 
@@ -17,22 +16,22 @@ use crate::netns::Netns;
 /// The length of `struct ifinfomsg` in bytes.
 const HEADER: usize = 16;
 
-/// `AF_BRIDGE` of the kernel, in the one byte that a header has for it.
+/// `AF_BRIDGE`, as the one byte that the header has for a family.
 const AF_BRIDGE: u8 = 7;
 
-/// In the options of a veth: the other end, as a request of its own.
+/// The attribute of a new veth that describes the other end, as a complete request.
 const VETH_INFO_PEER: u16 = 1;
 
-/// In `IFLA_AF_SPEC` of a bridge: a VLAN, as `struct bridge_vlan_info`.
+/// The attribute, in `IFLA_AF_SPEC`, of a bridge's VLAN: `struct bridge_vlan_info`.
 pub(crate) const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
 
-/// A request about one link. The methods add to it and return it.
+/// A request about one link. The methods add to the request and return it.
 #[derive(Clone, Debug)]
 pub(crate) struct LinkRequest {
     family: u8,
     index: u32,
     flags: u32,
-    /// The flags that the request changes.
+    /// The mask of the flags that the request sets or clears.
     change: u32,
     attributes: Vec<u8>,
 }
@@ -49,7 +48,7 @@ impl LinkRequest {
         self.index
     }
 
-    /// Makes it a request to the bridge code of the kernel: `AF_BRIDGE`.
+    /// Addresses the request to the kernel's bridge code (`AF_BRIDGE`), for VLANs.
     pub(crate) fn of_bridge(mut self) -> LinkRequest {
         self.family = AF_BRIDGE;
         self
@@ -69,7 +68,7 @@ impl LinkRequest {
         self
     }
 
-    /// Adds what `add` adds for the value, if there is one.
+    /// Calls `add`, a method of this type, with the value if there is one.
     pub(crate) fn optional<T>(self, value: Option<T>, add: fn(LinkRequest, T) -> LinkRequest) -> LinkRequest {
         match value {
             Some(value) => add(self, value),
@@ -83,10 +82,12 @@ impl LinkRequest {
         self
     }
 
+    /// Adds an attribute with a native-endian number.
     fn with_number(self, kind: u16, number: u32) -> LinkRequest {
         self.with(kind, &number.to_ne_bytes())
     }
 
+    /// Adds an attribute with a zero-terminated text.
     fn with_text(self, kind: u16, value: &str) -> LinkRequest {
         self.with(kind, &terminated(value))
     }
@@ -115,17 +116,17 @@ impl LinkRequest {
         self.with_number(libc::IFLA_GROUP, group)
     }
 
-    /// Names the bridge or VRF that the link is a port of; 0 for none.
+    /// Sets the index of the bridge or VRF that the link becomes a port of; 0 detaches the link.
     pub(crate) fn master(self, index: u32) -> LinkRequest {
         self.with_number(libc::IFLA_MASTER, index)
     }
 
-    /// Names the link that this one is on top of.
+    /// Sets the index of the link that this one is on top of.
     pub(crate) fn on_top_of(self, index: u32) -> LinkRequest {
         self.with_number(libc::IFLA_LINK, index)
     }
 
-    /// Names the namespace that the link is created in or moved to.
+    /// Sets the namespace that the link is created in or moved to.
     pub(crate) fn netns(self, netns: &Netns) -> LinkRequest {
         self.with(libc::IFLA_NET_NS_FD, &netns.as_fd().as_raw_fd().to_ne_bytes())
     }
@@ -150,20 +151,22 @@ impl LinkRequest {
         self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
     }
 
-    fn info(self, (name, kind): (u16, &str), (data, options): (u16, &[u8])) -> LinkRequest {
-        let mut info = new_attribute(name, &terminated(kind));
+    /// Adds `IFLA_LINKINFO` with two attributes, each a pair of type and value: the kind and,
+    /// unless they are empty, the options.
+    fn info(self, (kind_type, kind): (u16, &str), (options_type, options): (u16, &[u8])) -> LinkRequest {
+        let mut info = new_attribute(kind_type, &terminated(kind));
         if !options.is_empty() {
-            info.extend(new_attribute(data, options));
+            info.extend(new_attribute(options_type, options));
         }
         self.with(libc::IFLA_LINKINFO, &info)
     }
 
-    /// Makes it a veth with this other end.
+    /// Sets the kind to veth, with this description of the other end.
     pub(crate) fn veth(self, peer: &LinkRequest) -> LinkRequest {
         self.kind("veth", &new_attribute(VETH_INFO_PEER, &peer.bytes()))
     }
 
-    /// Returns the message as the kernel reads it.
+    /// Returns the encoded request, without the netlink header.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.buffer_len()];
         self.emit(&mut bytes);
@@ -195,7 +198,8 @@ fn terminated(text: &str) -> Vec<u8> {
     [text.as_bytes(), &[0]].concat()
 }
 
-/// Returns a request's content in words, as the arguments of `ip link` would name it.
+/// Describes a request in the words of `ip link`, for the log. `change` is the mask of the flags
+/// that the request sets or clears, `all` has its encoded attributes.
 fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     if index != 0 {
@@ -237,15 +241,15 @@ fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
     words
 }
 
-/// Returns the content of `IFLA_LINKINFO` in words.
+/// Describes the content of `IFLA_LINKINFO`, as [`words`] does; for a veth with its other end.
 fn info_words(info: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     let kind = attribute(info, libc::IFLA_INFO_KIND).map(text);
     words.extend(kind.as_ref().map(|kind| format!("type {kind}")));
     if let Some(options) = attribute(info, libc::IFLA_INFO_DATA) {
-        let peer = attribute(options, VETH_INFO_PEER).filter(|_| kind.as_deref() == Some("veth"));
-        words.push(match peer.and_then(|peer| peer.split_at_checked(HEADER)) {
-            Some((_, peer)) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
+        let peer = if kind.as_deref() == Some("veth") { attribute(options, VETH_INFO_PEER) } else { None };
+        words.push(match peer.and_then(|peer| peer.get(HEADER..)) {
+            Some(peer) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
             None => "with options".to_owned(),
         });
     }

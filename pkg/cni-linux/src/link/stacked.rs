@@ -1,8 +1,9 @@
-//! Interfaces on top of another one, their master: macvlan, ipvlan and vlan.
+//! Creates interfaces on top of another one, their master: macvlan, ipvlan and vlan.
 //!
-//! The kernel (6.1) looks the name of a new interface up in the namespace of the socket as well as
-//! in the one that the interface is created in. A name that is to be free in the container alone
-//! can only be given afterwards, by [`Netlink::set_first_name`].
+//! At creation, the kernel (6.1) requires that the name is free both in the connection's namespace
+//! and in the one that the interface is created in. So an interface is created with a unique name,
+//! and gets its final name, which need only be free in the container, by
+//! [`Netlink::set_first_name`].
 
 use std::fmt;
 
@@ -15,21 +16,21 @@ use crate::netlink::wire::{attribute, new_attribute};
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 
-/// `IFLA_MACVLAN_MODE` (32 bits), `IFLA_IPVLAN_MODE` and `IFLA_VLAN_ID` (16 bits): each the first
-/// attribute of its kind.
+/// The attribute `IFLA_MACVLAN_MODE` (32 bits), `IFLA_IPVLAN_MODE` or `IFLA_VLAN_ID` (16 bits): all
+/// three have this number.
 const MODE_OR_ID: u16 = 1;
 
 const IFLA_MACVLAN_BC_QUEUE_LEN: u16 = 7;
 
-/// An interface on top of a master, with its mode.
+/// The kind of an interface on top of a master, with its mode or VLAN ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stacked {
-    /// It has a hardware address of its own.
+    /// A macvlan, which has a hardware address of its own.
     Macvlan(MacvlanMode),
-    /// It has the master's hardware address. The mode is the master's: all interfaces on top of it
-    /// get the last one set.
+    /// An ipvlan, which has the master's hardware address. All ipvlans of a master share one mode:
+    /// the last one set.
     Ipvlan(IpvlanMode),
-    /// The master's frames with this VLAN ID.
+    /// A vlan, which gets the master's frames with this VLAN ID.
     Vlan(u16),
 }
 
@@ -43,14 +44,14 @@ pub enum MacvlanMode {
     /// Directly.
     #[default]
     Bridge = 4,
-    /// There is only one, and it has the master's hardware address.
+    /// There is only one interface on the master, and it has the master's hardware address.
     Passthru = 8,
 }
 
 /// Which part of the host's network stack handles the packets of ipvlan interfaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IpvlanMode {
-    /// None.
+    /// No part: frames are switched at the master.
     #[default]
     L2,
     /// Routing.
@@ -95,7 +96,7 @@ impl IpvlanMode {
 }
 
 impl Stacked {
-    /// The kind, as the kernel names it.
+    /// Returns the kernel's name of the kind.
     pub fn kind(self) -> &'static str {
         match self {
             Stacked::Macvlan(_) => "macvlan",
@@ -104,24 +105,25 @@ impl Stacked {
         }
     }
 
-    /// Reads the options of a link of that kind. `None` for other kinds and modes.
+    /// Decodes the options of a link of this kind. Returns `None` for other kinds, unknown modes,
+    /// and malformed options.
     pub(super) fn decode(kind: &str, options: &[u8]) -> Option<Stacked> {
         let value = attribute(options, MODE_OR_ID)?;
-        let short = || value.first_chunk().copied().map(u16::from_ne_bytes);
+        let u16_value = || value.first_chunk().copied().map(u16::from_ne_bytes);
         match kind {
             "macvlan" => {
                 let number = u32::from_ne_bytes(*value.first_chunk()?);
                 MacvlanMode::ALL.into_iter().find(|mode| *mode as u32 == number).map(Stacked::Macvlan)
             }
-            "ipvlan" => IpvlanMode::ALL.get(usize::from(short()?)).copied().map(Stacked::Ipvlan),
-            "vlan" => short().map(Stacked::Vlan),
+            "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value()?)).copied().map(Stacked::Ipvlan),
+            "vlan" => u16_value().map(Stacked::Vlan),
             _ => None,
         }
     }
 }
 
 impl fmt::Display for Stacked {
-    /// The mode, or the VLAN ID.
+    /// Writes the mode or the VLAN ID.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Stacked::Macvlan(mode) => f.write_str(mode.name()),
@@ -134,39 +136,39 @@ impl fmt::Display for Stacked {
 /// An interface that is to be created on top of a master.
 #[derive(Clone, Copy, Debug)]
 pub struct StackedSpec<'a> {
-    /// Its first name.
+    /// The name at creation, free in both namespaces.
     pub name: &'a str,
-    /// The index of its master, in the connection's namespace.
+    /// The index of the master, in the connection's namespace.
     pub master: u32,
     /// The kind and mode.
     pub stacked: Stacked,
-    /// Its largest packet in bytes, or the master's.
+    /// The MTU in bytes, or the master's.
     pub mtu: Option<u32>,
-    /// Its hardware address, or one of the kernel's choice.
+    /// The hardware address, or one that the kernel chooses.
     pub mac: Option<Mac>,
-    /// How many broadcast frames a macvlan's master may hold, or the kernel's default.
+    /// How many broadcast frames a macvlan's master queues, or the kernel's default.
     pub broadcast_queue: Option<u32>,
-    /// Its namespace.
+    /// The namespace to create it in.
     pub netns: &'a Netns,
 }
 
 impl Netlink {
-    /// Creates an interface on top of a master of this connection's namespace, down.
+    /// Creates an interface, down, on top of a master in this connection's namespace.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has one of that ID;
-    /// [`Error::is_unsupported`] if the kernel has no such interfaces.
+    /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has a vlan with this
+    /// ID; [`Error::is_unsupported`] if the kernel does not support this kind.
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
-        // The kernel would send an echo to the socket of that port in the other namespace, which is
-        // another connection.
-        let made = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
-        made.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
+        // Without NLM_F_ECHO: the kernel would send the echo to the socket with this port ID in the
+        // other namespace, which is another connection.
+        let created = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
+        created.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
 
     /// Gives a new interface its name and its alias, in one request.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken: then the alias was not set.
+    /// [`Error::is_exists`] if the name is taken; the alias is not set then.
     pub fn set_first_name(&self, index: u32, name: &str, alias: &str) -> Result<()> {
         self.set_link(LinkRequest::new(index).name(name).alias(alias), |link| {
             format!("failed to rename {link} to {name:?}")
@@ -174,6 +176,7 @@ impl Netlink {
     }
 }
 
+/// Returns the request that creates the interface.
 fn request(spec: &StackedSpec<'_>) -> LinkRequest {
     let options = match spec.stacked {
         Stacked::Macvlan(mode) => {

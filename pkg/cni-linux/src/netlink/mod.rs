@@ -1,11 +1,10 @@
-//! A connection to the kernel's routing tables, and how a question is asked.
+//! A connection to the kernel's network configuration (rtnetlink), and the requests sent over it.
 //!
-//! One [socket](socket::Socket) and no runtime, because nothing here ever waits for an event. This
-//! module knows requests, replies and errors; what links, addresses and routes are is known to the
-//! modules named after them.
+//! This module handles requests, replies and errors; the modules for links, addresses, routes and
+//! so on add methods to [`Netlink`].
 //!
-//! A connection belongs for life to the namespace in which it was opened, wherever its user
-//! goes later. Open one per namespace, with [`Netlink::open_in`], and never switch.
+//! A connection always belongs to the network namespace in which it was opened, even if the thread
+//! enters another one later. Open one per namespace, with [`Netlink::open_in`].
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,10 +22,10 @@ pub mod wire;
 use socket::{Protocol, Socket};
 pub(crate) use wire::{attributes, text};
 
-/// How often an interrupted dump is begun again.
+/// How often a dump is made at most, if the kernel reports that the table changed meanwhile.
 const DUMP_ATTEMPTS: usize = 20;
 
-/// A connection to the routing tables of one network namespace.
+/// A connection to the network configuration of one network namespace. Clones share one socket.
 #[derive(Clone, Debug)]
 pub struct Netlink {
     connection: Arc<Mutex<Socket>>,
@@ -38,7 +37,8 @@ impl Netlink {
         open().map(Netlink::new).map_err(|error| Error::new("failed to open a netlink socket", error))
     }
 
-    /// Opens a connection to another namespace. Costs a visit to it.
+    /// Opens a connection to another namespace. The calling thread enters that namespace for a
+    /// moment.
     pub fn open_in(&self, netns: &Netns) -> Result<Netlink> {
         netns.run(open)?.map(Netlink::new).map_err(|error| {
             Error::new(format_args!("failed to open a netlink socket in {}", netns.path().display()), error)
@@ -49,34 +49,40 @@ impl Netlink {
         Netlink { connection: Arc::new(Mutex::new(connection)) }
     }
 
-    /// Sends a request that changes something, with `flags` beside REQUEST and ACK, and returns
-    /// what came before the acknowledgement.
+    /// Sends a request that changes something, with `flags` in addition to `NLM_F_REQUEST` and
+    /// `NLM_F_ACK`. Returns the messages before the acknowledgement: with `NLM_F_ECHO`, a
+    /// description of the changed object.
     pub(crate) fn request(&self, kind: Kind, body: &dyn Body, flags: u16) -> Result<Vec<Reply>, Cause> {
         let request = Request { kind, body };
         self.exchange(request, flags | NLM_F_ACK).map(|answer| answer.messages)
     }
 
-    /// Asks for one thing. `None` if the answer is empty.
+    /// Asks for one object. Returns `None` if the answer is only an acknowledgement; a missing
+    /// object is an error with the kernel's errno.
     pub(crate) fn get(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, 0).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for one thing of traffic control. Kernels before 6.8 announce the answer, and send it
-    /// to the one who asked only as an echo.
+    /// Asks for one qdisc or filter, as [`get`](Netlink::get) does for other objects. Before 6.8
+    /// the kernel sends such an answer as a notification, which the asking socket gets only with
+    /// `NLM_F_ECHO`.
     pub(crate) fn get_echoed(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, NLM_F_ECHO).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for a whole table, or what of it matches `body`.
+    /// Asks for a whole table, or the part of it that matches `body`; older kernels ignore some
+    /// such filters, so callers filter again. Repeats the request if the table changed meanwhile.
     pub(crate) fn dump(&self, kind: Kind, body: &dyn Body) -> Result<Vec<Reply>, Cause> {
         until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP))
     }
 
+    /// Sends a request, collects the messages of the answer, and logs the request if it is a logged
+    /// step.
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
-        // A panic of another user leaves nothing half done: what it did not read has another
-        // sequence number.
+        // A thread that panicked with the lock may have left part of an answer unread. `ask` skips
+        // it, because it has another sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut messages = Vec::new();
         let answer = connection
@@ -87,18 +93,19 @@ impl Netlink {
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {
-            // A negative answer to a question is not a failure.
+            // An error here often only means that the object does not exist.
             step.end(what, &answer);
         }
         answer
     }
 }
 
+/// Opens a socket in the calling thread's network namespace.
 fn open() -> io::Result<Socket> {
     Socket::open(Protocol::Route)
 }
 
-/// The request to the kernel, by the number of the message (`RTM_…`).
+/// The type of a message to or from the kernel (`RTM_…`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub(crate) enum Kind {
@@ -125,12 +132,12 @@ pub(crate) enum Kind {
 
 /// The body of a request.
 pub(crate) trait Body: Emitable {
-    /// The same in words, for the log.
+    /// Returns the content as words, like the arguments of ip(8), for the log.
     fn words(&self) -> Vec<String>;
 }
 
-/// A request. Not the packet crate's enum of all there are: a holder of that enum has the code to
-/// write, read and drop each of them, traffic control too.
+/// A request. The packet crate's enum of all requests is not used, because it links the code for
+/// every type of message into the program.
 #[derive(Clone, Copy)]
 struct Request<'a> {
     kind: Kind,
@@ -138,9 +145,9 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// As the log names it.
+    /// Returns the request as the log names it: its type and words.
     fn name(self, flags: u16) -> String {
-        // The name of a list omits the list's filter.
+        // A dump is logged without the filter in its body.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
@@ -148,13 +155,13 @@ impl Request<'_> {
         format!("netlink {:?}{words}", self.kind)
     }
 
-    /// Byte for byte, without the header that is the same for all.
+    /// Returns the type and the body in hexadecimal, for the log.
     fn bytes(self) -> String {
         format!("type {}: {}", self.kind as u16, hex(&wire::emitted(self.body)))
     }
 }
 
-/// A message of the kernel's, to be read by the room that asked.
+/// A message from the kernel, decoded by the module that asked for it.
 #[derive(Clone, Debug)]
 pub(crate) struct Reply {
     kind: u16,
@@ -167,18 +174,21 @@ impl Reply {
         Reply { kind: kind as u16, body: body.to_vec() }
     }
 
-    /// The body of the message, if the message is of that kind.
+    /// Returns the body if the message is of this type.
     pub(crate) fn body(&self, kind: Kind) -> Option<&[u8]> {
         (self.kind == kind as u16).then_some(&*self.body)
     }
 }
 
+/// The messages of an answer.
 struct Answer {
     messages: Vec<Reply>,
+    /// Whether the table changed during a dump, so that messages may be missing or outdated.
     interrupted: bool,
 }
 
-/// Reads again what was interrupted, with a bound.
+/// Calls `read` until an answer is not interrupted, at most [`DUMP_ATTEMPTS`] times, and returns
+/// its messages. Fails with the first error of `read`, or after the last attempt.
 fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<Reply>, Cause> {
     for _ in 0..DUMP_ATTEMPTS {
         let answer = read()?;

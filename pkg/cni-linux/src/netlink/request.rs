@@ -1,7 +1,7 @@
-//! What a request says, in words: of what and with what, as ip(8) would have it typed.
+//! Describes requests for the log, in the words of ip(8).
 //!
-//! Not by its `Debug`: the text of every message there is makes each binary half a megabyte larger.
-//! What is not put into words here is in the bytes.
+//! `Debug` is not used: the texts for all types of messages would make each binary half a megabyte
+//! larger. An attribute that is not described here is in the bytes, which the log has too.
 
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
@@ -12,6 +12,7 @@ use super::Body;
 use crate::mac::Mac;
 use crate::route;
 
+/// Names an interface, whose name is not known here, by its index.
 fn index(index: u32) -> String {
     format!("index {index}")
 }

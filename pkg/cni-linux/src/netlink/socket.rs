@@ -1,8 +1,9 @@
-//! The netlink socket that routing, nf_tables and connection tracking share: open, request, answer.
+//! A netlink socket: sends a request and reads its answer. Routing, nf_tables and connection
+//! tracking use it.
 //!
-//! The kernel works on a request inside the very `send` that brings it, so every answer is there
-//! when `send` returns, and each `recv` of a dump queues the next part. Nothing here ever waits: an
-//! answer that is not there does not come.
+//! The kernel handles a request during the `send` call, so the answer is in the queue when `send`
+//! returns; each `recv` of a dump queues the next part. So nothing here waits: if the queue is
+//! empty, no answer will come.
 
 use std::fmt;
 use std::io;
@@ -18,8 +19,8 @@ use super::wire::{self, Message, NLMSG_DONE, NLMSG_ERROR};
 use crate::error::Cause;
 use crate::patience;
 
-/// A dump's parts are at most 32 KiB (the kernel's own limit for one buffer); a link with hundreds
-/// of virtual functions takes a little more.
+/// The size of the receive buffer. A part of a dump has at most 32 KiB (the kernel's limit), the
+/// answer about one link with hundreds of virtual functions a little more.
 const RECEIVE: usize = 64 << 10;
 
 /// Which part of the kernel a socket talks to.
@@ -32,6 +33,7 @@ pub enum Protocol {
 }
 
 impl Protocol {
+    /// Creates a socket in the calling thread's network namespace.
     fn socket(self) -> io::Result<netlink_sys::Socket> {
         netlink_sys::Socket::new(match self {
             Protocol::Route => NETLINK_ROUTE,
@@ -43,10 +45,11 @@ impl Protocol {
 /// A connection to one part of the kernel, in the network namespace it was opened in.
 pub struct Socket {
     socket: netlink_sys::Socket,
+    /// The sequence number of the last request.
     sequence: u32,
-    /// Capacity alone: what is never written is never touched.
+    /// The last datagram. Only its capacity is reserved; it is not zeroed before a read.
     buffer: Vec<u8>,
-    /// Whether the queue may hold the remains of an earlier request.
+    /// Whether unread parts of an earlier answer may be in the queue.
     pending: bool,
 }
 
@@ -62,8 +65,9 @@ impl Socket {
         let socket = protocol.socket()?;
         // Connected to the kernel, the socket receives from no other process.
         socket.connect(&SocketAddr::new(0, 0))?;
-        // Since 4.12, 4.2 and 4.20. An older kernel explains less and filters less; callers filter
-        // every list again.
+        // Options since Linux 4.12, 4.2 and 4.20: explanations in errors, errors without the
+        // request's body, and dumps filtered by the request. Without the last, callers filter the
+        // dumps.
         let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
         if protocol == Protocol::Route {
             let _ = socket.set_netlink_get_strict_chk(true);
@@ -71,21 +75,25 @@ impl Socket {
         Ok(Socket { socket, sequence: 0, buffer: Vec::new(), pending: false })
     }
 
-    /// Takes the next sequence number.
+    /// Returns the sequence number for the next request.
     pub fn next_sequence(&mut self) -> u32 {
         self.sequence = self.sequence.wrapping_add(1);
         self.sequence
     }
 
-    /// Sends one request, with `flags` beside REQUEST, and hands over each message of the answer:
-    /// those before the acknowledgement, a whole list, or without ACK and DUMP the one message
-    /// asked for. Returns whether a list was read undisturbed.
+    /// Sends one request, with `flags` in addition to `NLM_F_REQUEST`, and calls `handle` for each
+    /// message of the answer: those before the acknowledgement (`NLM_F_ACK`), all of a list
+    /// (`NLM_F_DUMP`), or, with neither flag, a single message. Returns `false` if the kernel
+    /// reports that the list changed meanwhile and is not consistent.
+    ///
+    /// # Errors
+    /// The kernel's error for the request, or a failure to send or receive.
     pub fn ask(
         &mut self,
         kind: u16,
         flags: u16,
         body: &[u8],
-        each: &mut dyn FnMut(&Message<'_>),
+        handle: &mut dyn FnMut(&Message<'_>),
     ) -> Result<bool, Cause> {
         let sequence = self.next_sequence();
         let mut bytes = Vec::with_capacity(wire::HEADER + body.len());
@@ -93,56 +101,63 @@ impl Socket {
         log::trace!("request, bytes from type and flags on: {:02x?}", bytes.get(4..).unwrap_or_default());
         self.send(&bytes)?;
 
-        let single = flags & NLM_F_ACK == 0 && flags & NLM_F_DUMP != NLM_F_DUMP;
-        let mut undisturbed = true;
+        let is_single = flags & NLM_F_ACK == 0 && flags & NLM_F_DUMP != NLM_F_DUMP;
+        let mut is_consistent = true;
         while self.fill()? {
-            // Another sequence number: the remains of a request that was given up.
+            // Messages with another sequence number belong to an earlier answer that was not read
+            // to its end.
             for message in wire::messages(&self.buffer).filter(|message| message.sequence == sequence) {
-                undisturbed &= message.flags & NLM_F_DUMP_INTR == 0;
-                let last = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
-                if last && let Some((errno, said)) = wire::answer(&message).filter(|(errno, _)| *errno != 0) {
+                is_consistent &= message.flags & NLM_F_DUMP_INTR == 0;
+                let is_end = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
+                if !is_end {
+                    handle(&message);
+                } else if let Some((errno, explanation)) = wire::answer(&message)
+                    && errno != 0
+                {
                     self.pending = false;
-                    return Err(Cause::kernel(errno, said));
+                    return Err(Cause::kernel(errno, explanation));
                 }
-                if !last {
-                    each(&message);
-                }
-                if last || single {
+                if is_end || is_single {
                     self.pending = false;
-                    return Ok(undisturbed);
+                    return Ok(is_consistent);
                 }
             }
         }
         Err(Cause::text("the kernel ended its answer early"))
     }
 
-    /// Sends messages as they are. Without an answer in the queue, [`receive`](Socket::receive)
-    /// returns at once.
+    /// Sends encoded messages unchanged. Read the answers with [`receive`](Socket::receive).
+    ///
+    /// # Errors
+    /// The kernel refuses the datagram, for example because it is too large. An error about one of
+    /// the messages is an answer instead.
     pub fn send(&mut self, bytes: &[u8]) -> Result<(), Cause> {
         if self.pending {
+            // Discard the unread parts of the earlier answer.
             while let Ok(true) = self.fill() {}
         }
         self.pending = true;
-        let mut grown = false;
+        let mut has_grown = false;
         patience::again(|| match self.socket.send(bytes, 0) {
-            // Some 2,000 rules to delete are more than a socket takes at once by default. Root may
-            // have any size; without that privilege the first error is returned.
-            Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !grown => {
-                grown = true;
+            // The default send buffer is too small for the deletion of some 2,000 rules. Enlarge it
+            // once, which needs CAP_NET_ADMIN; without it the second send fails like the first.
+            Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !has_grown => {
+                has_grown = true;
                 let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
                 self.socket.send(bytes, 0)
             }
-            sent => sent,
+            result => result,
         })?;
         Ok(())
     }
 
-    /// The next datagram, if there is one.
+    /// Returns the next datagram in the queue; `None` if the queue is empty. Does not wait.
     pub fn receive(&mut self) -> Result<Option<&[u8]>, Cause> {
         Ok(self.fill()?.then_some(&*self.buffer))
     }
 
-    /// Reads the next datagram into the buffer. `false` if there is none.
+    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty; fails if the
+    /// datagram is larger than the buffer.
     fn fill(&mut self) -> Result<bool, Cause> {
         self.buffer.clear();
         self.buffer.reserve_exact(RECEIVE);
@@ -161,21 +176,20 @@ impl Socket {
     }
 }
 
-/// A socket that hears of changes in the calling thread's network namespace, for
-/// [`Watch`](crate::Watch).
+/// A socket that receives the kernel's notifications about changes, for [`Watch`](crate::Watch).
 #[derive(Debug)]
 pub(crate) struct Events(netlink_sys::Socket);
 
 impl Events {
-    /// Subscribes to these multicast groups (`RTMGRP_…`) of routing.
+    /// Subscribes to these multicast groups (`RTMGRP_…`) in the calling thread's network namespace.
     pub(crate) fn open(groups: u32) -> io::Result<Events> {
         let mut socket = Protocol::Route.socket()?;
         socket.bind(&SocketAddr::new(0, groups))?;
         Ok(Events(socket))
     }
 
-    /// Subscribes to links of all namespaces that have a number in the calling thread's, and to the
-    /// numbers.
+    /// Subscribes to changes of links in all namespaces that have an ID in the calling thread's
+    /// namespace, and to changes of these IDs.
     pub(crate) fn open_everywhere() -> io::Result<Events> {
         const RTMGRP_LINK: u32 = 1;
         const RTNLGRP_NSID: u32 = 28;
@@ -186,19 +200,20 @@ impl Events {
         Ok(Events(socket))
     }
 
-    /// Takes every event out of the queue. Whether something went (a link, a namespace's number),
-    /// or events were lost.
+    /// Discards all queued events. Returns whether one of them reported the removal of a link or of
+    /// a namespace's ID, or events were lost.
     pub(crate) fn forget(&self) -> bool {
-        const GOING: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
+        const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-        let mut gone = false;
+        let mut has_removal = false;
+        // The message's length (32 bits) and type (16 bits); the rest of each event is cut off.
         let mut head = [0; 8];
         loop {
             match self.0.recv(&mut &mut head[..], flags) {
-                Ok(_) => gone |= GOING.contains(&u16::from_ne_bytes([head[4], head[5]])),
-                // Events were lost, which is reported once; the look that follows makes up for it.
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => gone = true,
-                Err(_) => return gone,
+                Ok(_) => has_removal |= REMOVALS.contains(&u16::from_ne_bytes([head[4], head[5]])),
+                // The kernel dropped events, among which a removal may have been.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => has_removal = true,
+                Err(_) => return has_removal,
             }
         }
     }
