@@ -244,7 +244,7 @@ mod tests {
         // No event reports that it is in the kernel's queue.
         let inode = format!(":{} ", held.as_ref().unwrap().lock.metadata().unwrap().ino());
         let deadline = Instant::now() + Duration::from_secs(20);
-        while !flock::all().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
+        while !flock::read_locks().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
             assert!(Instant::now() < deadline, "it never waited");
             thread::yield_now();
         }

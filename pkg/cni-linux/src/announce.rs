@@ -1,13 +1,13 @@
-//! Telling the neighbours on a link which hardware address an IP address has now.
+//! Announces to the neighbours on a link which hardware address an IP address has now.
 //!
-//! A reused address would otherwise be sent to its last holder until entries expire. The kernel
-//! itself sends the announcements (one gratuitous ARP request for each IPv4 address, one
-//! unsolicited, overriding neighbour advertisement for each IPv6 address that is not tentative)
-//! when the hardware address is set again and two sysctls allow it.
+//! Without an announcement, packets to a reused IP address go to the hardware address of its last
+//! user until the neighbours' entries expire. The kernel sends the announcements (a gratuitous ARP
+//! request for each IPv4 address, an unsolicited neighbour advertisement for each IPv6 address that
+//! is not tentative) when the interface's hardware address is set and two sysctls allow it.
 //!
-//! Why not send frames: closing a packet socket waits for an RCU grace period, 4 to 20 ms (6.18),
-//! most of an ADD. Announce only after the bridge's port forwards: before that, the frames are lost
-//! without an error.
+//! This crate does not send the frames itself, because closing a packet socket waits 4 to 20 ms for
+//! an RCU grace period (6.18), longer than the rest of an ADD. Announce only after the bridge's
+//! port forwards: before that, the frames are lost without an error.
 
 use crate::error::Result;
 use crate::link::LinkRequest;
@@ -15,15 +15,16 @@ use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::sysctl;
 
-/// Allows announcements on the interface `ifname` of the calling thread's namespace. Belongs into
-/// the visit to the container's namespace that sets its other sysctls. A kernel without one of the
-/// families is not an error.
+/// Allows announcements by the interface `ifname` of the calling thread's namespace: sets the
+/// sysctls `arp_notify` and `ndisc_notify` to 1. Ignores a family that the kernel does not support.
+///
+/// # Errors
+/// A sysctl is not 1 and cannot be written.
 pub fn allow(ifname: &str) -> Result<()> {
-    for name in ["ipv4", "ipv6"] {
-        let value = if name == "ipv4" { "arp_notify" } else { "ndisc_notify" };
-        let key = format!("net/{name}/conf/{ifname}/{value}");
-        // It is off in an interface just made; only a process that is not allowed to write needs
-        // the current value.
+    for (family, setting) in [("ipv4", "arp_notify"), ("ipv6", "ndisc_notify")] {
+        let key = format!("net/{family}/conf/{ifname}/{setting}");
+        // A new interface has 0, so write without a look at the value. `ensure` reads it first, for
+        // a process that is not allowed to write: then 1 is fine.
         match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
@@ -33,17 +34,17 @@ pub fn allow(ifname: &str) -> Result<()> {
 }
 
 impl Netlink {
-    /// Announces every address of an interface that is up and for which [`allow`] was called; `mac`
-    /// is the hardware address it has. One request.
+    /// Announces all addresses of an interface that is up and for which [`allow`] was called. `mac`
+    /// must be its current hardware address, which is set again.
     ///
-    /// Does nothing for an interface that has the address of another one, an ipvlan: the kernel has
-    /// announced its addresses when it was set up.
+    /// Does nothing for an ipvlan, whose hardware address cannot be set: the kernel announced its
+    /// addresses when it was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         match self.set_link(LinkRequest::new(index).mac(mac), |link| {
             format!("failed to announce the addresses of {link} at {mac}")
         }) {
             Err(error) if error.is_unsupported() => Ok(()),
-            done => done,
+            result => result,
         }
     }
 }

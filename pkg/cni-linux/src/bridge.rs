@@ -1,8 +1,8 @@
-//! Bridges and their ports.
+//! Creates bridges and configures their ports; [`vlan`](crate::vlan) configures the ports' VLANs.
 //!
-//! What a bridge's ports do with VLANs is in [`vlan`](crate::vlan). A bridge created without an
-//! address takes the lowest address of its ports and changes it with them. A kernel may have
-//! bridges but no VLAN filtering, which it reports (EOPNOTSUPP) only when filtering is switched on.
+//! A bridge created without a hardware address has the lowest one of its ports, and changes it as
+//! ports come and go. A kernel that supports bridges may not support VLAN filtering; it reports
+//! that (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -18,15 +18,14 @@ use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
 use crate::watch::Watch;
 
-/// A bridge to be made.
+/// The properties of a bridge to create.
 #[derive(Clone, Copy, Debug)]
 pub struct BridgeSpec<'a> {
-    /// Its name.
+    /// The name.
     pub name: &'a str,
-    /// The largest packet, or the kernel's default (which follows the ports).
+    /// The MTU; `None` for the smallest MTU of the ports.
     pub mtu: Option<u32>,
-    /// Its address from the first moment on, which then never changes by itself; or one that
-    /// follows the ports.
+    /// The hardware address, which then stays; `None` for one that depends on the ports.
     pub mac: Option<Mac>,
     /// Whether it filters by VLAN.
     pub vlan_filtering: bool,
@@ -35,13 +34,13 @@ pub struct BridgeSpec<'a> {
 }
 
 impl<'a> BridgeSpec<'a> {
-    /// A bridge with nothing but a name: down, no VLANs, the kernel's defaults.
+    /// Returns a bridge that is down, without VLAN filtering, with the kernel's defaults.
     pub fn named(name: &'a str) -> BridgeSpec<'a> {
         BridgeSpec { name, mtu: None, mac: None, vlan_filtering: false, up: false }
     }
 }
 
-/// How a bridge treats a port.
+/// The settings of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortFlags {
     /// Whether a frame may leave by the port it came in by.
@@ -50,13 +49,12 @@ pub struct PortFlags {
     pub isolated: bool,
 }
 
-/// Checks that this kernel's bridges can filter by VLAN, by making such a bridge in a network
-/// namespace of its own, which ends with the thread that made it. No network namespace that exists
-/// is changed.
+/// Checks that the kernel's bridges support VLAN filtering. Creates such a bridge in a new network
+/// namespace, on a new thread; the kernel deletes both with the thread.
 ///
 /// # Errors
-/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. Any other error leaves it
-/// unknown.
+/// [`Error::is_unsupported`] if the kernel does not support VLAN filtering. After any other error
+/// the answer is unknown.
 pub fn probe_vlan_filtering() -> Result<()> {
     let failed = |cause: Cause| Error::new("failed to probe bridge VLAN filtering in a new network namespace", cause);
     let probe = move || {
@@ -69,12 +67,11 @@ pub fn probe_vlan_filtering() -> Result<()> {
 }
 
 impl Netlink {
-    /// Makes a bridge, in one request. What is returned is as at its birth: whether it works is not
-    /// judged yet.
+    /// Creates a bridge and returns it. The operational state of the result is not final yet.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name; [`Error::is_unsupported`] if VLAN
-    /// filtering was asked for and the kernel has none. Nothing is made in either case.
+    /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if VLAN
+    /// filtering is requested and the kernel does not support it. Nothing is created then.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
         let request = LinkRequest::new(0).name(spec.name);
@@ -84,20 +81,21 @@ impl Netlink {
         self.create_link(&request.kind("bridge", &options), spec.name).map_err(failed)
     }
 
-    /// Makes an existing bridge tell VLANs apart. This stops other people's tagged traffic at once:
-    /// the caller has made sure that there is none.
+    /// Switches VLAN filtering of an existing bridge on. From then on the bridge drops tagged
+    /// frames of VLANs that its ports are not in, so the caller must have checked that no port
+    /// relies on them.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] if the kernel cannot.
+    /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering.
     pub fn set_vlan_filtering(&self, index: u32) -> Result<()> {
         let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
-        // SETLINK ignores a link's own options; only NEWLINK, on a link that exists, changes them.
+        // The kernel changes the options of an existing link by NEWLINK; SETLINK ignores them.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
         })
     }
 
-    /// Sets both flags of a bridge's port, in one request.
+    /// Sets hairpin mode and isolation of a bridge's port.
     pub fn set_port(&self, index: u32, flags: &PortFlags) -> Result<()> {
         let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
         let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
@@ -107,13 +105,14 @@ impl Netlink {
         })
     }
 
-    /// Waits until a bridge's port lets frames pass: both ends up, and the bridge has agreed. A
-    /// spanning tree may take half a minute to agree, so on a bridge that runs one this waits for
-    /// the carrier alone. `watch` must have been opened in this connection's namespace, before the
-    /// port was touched.
+    /// Waits until a bridge's port works and forwards frames, and returns the port. On a bridge
+    /// with the spanning tree protocol, which can block a new port for half a minute, waits only
+    /// until the port works. `watch` must have been opened in this connection's namespace before
+    /// the port was created.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], [`Error::is_terminated`], or the port is gone, or no port.
+    /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
+    /// [`Error::is_not_found`] if the interface does not exist; or it is not a port of a bridge.
     pub fn wait_port_forwarding(
         &self,
         watch: &Watch,
@@ -122,24 +121,31 @@ impl Netlink {
         machine: &dyn cni::machine::Machine,
     ) -> Result<Link> {
         watch.wait("the bridge's port to forward", deadline, machine, || {
-            let found = self.find_link_by_index(index)?;
-            let missing = || Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound);
-            let link = found.ok_or_else(missing)?;
-            match link.port {
-                // A port just made is taken to work until the kernel has judged it, and forwards
-                // for that moment.
-                Some(port) if port.state == PortState::Forwarding && link.oper_state == OperState::Up => Ok(Some(link)),
-                Some(port) if port.state == PortState::HeldBack && link.oper_state == OperState::Up => {
-                    let bridge = link.master.map(|master| self.find_link_by_index(master)).transpose()?.flatten();
-                    let spanning_tree = bridge.and_then(|link| link.bridge).is_some_and(|bridge| bridge.spanning_tree);
-                    Ok(spanning_tree.then_some(link))
-                }
-                Some(_) => Ok(None),
-                None => {
-                    Err(Error::new(format_args!("failed to wait for {}", link.name), Cause::text("it is on no bridge")))
-                }
-            }
+            let Some(link) = self.find_link_by_index(index)? else {
+                return Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound));
+            };
+            let Some(port) = link.port else {
+                let cause = Cause::text("it is not attached to a bridge");
+                return Err(Error::new(format_args!("failed to wait for {}", link.name), cause));
+            };
+            // A new port is in state "forwarding" until the kernel has noticed that it has no
+            // carrier, so that state alone does not count.
+            let is_done = link.oper_state == OperState::Up
+                && match port.state {
+                    PortState::Forwarding => true,
+                    PortState::HeldBack => self.has_spanning_tree(link.master)?,
+                    PortState::Disabled => false,
+                };
+            Ok(is_done.then_some(link))
         })
+    }
+
+    /// Whether `master`, the index of a port's bridge, runs the spanning tree protocol. `false` if
+    /// there is no such bridge.
+    fn has_spanning_tree(&self, master: Option<u32>) -> Result<bool> {
+        let Some(master) = master else { return Ok(false) };
+        let bridge = self.find_link_by_index(master)?.and_then(|link| link.bridge);
+        Ok(bridge.is_some_and(|bridge| bridge.spanning_tree))
     }
 }
 

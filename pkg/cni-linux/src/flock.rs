@@ -1,13 +1,13 @@
-//! Waiting for an `flock` that another process holds: with a deadline, open to SIGTERM, and naming
-//! the holder.
+//! Takes an `flock`: waits for it until a deadline or SIGTERM, and then names the process that
+//! holds the lock.
 //!
-//! A free lock is taken at once. For a held one a second thread calls the blocking `flock` and so
-//! keeps its turn in the kernel's queue, while the caller's thread waits for that thread, the
-//! deadline, or a signal. The thread that lost its wait cannot be stopped: it gives the lock back
-//! as soon as it gets it, since no caller takes the file from it.
+//! A free lock is taken at once. For a held lock, a second thread calls the blocking `flock`, which
+//! keeps its turn in the kernel's queue, while the calling thread waits for the second thread, the
+//! deadline or a signal. After a deadline or signal the second thread cannot be stopped; once it
+//! gets the lock, it releases it at once.
 //!
-//! Owning the lock of a file proves nothing if the file has been removed or replaced meanwhile:
-//! callers compare what is at the path with what they have locked.
+//! The file may have been removed or replaced during the wait. Callers check that the file at the
+//! path is still the one that they have locked.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read as _};
@@ -26,54 +26,58 @@ use crate::machine::wait_ready;
 use crate::netns::Netns;
 use crate::watch::term_descriptor;
 
-/// How long to wait.
+/// How long to wait for a lock.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
     /// The end of the wait.
     pub deadline: Instant,
-    /// The whole length of the wait, as the cause reports it.
+    /// The length of the whole wait, for the error message.
     pub length: Duration,
 }
 
-/// Why a lock was not had.
+/// The failure to take a lock.
 #[derive(Debug)]
 pub struct Refused {
-    /// The deadline, a signal, or what the kernel refused.
+    /// The deadline, a signal, or the kernel's error.
     pub cause: Cause,
-    /// After a wait, the process that holds the lock, as `process 12 (bridge)`; `None` if it is not
-    /// visible from here.
+    /// After a deadline or signal, the process that holds the lock, as `process 12 (bridge)`;
+    /// `None` if that process is not visible in this PID namespace.
     pub holder: Option<String>,
 }
 
-/// Locks the file, for as long as it is open. [`OnSigterm::Finish`] is for a rollback, which must
-/// not be cut short by what caused it.
+/// Locks the file exclusively and returns it. The lock ends when the file is closed.
+///
+/// With [`OnSigterm::Finish`] signals do not end the wait: for a rollback, which SIGTERM may have
+/// caused.
 ///
 /// # Errors
-/// The deadline came first, or, with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending
-/// (which the machine must have blocked; it stays pending), or the kernel refused.
+/// The deadline came first; with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending (the
+/// machine must have blocked them; the signal stays pending); or the kernel failed.
 pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Refused> {
-    let broken = |error: io::Error| Refused { cause: error.into(), holder: None };
+    let failed = |error: io::Error| Refused { cause: error.into(), holder: None };
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(file),
             Err(TryLockError::WouldBlock) => break,
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(TryLockError::Error(error)) => return Err(broken(error)),
+            Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
     }
-    let identity = file.metadata().map_err(broken)?;
+    let metadata = file.metadata().map_err(failed)?;
     wait(file, machine, on_sigterm, limit).map_err(|cause| {
-        let holder = (cause.is_deadline() || cause.is_terminated()).then(|| holder(&identity)).flatten();
+        let holder = if cause.is_deadline() || cause.is_terminated() { holder(&metadata) } else { None };
         Refused { cause, holder }
     })
 }
 
 impl Netns {
-    /// Locks the namespace itself, as long as this handle or the returned file is open. No file is
-    /// created, and a process that locks any path to the namespace waits for this lock.
+    /// Locks the namespace's own inode until both this handle and the returned file are closed. So
+    /// all processes share the lock, by whatever path they opened the namespace, and no lock file
+    /// is needed.
     ///
     /// # Errors
-    /// Those of [`lock`], with the process that holds the lock.
+    /// As [`lock()`], after waiting for `length`; the message names the process that holds the
+    /// lock.
     pub fn lock(&self, machine: &dyn Machine, on_sigterm: OnSigterm, length: Duration) -> crate::Result<File> {
         let path = self.path().display();
         let file = self.as_fd().try_clone_to_owned();
@@ -86,23 +90,24 @@ impl Netns {
     }
 }
 
+/// Waits until a second thread has locked the file, and returns the file. Fails as [`lock()`] does.
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
     let sigterm = term_descriptor()?;
-    let (woken, waker) = io::pipe()?;
+    // Closing `done_writer` makes `done_reader` readable, which can be polled; a channel cannot.
+    let (done_reader, done_writer) = io::pipe()?;
     let (sender, receiver) = mpsc::channel();
-    let body = move || {
+    let lock_and_send = move || {
         let result = loop {
             match file.lock() {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => break result.map(|()| file),
             }
         };
-        // If the caller waits no longer, the file comes back in the error and is closed, which
-        // unlocks it.
+        // If the caller no longer waits, `send` fails and returns the file; dropping it unlocks it.
         drop(sender.send(result));
-        drop(waker);
+        drop(done_writer);
     };
-    thread::Builder::new().name("flock".into()).spawn(body)?;
+    thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
     let mut is_pending = false;
     loop {
         if on_sigterm == OnSigterm::Kill && (is_pending || machine.terminated()) {
@@ -112,66 +117,77 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
         if left.is_zero() {
             return Err(Cause::deadline(limit.length));
         }
-        let mut fds = [PollFd::new(woken.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
+        let mut fds =
+            [PollFd::new(done_reader.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
         let watched = if on_sigterm == OnSigterm::Kill { &mut fds[..] } else { &mut fds[..1] };
         wait_ready(watched, Some(left))?;
-        let happened = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
-        if happened(&fds[0]) {
-            // The other thread closes its end after it has sent.
+        let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        if is_ready(&fds[0]) {
+            // The result was sent before the pipe was closed.
             return match receiver.try_recv() {
                 Ok(result) => Ok(result?),
                 Err(_) => Err(Cause::text("the waiting thread died")),
             };
         }
-        is_pending = happened(&fds[1]);
+        is_pending = is_ready(&fds[1]);
     }
 }
 
-/// Returns the process that holds the lock of this file.
+/// Describes the process that holds the lock of the file, as `process 12 (bridge)`; `None` if it is
+/// not found in `/proc/locks`.
 fn holder(file: &Metadata) -> Option<String> {
     let device = (major(file.dev()), minor(file.dev()));
-    // Locks come and go while the list is read, and lines are lost by that: a second look.
-    let look = || holder_in(&all().unwrap_or_default(), device, file.ino());
-    let pid = look().or_else(look)?;
+    let find = || holder_in(&read_locks().unwrap_or_default(), device, file.ino());
+    // A line can be missing because other locks changed while the list was read: try twice.
+    let pid = find().or_else(find)?;
     Some(match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => format!("process {pid} ({})", name.trim()),
         Err(_) => format!("process {pid}"),
     })
 }
 
-/// Reads `/proc/locks`, in pieces as large as possible: between two of them the list may change.
+/// Returns the text of `/proc/locks`, which lists the file locks of the machine. The list may
+/// change between two reads, so this uses a large buffer and few reads.
 ///
 /// # Errors
-/// It cannot be read.
-pub fn all() -> io::Result<String> {
-    let (mut text, mut piece) = (Vec::new(), vec![0; 1 << 16]);
+/// The file cannot be read.
+pub fn read_locks() -> io::Result<String> {
+    let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
     let mut file = File::open("/proc/locks")?;
     loop {
-        match file.read(&mut piece)? {
+        match file.read(&mut buffer)? {
             0 => return Ok(String::from_utf8_lossy(&text).into_owned()),
-            length => text.extend_from_slice(&piece[..length]),
+            length => text.extend_from_slice(&buffer[..length]),
         }
     }
 }
 
-/// Finds the holder in the text of `/proc/locks`. Lines with an arrow are waiters. Some file
-/// systems show another device there than in `stat`, so an equal inode alone counts if nothing
-/// matches better.
+/// Returns the ID of the process that holds the `flock` of a file, found in the text of
+/// `/proc/locks` by the file's device (major and minor number) and inode; `None` if there is no
+/// such lock.
+///
+/// Some file systems have another device in this text than in `stat`, so if no line matches
+/// completely, the first one with the same inode counts.
 pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
-    let mut by_inode = None;
+    let (device_major, device_minor) = device;
+    let mut same_inode = None;
     for line in locks.lines() {
+        // "4: FLOCK  ADVISORY  WRITE 13 fd:1a:77 0 EOF"; a waiting process has "->" before "FLOCK".
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
         let [_, "FLOCK", _, _, pid, file, ..] = words[..] else { continue };
         let [major, minor, number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
-        // Process 0: it is in a PID namespace that cannot be seen from here.
-        let Some(pid) = pid.parse().ok().filter(|pid| *pid != 0 && number.parse() == Ok(inode)) else { continue };
+        let Ok(pid) = pid.parse::<u32>() else { continue };
+        // The kernel writes 0 for a process that is not visible in this PID namespace.
+        if pid == 0 || number.parse() != Ok(inode) {
+            continue;
+        }
         let hex = |digits| u64::from_str_radix(digits, 16);
-        if (hex(major), hex(minor)) == (Ok(device.0), Ok(device.1)) {
+        if hex(major) == Ok(device_major) && hex(minor) == Ok(device_minor) {
             return Some(pid);
         }
-        by_inode = by_inode.or(Some(pid));
+        same_inode = same_inode.or(Some(pid));
     }
-    by_inode
+    same_inode
 }
 
 #[cfg(test)]

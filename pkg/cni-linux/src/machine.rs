@@ -1,15 +1,13 @@
-//! The operating system as the protocol sees it: signals, the clock, programs, and whether two
-//! namespaces are one.
+//! Implements [`Machine`] for Linux: signals, the clock, running programs, comparing namespaces.
 //!
-//! SIGTERM, SIGINT and SIGHUP mean one thing, to end, and are blocked and read from a descriptor:
-//! no handler, nothing asynchronous. Every wait includes that descriptor; the rollback then
-//! runs on the main thread like after any other failure. Where the comments say SIGTERM, they mean
-//! all three.
+//! SIGTERM, SIGINT and SIGHUP all mean that this process is to end; comments that say SIGTERM mean
+//! all three. They are blocked and read from a descriptor, without a signal handler. Every wait
+//! includes that descriptor, so a rollback runs on the main thread, as after any other failure.
 //!
-//! A signal is blocked per *thread*, and a thread inherits the mask of its
-//! maker, so [`LinuxMachine::install`] is `main`'s first act; an ignored signal is still delivered
-//! to the descriptor once it is blocked, so under nohup SIGHUP must not be; and SIGPIPE needs
-//! nothing: Rust's runtime ignores it.
+//! A signal is blocked per *thread*, and a new thread inherits the mask, so `main` calls
+//! [`LinuxMachine::install`] first. Once a signal is blocked, the descriptor reports it even if it
+//! was ignored; so a SIGHUP that nohup has set to be ignored is not blocked. SIGPIPE is ignored by
+//! Rust's runtime.
 
 use std::cell::Cell;
 use std::io;
@@ -28,29 +26,33 @@ use crate::child;
 use crate::netns::Netns;
 use crate::sys;
 
-/// The signals that end this process: a runtime's SIGTERM, a terminal's Ctrl-C, its hang-up.
+/// The signals that end this process: SIGTERM of a runtime, Ctrl-C and the hang-up of a terminal.
 const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// [`ENDING`] as a set.
+/// Returns [`ENDING`] as a set.
 pub(crate) fn ending() -> SigSet {
     ENDING.into_iter().collect()
 }
 
-/// The real machine.
+/// The machine that this process runs on.
 #[derive(Debug)]
 pub struct LinuxMachine {
+    /// Readable when SIGCHLD or a signal of [`ENDING`] is pending.
     signals: SignalFd,
+    /// Whether a signal of [`ENDING`] was read from `signals`.
     terminated: Cell<bool>,
 }
 
 impl LinuxMachine {
-    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread, and in those it will make,
-    /// and opens a descriptor that reports them. Signals that the caller set to be ignored stay
-    /// ignored.
+    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread and the threads that it
+    /// starts later, and opens a descriptor that reports them. The first three stay ignored if the
+    /// parent process has set them to be ignored.
     ///
-    /// SIGXFSZ is blocked too and never looked at: a write beyond RLIMIT_FSIZE then fails with
-    /// EFBIG like any other, where the signal would end us without an answer and without a
-    /// rollback.
+    /// SIGXFSZ is blocked too, so that a write beyond RLIMIT_FSIZE fails with EFBIG. The signal
+    /// would end the process without a result and without a rollback.
+    ///
+    /// # Errors
+    /// The kernel cannot create the descriptor.
     pub fn install() -> io::Result<LinuxMachine> {
         let mut signals = SigSet::from(Signal::SIGCHLD);
         for signal in ENDING {
@@ -67,15 +69,15 @@ impl LinuxMachine {
 }
 
 impl LinuxMachine {
-    /// Whether a signal to end has been seen: [`terminated`](Machine::terminated) without a look at
-    /// what has come since.
+    /// Whether an earlier call of [`terminated`](Machine::terminated) has read a signal that ends
+    /// the process. Does not read signals that came later.
     pub(crate) fn was_terminated(&self) -> bool {
         self.terminated.get()
     }
 }
 
 impl AsFd for LinuxMachine {
-    /// Readable when a signal has come.
+    /// Returns a descriptor that is readable when a signal is pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.signals.as_fd()
     }
@@ -87,8 +89,8 @@ impl Machine for LinuxMachine {
     }
 
     fn terminated(&self) -> bool {
-        // A signal is read once, so it must be remembered. SIGCHLD only ends a wait; who waits then
-        // looks at its child.
+        // A signal can be read only once, so it is stored. SIGCHLD only wakes `child::run`, which
+        // then checks its child.
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if i32::try_from(signal.ssi_signo) != Ok(Signal::SIGCHLD as i32) {
                 self.terminated.set(true);
@@ -116,16 +118,18 @@ impl Machine for LinuxMachine {
     }
 }
 
-/// Waits until a descriptor is ready, or for `left` (without a bound if `None`). An interruption
-/// counts as an event: callers look again anyway.
+/// Waits until one of the descriptors is ready, or `left` has passed; `None` waits without a bound.
+/// Also returns if a signal interrupts the wait, so callers check their condition again.
 pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
-    // Whole milliseconds, rounded up: rounded down, the last one would be spent turning in circles.
-    let timeout = left.map_or(PollTimeout::NONE, |left| {
-        i32::try_from(left.as_millis())
-            .ok()
-            .and_then(|ms| ms.checked_add(1))
-            .map_or(PollTimeout::MAX, |ms| PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX))
-    });
+    let timeout = match left {
+        None => PollTimeout::NONE,
+        Some(left) => {
+            // Rounded up to whole milliseconds: rounded down to 0, the last millisecond would be a
+            // busy loop.
+            let milliseconds = left.as_millis().saturating_add(1);
+            PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX)
+        }
+    };
     match poll(fds, timeout) {
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(errno) => Err(errno.into()),

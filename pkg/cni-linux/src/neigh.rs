@@ -1,7 +1,8 @@
-//! The host's memory of which hardware address an IP address has.
+//! Corrects outdated entries of the neighbour table, which has the hardware address of each IP
+//! address on a link.
 //!
-//! Entries written here are reachable, never permanent, so the kernel drops them by itself. Only an
-//! existing entry, left by the address's last holder, is corrected; no entry is created.
+//! Only an existing entry, of the attachment that had the IP address before, is corrected; none is
+//! created. A corrected entry is "reachable", not "permanent", so the kernel lets it expire.
 
 use std::net::IpAddr;
 
@@ -14,8 +15,8 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 
 impl Netlink {
-    /// Corrects a neighbour's address where there is an entry; makes none. Returns whether there
-    /// was one. One request.
+    /// Sets the hardware address in the neighbour entry of `ip` on the interface `index`, if there
+    /// is an entry. Returns whether there was one.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;
@@ -30,6 +31,7 @@ impl Netlink {
     }
 }
 
+/// Returns a request about the neighbour entry of `ip` on the interface `index`.
 fn message(index: u32, ip: IpAddr) -> NeighbourMessage {
     let mut message = NeighbourMessage::default();
     message.header.family = if ip.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };

@@ -1,7 +1,8 @@
-//! Rules: which routing table a packet is looked up in.
+//! Lists, adds and deletes routing rules, which select the routing table for a packet.
 //!
-//! The kernel goes through the rules by priority. A rule that is added without one gets the number
-//! below that of the second rule in the list, so the newest one comes first.
+//! The kernel evaluates the rules by priority, the lowest number first. A rule that is added
+//! without a priority gets the number below that of the second rule in the list, so the newest such
+//! rule comes first.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -14,26 +15,26 @@ use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
 use crate::route::{Family, SavedRoute};
 
-/// A rule that leads to a table.
+/// A rule that selects a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// The packets' source; `None` for any.
+    /// The source addresses of the packets; `None` for any.
     pub source: Option<Cidr>,
     /// The table.
     pub table: u32,
-    /// The priority; the lowest comes first. `None` leaves the choice to the kernel and, in a
-    /// deletion, means any.
+    /// The priority; the lowest comes first. With `None`, the kernel chooses one at an addition,
+    /// and ignores the priority at a deletion.
     pub priority: Option<u32>,
 }
 
 impl Rule {
-    /// Packets of one address are looked up in `table`.
+    /// Returns the rule that packets from one address are looked up in `table`.
     pub fn from_host(source: IpAddr, table: u32) -> Rule {
         Rule { source: Some(Cidr::host(source)), table, priority: None }
     }
 }
 
-/// Every table that a rule leads to, or that has a route.
+/// Returns the numbers of the tables that a rule selects or that have a route.
 pub fn tables_in_use(rules: &[Rule], routes: &[SavedRoute]) -> BTreeSet<u32> {
     rules.iter().map(|rule| rule.table).chain(routes.iter().map(SavedRoute::table_id)).collect()
 }
@@ -48,17 +49,17 @@ impl std::fmt::Display for Rule {
 }
 
 impl Netlink {
-    /// Adds a rule of the family of its source. Without a priority the kernel adds another one
-    /// where the same rule is there already.
+    /// Adds a rule, for the family of its source. Without a priority the rule is added even if the
+    /// same rule exists.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the same rule with the same priority is there.
+    /// [`Error::is_exists`] if the same rule with the same priority exists.
     pub fn add_rule(&self, rule: &Rule) -> Result<()> {
         let added = self.request(Kind::NewRule, &message(rule), NLM_F_CREATE | NLM_F_EXCL);
         added.map(drop).map_err(|cause| Error::new(format_args!("failed to add rule {rule}"), cause))
     }
 
-    /// Deletes a rule unless it is gone already.
+    /// Deletes a rule if it exists.
     pub fn purge_rule(&self, rule: &Rule) -> Result<()> {
         let deleted = self.request(Kind::DelRule, &message(rule), 0);
         let deleted =
@@ -66,16 +67,18 @@ impl Netlink {
         deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// The rules of one family that lead to a table, in the order in which the kernel asks them.
+    /// Returns the rules of one family that select a table, in the kernel's order of evaluation.
     pub fn list_rules(&self, family: Family) -> Result<Vec<Rule>> {
-        let mut ask = RuleMessage::default();
-        ask.header.family = family.number();
-        let answer = self.dump(Kind::GetRule, &ask).map_err(|cause| Error::new("failed to list the rules", cause))?;
+        let mut request = RuleMessage::default();
+        request.header.family = family.number();
+        let answer =
+            self.dump(Kind::GetRule, &request).map_err(|cause| Error::new("failed to list the rules", cause))?;
         let messages = answer.iter().filter_map(|reply| RuleMessage::parse(reply.body(Kind::NewRule)?).ok());
         Ok(messages.filter_map(decode).collect())
     }
 }
 
+/// Returns the request that adds or deletes a rule.
 fn message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.action = RuleAction::ToTable;
@@ -89,6 +92,7 @@ fn message(rule: &Rule) -> RuleMessage {
     message
 }
 
+/// Decodes a rule. Returns `None` if it does something other than select a table.
 fn decode(message: RuleMessage) -> Option<Rule> {
     let RuleMessage { header, attributes, .. } = message;
     if header.action != RuleAction::ToTable {

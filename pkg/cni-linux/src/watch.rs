@@ -1,10 +1,11 @@
-//! Waiting until the kernel says that something has changed, with a deadline.
+//! Waits, with a deadline, until the network configuration is as the caller needs it.
 //!
-//! A [`Watch`] hears of changes to links, addresses and IPv6 routes; what they are it does not
-//! read: after each it asks `check` again, which looks at the state itself. So nothing is missed
-//! when events come too fast or were lost.
+//! A [`Watch`] receives events about links, addresses and IPv6 routes, but does not read their
+//! content: after each event it calls a `check`, which looks at the state itself. So a lost event
+//! does no harm as long as another one follows.
 //!
-//! Open the watch before the change begins; otherwise the event may be over before the wait.
+//! Open the watch before the awaited change can begin: otherwise its event may come before the
+//! watch is open.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
@@ -23,7 +24,7 @@ use crate::netns::Netns;
 /// reported before its route exists, so the route must be watched.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
-/// An ear for changes to links, addresses and IPv6 routes of one namespace.
+/// A subscription to changes of links, addresses and IPv6 routes of one network namespace.
 #[derive(Debug)]
 pub struct Watch {
     events: Events,
@@ -43,8 +44,8 @@ impl AsRawFd for Watch {
 }
 
 impl Watch {
-    /// Listens to links that go in every namespace that has a number in the calling thread's, and
-    /// to namespaces that go.
+    /// Subscribes to changes of links in every namespace that has an ID in the calling thread's
+    /// namespace, and to changes of these IDs.
     pub fn open_everywhere() -> Result<Watch> {
         let events = Events::open_everywhere().map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
@@ -52,13 +53,13 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Takes every event out of the queue. Whether one of them was about a link or a namespace that
-    /// goes, or was lost.
+    /// Discards all queued events. Returns whether one of them reported the removal of a link or of
+    /// a namespace's ID, or events were lost.
     pub fn forget(&self) -> bool {
         self.events.forget()
     }
 
-    /// Listens to the calling thread's namespace, from now on.
+    /// Subscribes to the changes in the calling thread's namespace, from now on.
     pub fn open() -> Result<Watch> {
         let events = Events::open(GROUPS).map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
@@ -66,17 +67,18 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Listens to another namespace, from now on.
+    /// Subscribes to the changes in another namespace, from now on.
     pub fn open_in(netns: &Netns) -> Result<Watch> {
         netns.run(Watch::open)?
     }
 
-    /// Calls `check` now and after every change until it returns something, fails, or it is
-    /// `deadline`.
+    /// Calls `check` at once and after every change, until it returns `Some`, whose value this
+    /// returns. `what` names the awaited event in errors.
     ///
     /// # Errors
-    /// What `check` failed with; `failed to wait for WHAT: …` with [`Error::is_deadline`], or
-    /// [`Error::is_terminated`] if SIGTERM comes (which the machine must have blocked).
+    /// An error of `check`; `failed to wait for WHAT: …` with [`Error::is_deadline`] at the
+    /// deadline, or with [`Error::is_terminated`] after SIGTERM (which the machine must have
+    /// blocked).
     pub fn wait<T>(
         &self,
         what: &str,
@@ -98,6 +100,7 @@ impl Watch {
             if left.is_zero() {
                 return Err(failed(Cause::deadline(deadline.saturating_duration_since(begin))));
             }
+            // Opened only if there is something to wait for.
             let sigterm = match &sigterm {
                 Some(sigterm) => sigterm,
                 None => sigterm.insert(term_descriptor().map_err(|errno| failed(errno.into()))?),
@@ -105,17 +108,17 @@ impl Watch {
             let mut fds =
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
-            // Many events, one look.
+            // Several queued events need only one check.
             self.events.forget();
         }
     }
 }
 
-/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. Do not
-/// read it: the machine does that, and remembers the signal.
+/// Returns a descriptor that is readable while SIGTERM, SIGINT or SIGHUP is pending. For polling
+/// only: a read would take the signal away from [`Machine::terminated`].
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel cannot create a descriptor.
 pub fn term_descriptor() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }

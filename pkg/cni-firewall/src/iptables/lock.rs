@@ -234,7 +234,7 @@ mod tests {
     fn until_somebody_waits(folder: &Path) {
         let inode = format!(":{} ", path(folder).metadata().unwrap().ino());
         let deadline = Instant::now() + LONG;
-        while !flock::all().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
+        while !flock::read_locks().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
             assert!(Instant::now() < deadline, "no process ever waited");
             thread::yield_now();
         }
