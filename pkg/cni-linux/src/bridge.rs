@@ -50,7 +50,8 @@ pub struct PortFlags {
 }
 
 /// Checks that the kernel's bridges support VLAN filtering. Creates such a bridge in a new network
-/// namespace, on a new thread; the kernel deletes both with the thread.
+/// namespace on a new thread; when the thread ends, the kernel deletes the namespace and the
+/// bridge.
 ///
 /// # Errors
 /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering. After any other error

@@ -4,9 +4,8 @@
 //! fails, the process ends, because every undo would act in the wrong namespace. Only the runtime
 //! creates and deletes namespaces, never this module.
 //!
-//! `/proc/self/ns/net` is the namespace of the *main thread*
-//! (`/proc/thread-self` is the caller's); and a thread or program started inside a namespace
-//! inherits it and keeps it.
+//! `/proc/self/ns/net` is the namespace of the *main thread*; the calling thread's is under
+//! `/proc/thread-self`. A thread or program that is started inside a namespace stays in it.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -21,10 +20,10 @@ use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::sys;
 
-/// The calling thread's own.
+/// The calling thread's namespace.
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// An open network namespace. It lives at least as long as this handle.
+/// An open network namespace. The kernel keeps the namespace at least as long as this handle.
 #[derive(Debug)]
 pub struct Netns {
     file: File,
@@ -37,78 +36,82 @@ impl Netns {
     /// Opens the namespace at `path` (CNI_NETNS).
     ///
     /// # Errors
-    /// [`Error::is_no_netns`] if there is nothing at `path`, or no network namespace; with Go's
-    /// texts.
+    /// [`Error::is_no_netns`], with the texts of the Go plugins, if `path` does not exist or is not
+    /// a network namespace.
     pub fn open(path: &Path) -> Result<Netns> {
         open(path).map_err(|cause| Error::new(format_args!("failed to open netns {}", quoted(path)), cause))
     }
 
-    /// The calling thread's own namespace.
+    /// Opens the calling thread's namespace.
     pub fn current() -> Result<Netns> {
         Netns::open(Path::new(OWN))
     }
 
-    /// Whether `path` is the calling thread's own namespace. Two looks; where it is a namespace
-    /// nothing is opened.
+    /// Whether `path` is the calling thread's network namespace. Usually compares two `stat`
+    /// results and opens nothing.
     ///
     /// # Errors
-    /// Those of [`open`](Netns::open), where there is no namespace at `path`. One of another kind
-    /// passes for a network's.
+    /// Those of [`open`](Netns::open) if `path` is not a namespace. For a namespace of another type
+    /// returns `false` without an error.
     pub fn is_current(path: &Path) -> Result<bool> {
-        // All namespaces of a kernel are on one device; what is on another is a plain file, or a
-        // puzzle.
-        if let (Ok(there), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
-            && there.dev() == own.dev()
+        // All namespaces are on one device. A path on another device is not a namespace; `open`
+        // returns the error.
+        if let (Ok(given), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
+            && given.dev() == own.dev()
         {
-            return Ok(there.ino() == own.ino());
+            return Ok(given.ino() == own.ino());
         }
         Ok(Netns::open(path)?.is_same(&Netns::current()?))
     }
 
-    /// Whether both are the same namespace, whatever the paths.
+    /// Whether both handles are of the same namespace, even if opened by different paths.
     pub fn is_same(&self, other: &Netns) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 
-    /// The path it was opened by.
+    /// Returns the path by which the namespace was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Device and inode, which identify the namespace while it lives. Numbers of dead namespaces
-    /// are used again.
+    /// Returns device and inode, which identify the namespace while it exists. The kernel gives the
+    /// inode of a deleted namespace to a later one.
     pub fn id(&self) -> (u64, u64) {
         (self.device, self.inode)
     }
 
-    /// Takes the calling thread into this namespace, runs `inside`, and takes it back. A panic of
-    /// `inside` continues in the caller, after the way back.
+    /// Runs `inside` while the calling thread is in this namespace, and returns its result. The
+    /// thread also returns to its own namespace after a panic of `inside`.
     ///
-    /// For what depends on the calling thread: files under /proc/sys/net, sockets being born. Five
-    /// system calls. No thread and no child may be started in there: it would stay.
+    /// For everything that depends on the calling thread's namespace: files under /proc/sys/net,
+    /// new sockets. `inside` must not start a thread or a program, which would stay in this
+    /// namespace.
     ///
     /// # Errors
-    /// The namespace could not be entered; then `inside` has not run.
+    /// The thread could not enter the namespace; `inside` was not run.
     pub fn run<T>(&self, inside: impl FnOnce() -> T) -> Result<T> {
-        let enter = || -> io::Result<WayBack> {
-            let home = File::open(OWN)?;
+        let enter = || -> io::Result<ReturnGuard> {
+            let own = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            Ok(WayBack(home)) // Only after setns succeeded: without the privilege to enter, the thread could not leave.
+            // Created after `setns`: a thread without the privilege to enter could not go back
+            // either, and the guard would end the process.
+            Ok(ReturnGuard(own))
         };
-        let _back =
+        let _guard =
             enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
         Ok(inside())
     }
 }
 
-/// The namespace that a visitor came from, and goes back to whatever happens.
-struct WayBack(File);
+/// The namespace that the thread came from. Dropping the guard takes the thread back to it, or ends
+/// the process if that fails.
+struct ReturnGuard(File);
 
-impl Drop for WayBack {
+impl Drop for ReturnGuard {
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // The kernel refuses a thread that has just entered only if it lacks memory, so it is asked
-        // again.
+        // After a successful `setns` this one can only fail for lack of memory, so try it three
+        // times.
         if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
             // In this namespace a rollback would delete links of other owners.
             let _ = writeln!(
@@ -126,15 +129,17 @@ impl AsFd for Netns {
     }
 }
 
+/// Opens a network namespace. Fails with [`Reason::NoNetns`] if `path` does not exist or is not a
+/// network namespace, and with the errno after any other failure.
 fn open(path: &Path) -> Result<Netns, Cause> {
-    // Go looks at the file system first; where several things are wrong at once its text is the one
-    // people know.
+    // As Go's plugins, check the type of the file system first: the error is then the same as
+    // theirs.
     let magic = statfs(path).map_err(|errno| {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            // For the last two errors nothing can be opened later either: a DEL that waited for it
-            // would never end.
+            // With ENAMETOOLONG and ELOOP, too, nothing can ever be opened at the path. DEL must
+            // not fail forever because of it.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()
             }
@@ -143,33 +148,35 @@ fn open(path: &Path) -> Result<Netns, Cause> {
     })?;
     let magic = magic.filesystem_type();
     if magic != NSFS_MAGIC && magic != PROC_SUPER_MAGIC {
-        return Err(none(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
+        return Err(no_netns(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
     }
     let file = File::open(path)?;
     match sys::namespace_type(&file) {
         Ok(libc::CLONE_NEWNET) => {}
-        Ok(_) => return Err(none("it is a namespace, but not a network namespace".into())),
-        // A file of procfs that is not a namespace.
+        Ok(_) => return Err(no_netns("it is a namespace, but not a network namespace".into())),
+        // A file of procfs that is not a namespace answers ENOTTY.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && magic != NSFS_MAGIC => {
-            return Err(none("it is not a namespace".into()));
+            return Err(no_netns("it is not a namespace".into()));
         }
-        // A kernel too old to tell; setns will.
+        // Before Linux 4.11 the type cannot be read. For a namespace of another type, `setns` fails
+        // later.
         Err(_) => {}
     }
     let metadata = file.metadata()?;
     Ok(Netns { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino(), file })
 }
 
-fn none(text: String) -> Cause {
+/// Returns the cause for a path that is not a network namespace.
+fn no_netns(text: String) -> Cause {
     Reason::NoNetns { text, source: None }.into()
 }
 
-/// A path as Go's `%q` writes the ones that occur.
+/// Quotes a path like Go's `%q`, except for unusual characters.
 fn quoted(path: &Path) -> String {
     format!("{:?}", path.display().to_string())
 }
 
-/// The errno's words as Go writes them: libc's, beginning in lower case.
+/// Returns the text of an errno as Go writes it: the C library's, beginning in lower case.
 fn go_text(errno: Errno) -> String {
     let text = errno.desc();
     let mut letters = text.chars();

@@ -1,13 +1,14 @@
-//! Pairs of virtual Ethernet interfaces.
+//! Creates veth pairs, finds their host ends, and removes those that a killed ADD has left.
 //!
-//! The container's end is born in the container's namespace, with its final name: making a pair in
-//! one namespace and moving an end costs the kernel 15 to 30 ms. Addresses are given at birth, so
-//! that no policy of udev rewrites them.
+//! The container's end is created in the container's namespace with its final name, because moving
+//! an end to another namespace takes the kernel 15 to 30 ms. Both hardware addresses are set at
+//! creation, so that udev does not change them.
 //!
-//! One request is not enough. Names, addresses, MTUs, bridge
-//! and "up" of the host's end are taken from the request that creates the pair; an alias there is
-//! silently ignored (6.18), so it follows in a second one, and "up" for the other end is refused.
-//! Between the two the host's end has its network's [group](AttachmentId::group).
+//! A pair needs two requests. The first sets names, addresses, MTUs, and the host end's bridge and
+//! "up"; the kernel refuses "up" for the other end, and silently ignores an alias (6.18). The
+//! second sets the host end's alias, which names the attachment. In between, the host end has its
+//! network's [group](AttachmentId::group), by which a host end without an alias is recognized after
+//! a crash.
 
 use std::time::Duration;
 
@@ -21,39 +22,39 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// How many names for the host's end are tried. Each is taken with a chance of one in 4,000 million
-/// for every veth on the machine.
+/// How many names for a host end are tried. For each other veth on the machine, a name is in use
+/// with a probability of one in 4,000 million.
 pub const HOST_NAME_ATTEMPTS: u32 = 4;
 
-/// How long a pair may be without its alias. An ADD takes some 20 µs from its creation to the
-/// alias.
-const UNMARKED: Duration = Duration::from_secs(1);
+/// After this time, a pair that still has no alias is taken as left by a killed ADD. An ADD sets
+/// the alias some 20 µs after the creation.
+const ALIAS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A pair to be made. The fields may be set directly.
+/// The properties of a pair to create. The host end is the one in the connection's namespace.
 #[derive(Clone, Copy, Debug)]
 pub struct VethSpec<'a> {
-    /// The name of the end in the connection's namespace: the host's.
+    /// The host end's name.
     pub name: &'a str,
-    /// That end's address.
+    /// The host end's hardware address.
     pub host_mac: Mac,
-    /// The largest packet of both ends, or the kernel's default.
+    /// The MTU of both ends, or the kernel's default.
     pub mtu: Option<u32>,
-    /// The host end's alias: the [mark](cni::AttachmentId).
+    /// The host end's alias, which names the [attachment](cni::AttachmentId).
     pub alias: Option<&'a str>,
-    /// The bridge the host's end becomes a port of.
+    /// The index of the bridge that the host end becomes a port of.
     pub master: Option<u32>,
-    /// Whether the host's end is up at once. It has no carrier before the other end is up too.
+    /// Whether the host end is set up at once. It has no carrier before the other end is up too.
     pub up: bool,
     /// The other end's name.
     pub peer_name: &'a str,
-    /// The other end's address.
+    /// The other end's hardware address.
     pub peer_mac: Mac,
-    /// The other end's namespace, or `None` for both ends in one.
+    /// The other end's namespace; `None` for the connection's.
     pub peer_netns: Option<&'a Netns>,
 }
 
 impl<'a> VethSpec<'a> {
-    /// A pair in one namespace, both ends down, the kernel's default MTU.
+    /// Returns a pair in one namespace, both ends down, with the kernel's default MTU.
     pub fn new(name: &'a str, host_mac: Mac, peer_name: &'a str, peer_mac: Mac) -> VethSpec<'a> {
         VethSpec {
             name,
@@ -69,7 +70,7 @@ impl<'a> VethSpec<'a> {
     }
 }
 
-/// A pair just made.
+/// The indexes of a created pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Veth {
     /// The host end's index.
@@ -79,108 +80,111 @@ pub struct Veth {
 }
 
 impl Netlink {
-    /// Makes a pair; the other end is left down.
+    /// Creates a pair; the other end is down.
     ///
     /// # Errors
-    /// [`Error::taken`] returns the name that is in use, if that is the cause. Nothing is left
-    /// behind, unless the kernel's answer was lost: the caller then finds the pair by its name and
-    /// the host's MAC.
+    /// If a name is in use, [`Error::taken`] returns which. After an error no pair is left behind,
+    /// unless the kernel's answer was lost: then the caller finds the pair by the host end's name
+    /// and hardware address.
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
-        let made = self.create_link(&host_request(spec).veth(&peer_request(spec)), spec.name).map_err(|cause| {
-            let cause = self.which_name(spec, cause);
+        let request = host_request(spec).veth(&peer_request(spec));
+        let link = self.create_link(&request, spec.name).map_err(|cause| {
+            let cause = self.with_taken_name(spec, cause);
             Error::new(format_args!("failed to create veth {} with peer {}", spec.name, spec.peer_name), cause)
         })?;
-        let marked = match spec.alias {
-            Some(alias) => self.set_first_alias(made.index, alias),
+        let alias_set = match spec.alias {
+            Some(alias) => self.set_first_alias(link.index, alias),
             None => Ok(()),
         };
-        let peer_index = made.peer_index.ok_or_else(|| {
+        let peer_index = link.peer_index.ok_or_else(|| {
             Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
         });
-        match marked.and(peer_index) {
-            Ok(peer_index) => Ok(Veth { index: made.index, peer_index }),
+        match alias_set.and(peer_index) {
+            Ok(peer_index) => Ok(Veth { index: link.index, peer_index }),
             Err(error) => {
-                // Without its mark the link has no known owner. The first error is returned.
-                let _ = self.purge_link(made.index);
+                // Without an alias no DEL would find the pair. Only the first error is returned.
+                let _ = self.purge_link(link.index);
                 Err(error)
             }
         }
     }
 
-    /// Returns the host's end of an attachment, found by the names it may have
-    /// ([`AttachmentId::host_name`], attempts 0 to [`HOST_NAME_ATTEMPTS`]): one request if it has
-    /// the first, and the table of links is never read.
+    /// Returns the host end of an attachment; `None` if there is none. Looks up the names that it
+    /// may have ([`AttachmentId::host_name`] for the attempts below [`HOST_NAME_ATTEMPTS`]) one by
+    /// one, which is cheaper than listing all links.
     ///
-    /// A veth of such a name without any alias counts too: the ADD was killed before it set one.
-    pub fn find_host_end(&self, mark: &AttachmentId) -> Result<Option<Link>> {
+    /// A veth with such a name but no alias counts too: the ADD was killed before it set the alias.
+    pub fn find_host_end(&self, attachment: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
-            let is_ours = |link: &Link| link.is_veth() && (link.alias.is_none() || mark.is_on(link.alias.as_deref()));
-            let found = self.find_link(&mark.host_name(attempt))?.filter(is_ours);
-            if found.is_some() {
-                return Ok(found);
+            let Some(link) = self.find_link(&attachment.host_name(attempt))? else { continue };
+            if link.is_veth() && (link.alias.is_none() || attachment.is_on(link.alias.as_deref())) {
+                return Ok(Some(link));
             }
         }
         Ok(None)
     }
 
-    /// Removes the host ends and ifbs of a network that were left without their alias, because the
-    /// ADD that made them was killed. `listed` is the table of links from before; if a link in it
-    /// is such a link, waits up to a second for the alias that an ADD at work sets.
+    /// Removes the host ends and ifbs of a network that have no alias because the ADD that created
+    /// them was killed. `listed` is a list of the namespace's links. If it has links without an
+    /// alias, waits up to a second for an ADD in progress to set their aliases, and removes only
+    /// the others.
     ///
     /// # Errors
-    /// The first; all the others have been tried. [`Error::is_terminated`] if SIGTERM ends the
-    /// wait.
+    /// The first link that could not be removed, after all others have been tried;
+    /// [`Error::is_terminated`] if SIGTERM ends the wait.
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
         let group = AttachmentId::group(network);
         let is_unmarked = |link: &Link| {
-            let is_named = (link.is_veth() && AttachmentId::is_host_name(&link.name))
+            let has_our_name = (link.is_veth() && AttachmentId::is_host_name(&link.name))
                 || (link.is_ifb() && AttachmentId::is_ifb_name(&link.name));
-            link.group == group && link.alias.is_none() && is_named
+            link.group == group && link.alias.is_none() && has_our_name
         };
-        let mut left: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
-        if left.is_empty() {
+        let mut unmarked: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
+        if unmarked.is_empty() {
             return Ok(());
         }
-        let what = format!("the alias of {}", left[0].name);
-        let waited = Watch::open()?.wait(&what, machine.now() + UNMARKED, machine, || {
-            let mut still = Vec::new();
-            for link in &left {
-                still.extend(self.find_link_by_index(link.index)?.filter(is_unmarked));
+        let what = format!("the alias of {}", unmarked[0].name);
+        let waited = Watch::open()?.wait(&what, machine.now() + ALIAS_TIMEOUT, machine, || {
+            let mut still_unmarked = Vec::new();
+            for link in &unmarked {
+                still_unmarked.extend(self.find_link_by_index(link.index)?.filter(is_unmarked));
             }
-            left = still;
-            Ok(left.is_empty().then_some(()))
+            unmarked = still_unmarked;
+            Ok(unmarked.is_empty().then_some(()))
         });
         match waited {
             Err(error) if error.is_deadline() => {}
-            done => return done,
+            result => return result,
         }
-        let mut done = Ok(());
-        for link in &left {
-            done = done.and(self.purge_link(link.index).map(drop));
+        let mut result = Ok(());
+        for link in &unmarked {
+            let purged = self.purge_link(link.index).map(drop);
+            result = result.and(purged);
         }
-        done
+        result
     }
 
-    /// The kernel says EEXIST for either name, so look which it was. The container's counts first:
-    /// it is fixed, while another host name can be tried.
-    fn which_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
+    /// Adds to the cause of a failed creation which of the two names is in use: the kernel's EEXIST
+    /// does not say. Prefers the container's name, because the caller can try another host name.
+    /// Returns any other cause unchanged.
+    fn with_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;
         }
-        let peer_exists = || -> Result<bool> {
-            let there = match spec.peer_netns {
-                Some(netns) => self.open_in(netns)?.find_link(spec.peer_name)?,
-                None => self.find_link(spec.peer_name)?,
-            };
-            Ok(there.is_some())
+        let find_peer = || match spec.peer_netns {
+            Some(netns) => self.open_in(netns)?.find_link(spec.peer_name),
+            None => self.find_link(spec.peer_name),
         };
-        cause.taken(if peer_exists().unwrap_or(false) { TakenName::ContainerName } else { TakenName::HostName })
+        match find_peer() {
+            Ok(Some(_)) => cause.taken(TakenName::ContainerName),
+            Ok(None) | Err(_) => cause.taken(TakenName::HostName),
+        }
     }
 }
 
-/// Returns the request for the host's end, without the pair's other end.
+/// Returns the part of the request that describes the host end.
 fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
-    let group = spec.alias.and_then(AttachmentId::parse).map(|mark| AttachmentId::group(&mark.network));
+    let group = spec.alias.and_then(AttachmentId::parse).map(|id| AttachmentId::group(&id.network));
     let request = LinkRequest::new(0).name(spec.name).mac(spec.host_mac);
     let request = if spec.up { request.up() } else { request };
     request
@@ -189,7 +193,7 @@ fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
         .optional(group, LinkRequest::group)
 }
 
-/// Returns the request for the container's end.
+/// Returns the part of the request that describes the other end.
 fn peer_request(spec: &VethSpec<'_>) -> LinkRequest {
     let request = LinkRequest::new(0).name(spec.peer_name).mac(spec.peer_mac);
     request.optional(spec.mtu, LinkRequest::mtu).optional(spec.peer_netns, LinkRequest::netns)

@@ -1,12 +1,11 @@
-//! Which VLANs a bridge's port, or the bridge itself, takes part in.
+//! Lists and changes the VLANs of a bridge's ports and of the bridge itself.
 //!
-//! A bridge has two sets of VLANs for "itself": as the master of a port
-//! ([`Target::Master`] on the port's index) and as a station ([`Target::Itself`] on the bridge's
-//! index); and the kernel writes runs of equal VLANs as two entries, first and last, which must be
-//! unfolded. And its table of them is read by position and not marked when it changed meanwhile:
-//! for each port that goes, another one may be left out, though it stays (6.18).
+//! A request names a port by its index with [`Target::Master`], or the bridge by its own index with
+//! [`Target::Itself`]. The kernel lists a range of equal VLANs as two entries, the first and the
+//! last. It continues a list by position and does not report changes meanwhile: for each port that
+//! is deleted during a list, another port may be missing from the list (6.18).
 //!
-//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`] and every
+//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and every
 //! list is empty.
 
 use netlink_packet_route::link::{BridgeVlanInfo, BridgeVlanInfoFlags};
@@ -17,61 +16,64 @@ use crate::link::{self, LinkRequest};
 use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
-/// In `IFLA_AF_SPEC` of a bridge: whether a request is about a port or the bridge itself.
+/// The attribute, in `IFLA_AF_SPEC`, that says whether a request is about a port or the bridge
+/// itself.
 const IFLA_BRIDGE_FLAGS: u16 = 0;
 
-/// How often the table is read for a port that is not in it.
-const LOOKS: usize = 20;
+/// How often the list is read at most until it has the port.
+const LIST_ATTEMPTS: usize = 20;
 
-/// A VLAN that a port takes part in.
+/// A VLAN of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vlan {
     /// The VLAN's ID, 1 to 4094.
     pub vid: u16,
-    /// Whether untagged frames that come in belong to it.
+    /// Whether untagged frames that the port receives belong to it.
     pub pvid: bool,
-    /// Whether its frames go out untagged.
+    /// Whether the port sends its frames untagged.
     pub untagged: bool,
 }
 
-/// How a port takes part in a VLAN.
+/// How a port handles the tags of a VLAN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VlanFlags {
-    /// With tags, in and out: a trunk.
+    /// The VLAN's frames have tags, received and sent: a trunk port.
     Tagged,
-    /// Without: what comes in untagged belongs to it, what goes out loses its tag.
+    /// Received untagged frames belong to the VLAN, and its frames are sent untagged: an access
+    /// port.
     Access,
 }
 
-/// The set of VLANs that a request is about.
+/// Whether a request is about a bridge's port or the bridge itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// A port's, kept by its bridge.
+    /// A port; the request has its index.
     Master,
-    /// A bridge's own, as a station on itself.
+    /// The bridge, as a station in its own network; the request has the bridge's index.
     Itself,
 }
 
 impl Netlink {
-    /// The VLANs of a port or a bridge, ascending. Reads the table of all ports: the kernel has no
-    /// smaller question.
+    /// Returns the VLANs of a port or bridge, ascending. Reads the list of all ports, because the
+    /// kernel does not offer a smaller one.
     ///
     /// # Errors
-    /// Also if it is neither, so that a port which the kernel left out is never taken for one
-    /// without VLANs.
+    /// [`Error::is_not_found`] if several lists do not have the interface. (An empty result would
+    /// be wrong: the kernel may omit a port; see the module's description.)
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let request = LinkRequest::new(0).of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
-        for _ in 0..LOOKS {
+        for _ in 0..LIST_ATTEMPTS {
             let links = self.dump(Kind::GetLink, &request).map_err(failed)?;
-            if let Some(found) = links.iter().find_map(|link| entries(link, index)) {
-                return Ok(unfold(found));
+            if let Some(entries) = links.iter().find_map(|link| decode_entries(link, index)) {
+                return Ok(expand_ranges(entries));
             }
         }
         Err(failed(Reason::LinkNotFound.into()))
     }
 
-    /// Puts a port (or a bridge itself) into a VLAN. Harmless if it is in it alike already.
+    /// Adds a port, or a bridge itself, to a VLAN. Does nothing if it is in the VLAN with these
+    /// flags.
     pub fn add_vlan(&self, index: u32, vid: u16, flags: VlanFlags, target: Target) -> Result<()> {
         let flags = match flags {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
@@ -82,7 +84,7 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
     }
 
-    /// Takes a port (or a bridge itself) out of a VLAN.
+    /// Removes a port, or a bridge itself, from a VLAN.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
         let request = request(index, vid, BridgeVlanInfoFlags::empty(), target);
         self.request(Kind::DelLink, &request, 0)
@@ -91,6 +93,7 @@ impl Netlink {
     }
 }
 
+/// Returns the request that adds a port or bridge to a VLAN or removes it.
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     const BRIDGE_FLAGS_SELF: u16 = 2;
@@ -104,36 +107,45 @@ fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
     LinkRequest::new(index).of_bridge().with(libc::IFLA_AF_SPEC, &spec)
 }
 
-/// The entries of one port or bridge in a message of the kernel's; `None` if it is about another
-/// one.
-fn entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
-    let (_, all) = link::parts(reply).filter(|(header, _)| header.index == index)?;
-    let specs = attributes(all).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC);
-    let inner = specs.flat_map(|(_, spec)| attributes(spec));
-    Some(inner.filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO).filter_map(entry).collect())
+/// Returns the VLAN entries in a message about the port or bridge `index`; `None` if the message is
+/// about another one.
+fn decode_entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
+    let (header, all) = link::parts(reply)?;
+    if header.index != index {
+        return None;
+    }
+    let mut entries = Vec::new();
+    for (kind, spec) in attributes(all) {
+        if kind == libc::IFLA_AF_SPEC {
+            let infos = attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO);
+            entries.extend(infos.filter_map(|(_, value)| decode_entry(value)));
+        }
+    }
+    Some(entries)
 }
 
-/// An entry as the kernel sends it: `struct bridge_vlan_info`.
-fn entry((_, value): (u16, &[u8])) -> Option<BridgeVlanInfo> {
+/// Decodes a `struct bridge_vlan_info`: flags and VLAN ID. Returns `None` if it is too short.
+fn decode_entry(value: &[u8]) -> Option<BridgeVlanInfo> {
     let (flags, rest) = value.split_first_chunk()?;
     let flags = BridgeVlanInfoFlags::from_bits_retain(u16::from_ne_bytes(*flags));
     Some(BridgeVlanInfo { flags, vid: u16::from_ne_bytes(*rest.first_chunk()?) })
 }
 
-/// Single VLANs out of the kernel's entries, in which a run is its first and its last VLAN.
-fn unfold(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
+/// Returns a [`Vlan`] for each VLAN ID. In the kernel's entries, two entries with the flags
+/// `RangeBegin` and `RangeEnd` stand for all IDs from the first to the second.
+fn expand_ranges(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
     let mut vlans = Vec::new();
-    let mut first = None;
+    let mut range_begin = None;
     for BridgeVlanInfo { vid, flags } in entries {
         if flags.contains(BridgeVlanInfoFlags::RangeBegin) {
-            first = Some(vid);
+            range_begin = Some(vid);
             continue;
         }
-        let from = match first.take() {
-            Some(first) if flags.contains(BridgeVlanInfoFlags::RangeEnd) => first,
+        let first = match range_begin.take() {
+            Some(begin) if flags.contains(BridgeVlanInfoFlags::RangeEnd) => begin,
             _ => vid,
         };
-        vlans.extend((from..=vid).map(|vid| Vlan {
+        vlans.extend((first..=vid).map(|vid| Vlan {
             vid,
             pvid: flags.contains(BridgeVlanInfoFlags::Pvid),
             untagged: flags.contains(BridgeVlanInfoFlags::Untagged),
@@ -158,9 +170,9 @@ mod tests {
         }
         let reply = Reply::new(Kind::NewLink, &body);
         let vlan = |vid, access| Vlan { vid, pvid: access, untagged: access };
-        assert_eq!(unfold(entries(&reply, 7).unwrap()), [vlan(10, true), vlan(20, false)]);
+        assert_eq!(expand_ranges(decode_entries(&reply, 7).unwrap()), [vlan(10, true), vlan(20, false)]);
         // One that was left out is not one without VLANs.
-        assert!(entries(&reply, 8).is_none());
+        assert!(decode_entries(&reply, 8).is_none());
     }
     use crate::{BridgeSpec, Mac, VethSpec};
 
@@ -171,10 +183,13 @@ mod tests {
         let access = Vlan { vid: 1, pvid: true, untagged: true };
         // 1 untagged and PVID; 10 to 12; 20; 4093 to 4094.
         let entries = [entry(1, 6), entry(10, 8), entry(12, 16), entry(20, 0), entry(4093, 8), entry(4094, 16)];
-        assert_eq!(unfold(entries), [access, plain(10), plain(11), plain(12), plain(20), plain(4093), plain(4094)]);
-        assert_eq!(unfold([]), []);
+        assert_eq!(
+            expand_ranges(entries),
+            [access, plain(10), plain(11), plain(12), plain(20), plain(4093), plain(4094)]
+        );
+        assert_eq!(expand_ranges([]), []);
         // An end without a beginning is at least itself.
-        assert_eq!(unfold([entry(7, 16)]), [plain(7)]);
+        assert_eq!(expand_ranges([entry(7, 16)]), [plain(7)]);
     }
 
     #[test]
