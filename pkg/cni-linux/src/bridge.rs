@@ -1,7 +1,7 @@
 //! Creates bridges and configures their ports; [`vlan`](crate::vlan) configures the ports' VLANs.
 //!
 //! A bridge created without a hardware address has the lowest one of its ports, and changes it as
-//! ports come and go. A kernel that supports bridges may not support VLAN filtering; it reports
+//! ports come and go. A kernel may support bridges without VLAN filtering; it reports
 //! that (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;

@@ -1,9 +1,9 @@
-//! What went wrong in the kernel: what was being done, to what, and why, with the errno kept as a
-//! number.
+//! The error type of this crate: the failed action with its object, the cause, and the errno.
 //!
 //! These errors do not mention the operator's configuration; the plugin adds that with
-//! [`Error::context`]. Do not match on the text: the kernel's own explanation (the "extended
-//! acknowledgement") differs between releases; ask [`Error::errno`] or the `is_…` methods.
+//! [`Error::context`]. Do not match on the text, because the kernel's explanation in it (the
+//! "extended acknowledgement") differs between releases; use [`Error::errno`] or the `is_…`
+//! methods.
 
 use std::fmt;
 use std::io;
@@ -19,23 +19,24 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[error("{doing}: {cause}{}", Others(.others))]
 pub struct Error {
+    /// The failed action with its object: `failed to add 10.1.2.3/24 to eth0`.
     doing: String,
-    /// Errors that followed.
+    /// Later errors of the same work, appended to the message.
     others: Vec<Error>,
     #[source]
     cause: Cause,
 }
 
-/// Which of the two names of a new veth pair was taken already.
+/// Which of the two names of a new veth pair is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TakenName {
-    /// The name of the host's end: another one can be tried.
+    /// The host end's name: the caller can try another one.
     HostName,
-    /// The name of the container's end: the interface that has it stays untouched.
+    /// The container end's name, which the configuration fixes.
     ContainerName,
 }
 
-/// Why it failed.
+/// The cause of an [`Error`].
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct Cause(Reason);
@@ -51,7 +52,7 @@ pub(crate) enum Reason {
         /// The kernel's own explanation.
         ack: Option<Box<str>>,
     },
-    /// No interface of that name or index. Go's text, which callers in the field compare with.
+    /// There is no interface with this name or index. The text is Go's, which callers compare with.
     #[error("Link not found")]
     LinkNotFound,
     /// One name of a veth pair is in use.
@@ -64,7 +65,7 @@ pub(crate) enum Reason {
         /// The kernel's own explanation.
         ack: Option<Box<str>>,
     },
-    /// The path is not a network namespace, or does not exist. Go's text.
+    /// The path is not a network namespace, or does not exist. The text is Go's.
     #[error("{text}")]
     NoNetns {
         /// The whole message.
@@ -78,14 +79,15 @@ pub(crate) enum Reason {
     /// SIGTERM, SIGINT or SIGHUP came first.
     #[error("interrupted by a signal")]
     Terminated,
-    /// Another owner, named here, has it and still exists.
+    /// Another attachment has the object and still exists. The text names it.
     #[error("{0}")]
     Held(String),
-    /// Anything that has no errno.
+    /// A cause without an errno.
     #[error("{0}")]
     Text(String),
 }
 
+/// Displays each error with `; ` before it.
 struct Others<'a>(&'a [Error]);
 
 impl fmt::Display for Others<'_> {
@@ -94,6 +96,7 @@ impl fmt::Display for Others<'_> {
     }
 }
 
+/// Displays the kernel's explanation with `: ` before it, or nothing.
 struct Suffix<'a>(&'a Option<Box<str>>);
 
 impl fmt::Display for Suffix<'_> {
@@ -124,32 +127,33 @@ impl From<Errno> for Cause {
 }
 
 impl Cause {
-    /// A cause without an errno.
+    /// Returns a cause without an errno.
     pub fn text(text: impl Into<String>) -> Cause {
         Cause(Reason::Text(text.into()))
     }
 
-    /// The errno that the kernel answered, and its own explanation, if it gave one.
-    pub fn kernel(errno: i32, said: Option<String>) -> Cause {
-        Cause(Reason::Kernel { source: io::Error::from_raw_os_error(errno), ack: said.map(Into::into) })
+    /// Returns the cause for an errno from the kernel and the kernel's explanation, if there is
+    /// one.
+    pub fn kernel(errno: i32, explanation: Option<String>) -> Cause {
+        Cause(Reason::Kernel { source: io::Error::from_raw_os_error(errno), ack: explanation.map(Into::into) })
     }
 
-    /// An event that did not come within `limit`.
+    /// Returns the cause for an awaited event that did not come within `limit`.
     pub fn deadline(limit: Duration) -> Cause {
         Cause(Reason::Deadline(limit))
     }
 
-    /// SIGTERM, SIGINT or SIGHUP came first.
+    /// Returns the cause for a wait that SIGTERM, SIGINT or SIGHUP ended.
     pub fn terminated() -> Cause {
         Cause(Reason::Terminated)
     }
 
-    /// Another attachment, named by `holder`, has it and lives.
+    /// Returns the cause for an object that another attachment, described by `holder`, still has.
     pub fn held(holder: impl Into<String>) -> Cause {
         Cause(Reason::Held(holder.into()))
     }
 
-    /// Whether the event waited for did not come in time.
+    /// Whether an awaited event did not come in time.
     pub fn is_deadline(&self) -> bool {
         matches!(self.0, Reason::Deadline(_))
     }
@@ -159,7 +163,7 @@ impl Cause {
         matches!(self.0, Reason::Terminated)
     }
 
-    /// The same, with which of a veth pair's names is in use.
+    /// Adds to an errno which of a veth pair's names is in use. Returns other causes unchanged.
     pub(crate) fn taken(self, what: TakenName) -> Cause {
         match self.0 {
             Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
@@ -167,6 +171,7 @@ impl Cause {
         }
     }
 
+    /// Returns the error of the kernel, if the cause has one.
     fn io(&self) -> Option<&io::Error> {
         match &self.0 {
             Reason::Kernel { source, .. } | Reason::TakenName { source, .. } => Some(source),
@@ -175,13 +180,14 @@ impl Cause {
         }
     }
 
+    /// Returns the errno, if the cause has one.
     pub(crate) fn errno(&self) -> Option<i32> {
         self.io().and_then(io::Error::raw_os_error)
     }
 }
 
 impl Error {
-    /// An error: the action with its object, and the cause.
+    /// Returns an error. `doing` names the failed action and its object: `failed to delete eth0`.
     pub fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
         Error { doing: doing.to_string(), cause: cause.into(), others: Vec::new() }
     }
@@ -193,11 +199,10 @@ impl Error {
         self
     }
 
-    /// The outcome of work that continues after errors: the first one, with the messages of the
-    /// others after its own.
+    /// Returns the result of work that continued after errors.
     ///
     /// # Errors
-    /// The joined one.
+    /// The first error, with the messages of the others appended, if there is an error at all.
     pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
         let mut errors = errors.into_iter();
         let Some(mut first) = errors.next() else { return Ok(()) };
@@ -205,39 +210,40 @@ impl Error {
         Err(first)
     }
 
-    /// The errno, if the kernel gave one.
+    /// Returns the errno, if the kernel gave one.
     pub fn errno(&self) -> Option<i32> {
         self.cause.errno()
     }
 
+    /// Whether the errno is one of these.
     fn is_any_of(&self, errnos: &[Errno]) -> bool {
-        self.errno().is_some_and(|got| errnos.iter().any(|errno| *errno as i32 == got))
+        self.errno().is_some_and(|actual| errnos.iter().any(|errno| *errno as i32 == actual))
     }
 
-    /// Whether the thing acted upon does not exist: no such interface, address, route, neighbour,
+    /// Whether the object of the action does not exist: the interface, address, route, rule or
     /// file.
     pub fn is_not_found(&self) -> bool {
         matches!(self.cause.0, Reason::LinkNotFound)
             || self.is_any_of(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
     }
 
-    /// Whether the thing to be made is there already.
+    /// Whether the object to create, or one with its name, exists already.
     pub fn is_exists(&self) -> bool {
         self.is_any_of(&[Errno::EEXIST])
     }
 
-    /// Whether this kernel lacks the feature.
+    /// Whether the kernel does not support the feature.
     pub fn is_unsupported(&self) -> bool {
         self.is_any_of(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
     }
 
-    /// Whether a path is not a network namespace, or does not exist. DEL takes this for "already
-    /// gone".
+    /// Whether a path is not a network namespace, or does not exist. DEL takes this as a namespace
+    /// that has been deleted.
     pub fn is_no_netns(&self) -> bool {
         matches!(self.cause.0, Reason::NoNetns { .. })
     }
 
-    /// Whether the event waited for did not come in time.
+    /// Whether an awaited event did not come in time.
     pub fn is_deadline(&self) -> bool {
         matches!(self.cause.0, Reason::Deadline(_))
     }
@@ -247,7 +253,8 @@ impl Error {
         matches!(self.cause.0, Reason::Terminated)
     }
 
-    /// For a veth pair that could not be made because a name is in use: which one.
+    /// Returns which name was in use, if a veth pair could not be created because of it; else
+    /// `None`.
     pub fn taken(&self) -> Option<TakenName> {
         match self.cause.0 {
             Reason::TakenName { what, .. } => Some(what),
@@ -255,7 +262,7 @@ impl Error {
         }
     }
 
-    /// The kernel's own explanation, where it gave one.
+    /// Returns the kernel's explanation, if it gave one.
     pub fn explanation(&self) -> Option<&str> {
         match &self.cause.0 {
             Reason::Kernel { ack, .. } | Reason::TakenName { ack, .. } => ack.as_deref(),
@@ -265,15 +272,16 @@ impl Error {
 }
 
 impl From<Error> for cni::Error {
-    /// Code 4 if CNI_NETNS is not a namespace, 11 after a timeout or SIGTERM, 102 if another owner
-    /// has it, else 100. Where only the caller knows a better code (for an unsupported VLAN
-    /// setting, say), the caller uses [`cni::Error::with_code`].
+    /// Converts the error. The code is 4 if CNI_NETNS is not a namespace, 11 after a timeout or
+    /// SIGTERM, 102 if another attachment has the object, else 100. A caller that knows a better
+    /// code (for an unsupported VLAN setting, for example) sets it with [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause, others } = error;
         let others = others.into_iter().map(cni::Error::from);
         let code = match &cause.0 {
             Reason::NoNetns { .. } => {
-                // The text begins with Go's words and ends with the variable's name.
+                // Go's text comes first, for callers that compare with it; then the variable's
+                // name.
                 let text = format!("{doing}: {cause} (CNI_NETNS)");
                 return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
             }
@@ -286,7 +294,7 @@ impl From<Error> for cni::Error {
 }
 
 impl From<Error> for io::Error {
-    /// The kind by errno, the text complete.
+    /// Converts the error; the kind follows from the errno, and the text is complete.
     fn from(error: Error) -> io::Error {
         let kind = error.cause.io().map_or(io::ErrorKind::Other, io::Error::kind);
         let kind = if error.is_no_netns() && kind == io::ErrorKind::Other { io::ErrorKind::InvalidInput } else { kind };

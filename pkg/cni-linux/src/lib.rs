@@ -1,29 +1,27 @@
-//! The Linux kernel as CNI plugins need it.
+//! Functions of the Linux kernel that CNI plugins need.
 //!
-//! Rooms:
+//! The modules:
 //!
-//! - [`netns`]: network namespaces by path, and the one door through which code runs inside one.
-//! - [`netlink`]: a connection to the kernel's routing tables, one per namespace; on it [`link`],
-//!   [`bridge`], [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] put
-//!   their verbs. Its [`socket`](netlink::socket) is also that of [`conntrack`], [`watch`] and
-//!   `cni-firewall`.
-//! - [`watch`]: waiting for an event with a deadline. [`announce`]: telling the neighbours where an
-//!   address lives now.
-//! - [`sysctl`]: values under /proc/sys. [`mac`]: hardware addresses.
-//! - [`tun`]: TAP interfaces. [`program`]: where programs of the system are. [`selinux`]: the label
-//!   that a program gets.
+//! - [`netns`]: opens network namespaces by path, and runs code inside one.
+//! - [`netlink`]: a connection to the network configuration of one namespace. [`link`], [`bridge`],
+//!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] add methods to it.
+//!   Its [`socket`](netlink::socket) is also used by [`conntrack`], [`watch`] and `cni-firewall`.
+//! - [`watch`]: waits for an event with a deadline. [`announce`]: announces the hardware address of
+//!   an IP address to the neighbours.
+//! - [`sysctl`]: reads and writes values under /proc/sys. [`mac`]: hardware addresses.
+//! - [`tun`]: TAP interfaces. [`program`]: finds programs of the system. [`selinux`]: the label of
+//!   a started program.
 //! - [`packet`]: UDP over an interface that has no address yet.
-//! - [`machine`], `child`: signals, and running another program so that it can never outlive this
-//!   one.
+//! - [`machine`], `child`: signals, and running another program that never outlives this process.
 //! - [`stream`]: standard input and output, with a deadline.
-//! - [`conntrack`]: forgetting connections that a mapping has made wrong.
-//! - [`flock`]: waiting for a file lock that another process holds.
-//! - `sys`: the only unsafe code of the whole workspace.
+//! - [`conntrack`]: deletes tracked connections that a changed port mapping has made wrong.
+//! - [`flock`]: waits for a file lock that another process holds.
+//! - `sys`: the only unsafe code of the workspace.
 //!
-//! Everything is synchronous. No type of a netlink crate leaves this crate.
-//! A netlink socket belongs to the namespace in which it was created, a file of /proc/sys to the
-//! namespace of the thread that opens it. So there is one connection per namespace, and
-//! [`Netns::run`] for the files.
+//! Everything is synchronous. No type of a netlink crate is part of the public interface. A netlink
+//! socket belongs to the namespace in which it was created, a file of /proc/sys to the namespace of
+//! the thread that opens it; so there is one connection per namespace, and [`Netns::run`] for the
+//! files.
 
 pub mod addr;
 pub mod announce;

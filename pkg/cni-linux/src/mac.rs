@@ -1,8 +1,8 @@
 //! Ethernet addresses.
 //!
-//! Parsed as Go's `net.ParseMAC` does for six bytes, because that is what configurations in the
-//! field were checked with. It takes three spellings; one-digit bytes (`2:0:0:0:0:1`), which `ip`
-//! accepts, are none of them.
+//! The parser accepts the same three spellings of six bytes as Go's `net.ParseMAC`, because
+//! existing configurations were written for it. It refuses one-digit bytes (`2:0:0:0:0:1`), which
+//! `ip` accepts.
 
 use std::fmt;
 use std::io;
@@ -13,19 +13,20 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
 
-/// The text is not a hardware address. Displays Go's text.
+/// The error for a text that is not a hardware address. Displays Go's message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("address {0}: invalid MAC address")]
 pub struct ParseMacError(String);
 
 impl Mac {
-    /// The address every Ethernet station listens to.
+    /// The address that every Ethernet station receives.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
 
     /// The address that no interface has.
     pub const ZERO: Mac = Mac([0; 6]);
 
-    /// A random address: unicast, locally administered, as the kernel itself makes them.
+    /// Returns a random address: unicast and locally administered, like those that the kernel
+    /// generates.
     ///
     /// # Errors
     /// The kernel's random number generator could not be read.
@@ -36,22 +37,24 @@ impl Mac {
         Ok(Mac(bytes))
     }
 
-    /// Whether it addresses a group. No interface can have such an address.
+    /// Whether this is a multicast address, which no interface can have.
     pub fn is_multicast(self) -> bool {
         self.0[0] & 0x01 != 0
     }
 
-    /// Whether all bytes are zero, which no interface can have either.
+    /// Whether all bytes are zero, an address that no interface can have.
     pub fn is_zero(self) -> bool {
         self == Mac::ZERO
     }
 
-    /// The IPv6 link-local address that the kernel derives from it (RFC 4291, appendix A).
+    /// Returns the IPv6 link-local address that the kernel derives from this address (RFC 4291,
+    /// appendix A).
     pub(crate) fn link_local(self) -> Ipv6Addr {
         let [a, b, c, d, e, f] = self.0;
         Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 0x02, b, c, 0xff, 0xfe, d, e, f])
     }
 
+    /// Returns the address with these bytes; `None` if there are not six.
     pub(crate) fn from_slice(bytes: &[u8]) -> Option<Mac> {
         bytes.try_into().ok().map(Mac)
     }
@@ -65,9 +68,10 @@ impl FromStr for Mac {
     }
 }
 
+/// Parses `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff` or `aabb.ccdd.eeff`. Returns `None` for any
+/// other text.
 fn parse(text: &[u8]) -> Option<Mac> {
-    // `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff`, `aabb.ccdd.eeff`: the third byte selects the form;
-    // mixed forms are refused.
+    // The separator, and the number of digits between two separators.
     let (separator, group) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),
@@ -76,8 +80,8 @@ fn parse(text: &[u8]) -> Option<Mac> {
     };
     let mut mac = [0; 6];
     let mut digits = 0;
-    for (at, &byte) in text.iter().enumerate() {
-        if at % (group + 1) == group {
+    for (position, &byte) in text.iter().enumerate() {
+        if position % (group + 1) == group {
             if byte != separator {
                 return None;
             }

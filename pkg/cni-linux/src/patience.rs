@@ -1,32 +1,33 @@
-//! Retries calls on a netlink socket that fail.
+//! Repeats failed calls on a netlink socket.
 //!
-//! Giving up at the first error would lose an answer: an unknown link or rule may exist, and no
-//! undo has a connection left. But a `send` that failed has sent nothing, and a `recv` that failed
-//! has taken nothing off the queue. So the call is repeated a few times; a permanent failure (a
-//! policy that forbids the call) is returned.
+//! A transient error must not lose the answer to a request: the caller would not know whether a
+//! link or rule was created, and could not remove it. A failed `send` has sent nothing and a failed
+//! `recv` has not removed anything from the queue, so each can be repeated. After a few attempts
+//! the failure counts as permanent and is returned.
 //!
 //! ENOBUFS is not retried: it reports that the kernel has dropped messages, which the reader of a
-//! list must know. EAGAIN is not a failure: the queue is empty.
+//! list must know. EAGAIN is not retried either: it means that the queue is empty.
 
 use std::io;
 
-/// How often a call that fails is made in all.
+/// How often a failing call is made in total.
 const TRIES: usize = 4;
 
-/// Whether another try may go better.
-fn may_pass(error: &io::Error) -> bool {
+/// Whether the call may succeed if it is repeated.
+fn is_retryable(error: &io::Error) -> bool {
     error.raw_os_error() != Some(libc::ENOBUFS)
 }
 
-/// Makes the call until it passes, or fails for good. Interruptions do not count.
+/// Makes the call until it succeeds, at most [`TRIES`] times, and returns its last result.
+/// Interruptions by a signal (EINTR) do not count. EAGAIN and ENOBUFS are returned at once.
 pub(crate) fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let mut tries = 1;
     loop {
         match call() {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
-            Err(error) if tries < TRIES && may_pass(&error) => tries += 1,
-            done => return done,
+            Err(error) if tries < TRIES && is_retryable(&error) => tries += 1,
+            result => return result,
         }
     }
 }

@@ -1,11 +1,11 @@
-//! A plugin's standard input and output: no wait for the other end outlives a signal, or a
-//! deadline.
+//! Reads standard input and writes standard output of a plugin; a signal or a deadline ends the
+//! wait for the other end.
 //!
 //! Without a deadline, a runtime that stops in the middle of a call would block the plugin forever.
 //!
 //! A wait that a signal ends must not return `Interrupted`, because std's loops take that for EINTR
-//! and try again. A write is at most PIPE_BUF bytes, because "ready" promises no more room than
-//! that.
+//! and try again. A write has at most PIPE_BUF bytes: a pipe that is ready has room for that many,
+//! and a longer write could block.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,40 +16,46 @@ use nix::poll::{PollFd, PollFlags};
 
 use crate::machine::{LinuxMachine, wait_ready};
 
-/// The bound for everything read or written, from the first wait on. A caller that has not sent a
-/// configuration by then is taken as gone.
+/// How long a stream may be used, from its first read or write. If the runtime has not sent the
+/// configuration or read the result by then, the plugin gives up.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Standard input or output, connected to the caller. Fails with [`ErrorKind::TimedOut`] at a
-/// signal and at the deadline.
+/// Standard input or output, connected to the runtime. Reads and writes fail with
+/// [`ErrorKind::TimedOut`] after a signal that ends the process, and at the deadline.
 #[derive(Debug)]
 pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,
     fd: F,
     patience: Duration,
+    /// The end of `patience`, set by the first read or write.
     deadline: Option<Instant>,
 }
 
 impl<'m, F: AsFd> Stream<'m, F> {
-    /// A stream over one descriptor; no wait for the other end is longer than `patience`.
+    /// Returns a stream over this descriptor. `patience` is the time from the first read or write
+    /// to the deadline.
     pub fn new(machine: &'m LinuxMachine, fd: F, patience: Duration) -> Stream<'m, F> {
         Stream { machine, fd, patience, deadline: None }
     }
 
-    /// Returns the descriptor once it is ready. If it is ready at once, a pending signal is handled
-    /// later.
+    /// Waits until the descriptor is ready for `event`, and returns it. A descriptor that is ready
+    /// is returned even after a signal or the deadline. Fails with [`ErrorKind::TimedOut`].
     fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
-        // One that came before is not in the descriptor any more.
-        let over = self.machine.was_terminated();
+        // A signal that was read before does not make the machine's descriptor ready: do not wait
+        // then.
+        let was_terminated = self.machine.was_terminated();
         loop {
-            let left = if over { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
+            let left = match was_terminated {
+                true => Duration::ZERO,
+                false => deadline.saturating_duration_since(self.machine.now()),
+            };
             let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left))?;
             if fds[0].any() != Some(false) {
                 return Ok(self.fd.as_fd());
             }
-            if over || self.machine.terminated() {
+            if was_terminated || self.machine.terminated() {
                 return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
             }
             if left.is_zero() {
@@ -77,10 +83,10 @@ impl<F: AsFd> Write for Stream<'_, F> {
     }
 }
 
-/// Waits until a descriptor can be read.
+/// Waits until a descriptor is readable, or its other end is closed.
 ///
 /// # Errors
-/// [`ErrorKind::TimedOut`] at a signal that ends this process, and at the deadline.
+/// [`ErrorKind::TimedOut`] after a signal that ends the process, and at the deadline.
 pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machine::Machine) -> io::Result<()> {
     let sigterm = crate::watch::term_descriptor()?;
     loop {

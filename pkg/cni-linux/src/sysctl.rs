@@ -1,7 +1,7 @@
-//! Values under /proc/sys.
+//! Reads and writes sysctls, the files under /proc/sys.
 //!
-//! The *thread* that opens the file decides which network namespace `net/…` belongs to. For a
-//! container's values use these functions inside [`Netns::run`](crate::Netns::run).
+//! A file under `net/` belongs to the network namespace of the *thread* that opens it. For a
+//! container's values, call these functions inside [`Netns::run`](crate::Netns::run).
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -13,40 +13,34 @@ use crate::error::{Cause, Error, Result};
 
 const ROOT: &str = "/proc/sys";
 
-/// The file of a value. Of `.` and `/` the one that comes first in `name` separates; if it is `.`,
-/// a `/` inside a component stands for a dot (`net.ipv4.conf.eth0/100.forwarding` is about
-/// `eth0.100`), as in Go and in sysctl(8).
+/// Returns the path of a sysctl's file. The components of `name` are separated by `.` or `/`,
+/// whichever comes first in `name`. With `.` as the separator, a `/` inside a component stands for
+/// a dot: `net.ipv4.conf.eth0/100.forwarding` is about `eth0.100`, as in Go and in sysctl(8).
 ///
 /// # Errors
-/// The name would lead elsewhere: an empty component, `.` or `..`.
+/// `name` contains a zero byte, or a component is empty, `.` or `..`: the path could be outside
+/// /proc/sys.
 pub fn path(name: &str) -> Result<PathBuf> {
-    let refused = || Error::new(format_args!("failed to find sysctl {name:?}"), Cause::text("it is not a valid name"));
-    let dotted = name.find(['.', '/']).is_some_and(|at| name.as_bytes()[at] == b'.');
-    let swapped: String = match dotted {
-        true => name
-            .chars()
-            .map(|c| {
-                if c == '.' {
-                    '/'
-                } else if c == '/' {
-                    '.'
-                } else {
-                    c
-                }
-            })
-            .collect(),
-        false => name.to_owned(),
-    };
-    if name.contains('\0') || swapped.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        return Err(refused());
+    let is_dotted = name.find(['.', '/']).is_some_and(|first| name[first..].starts_with('.'));
+    let mut relative = String::new();
+    for char in name.chars() {
+        relative.push(match char {
+            '.' if is_dotted => '/',
+            '/' if is_dotted => '.',
+            other => other,
+        });
     }
-    Ok(Path::new(ROOT).join(swapped))
+    if name.contains('\0') || relative.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        let cause = Cause::text("it is not a valid name");
+        return Err(Error::new(format_args!("failed to find sysctl {name:?}"), cause));
+    }
+    Ok(Path::new(ROOT).join(relative))
 }
 
-/// Reads a value, without its final newline.
+/// Returns the value of a sysctl, without its final newline.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such value.
+/// [`Error::is_not_found`] if the kernel does not have the sysctl.
 pub fn read(name: &str) -> Result<String> {
     let path = path(name)?;
     let bytes =
@@ -58,15 +52,15 @@ pub fn read(name: &str) -> Result<String> {
     Ok(text)
 }
 
-/// Writes a value.
+/// Writes the value of a sysctl.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such value; the kernel's errno if it does not like
-/// it.
+/// [`Error::is_not_found`] if the kernel does not have the sysctl; the kernel's errno if it refuses
+/// the value.
 pub fn write(name: &str, value: &str) -> Result<()> {
     let path = path(name)?;
     let write = || -> io::Result<()> {
-        // Never creates: a missing value is an error that names it.
+        // Without the flag to create a file, so that a missing sysctl fails with ENOENT.
         OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes())
     };
     let step = Step::begin();
@@ -75,8 +69,11 @@ pub fn write(name: &str, value: &str) -> Result<()> {
     written.map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
 }
 
-/// Writes a value unless it is there already. Returns the one it replaced, if it did. A file system
-/// mounted read-only with the right value in it is thus no obstacle.
+/// Sets a sysctl to `value` and returns the value it had; `None` if it had that value already. Then
+/// nothing is written, so a read-only /proc/sys is not an error.
+///
+/// # Errors
+/// Those of [`read`] and [`write`].
 pub fn ensure(name: &str, value: &str) -> Result<Option<String>> {
     let old = read(name)?;
     if old == value {

@@ -1,9 +1,9 @@
-//! TAP interfaces: Ethernet links whose other end is a program.
+//! Creates TAP interfaces: Ethernet links whose other end is a program.
 //!
-//! A tap lives as long as its device file is open, unless it is made persistent: until
-//! [`Tap::keep`] the kernel removes the tap of a process that is killed. The program that opens the
-//! tap later chooses packet information and the virtio header again; owner, group and the number of
-//! queues are fixed here.
+//! A tap exists as long as its device file is open, unless it is made persistent: until
+//! [`Tap::keep`] the kernel removes the tap if this process is killed. Owner, group and the number
+//! of queues are fixed at creation; the program that opens the tap later chooses packet information
+//! and the virtio header itself.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,30 +14,30 @@ use crate::sys::{self, TunSetting};
 
 const DEVICE: &str = "/dev/net/tun";
 
-/// How many programs may open a tap at a time.
+/// How many times a tap can be open at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Queues {
-    /// One.
+    /// Once.
     #[default]
     One,
-    /// Several, each of which has to ask for it (`IFF_MULTI_QUEUE`).
+    /// Several times, each with the flag `IFF_MULTI_QUEUE`.
     Several,
 }
 
-/// A tap to be created.
+/// The properties of a tap to create.
 #[derive(Clone, Copy, Debug)]
 pub struct TapSpec<'a> {
     /// The name.
     pub name: &'a str,
-    /// The user that may open it; `None` leaves it to those with CAP_NET_ADMIN.
+    /// The ID of the user that may open it; `None` if only processes with CAP_NET_ADMIN may.
     pub owner: Option<u32>,
-    /// The group whose members may open it.
+    /// The ID of the group whose members may open it; `None` for no group.
     pub group: Option<u32>,
-    /// How many may open it.
+    /// How many times it can be open at once.
     pub queues: Queues,
 }
 
-/// A tap that ends with this value, unless it is [kept](Tap::keep).
+/// A tap. The kernel removes it when this value is dropped, unless [`keep`](Tap::keep) was called.
 #[derive(Debug)]
 pub struct Tap {
     device: File,
@@ -48,24 +48,24 @@ impl Tap {
     /// Creates a tap in `netns`, down, with a random hardware address and the virtio header.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has that name.
+    /// [`Error::is_exists`] if any interface has this name.
     pub fn create(netns: &Netns, spec: &TapSpec<'_>) -> Result<Tap> {
         netns
             .run(|| create(spec))?
             .map_err(|error| Error::new(format_args!("failed to create tap {}", spec.name), error))
     }
 
-    /// Lets the tap stay when this value goes.
+    /// Makes the tap persistent: it stays when this value is dropped.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel refuses the change.
     pub fn keep(&self) -> Result<()> {
         sys::set_tun(&self.device, TunSetting::Persist, 1)
             .map_err(|error| Error::new(format_args!("failed to make tap {} persistent", self.name), error))
     }
 }
 
-/// Looks whether taps can be created.
+/// Checks that taps can be created.
 ///
 /// # Errors
 /// The device file cannot be opened.
@@ -73,16 +73,18 @@ pub fn probe() -> Result<()> {
     open().map(drop).map_err(|error| Error::new(format_args!("failed to open {DEVICE}"), error))
 }
 
+/// Opens the device file, which creates nothing yet.
 fn open() -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(DEVICE)
 }
 
+/// Creates a tap in the calling thread's namespace. Fails with EEXIST if the name is in use.
 fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let device = open()?;
     let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
-    // Without IFF_TUN_EXCL the kernel would hand out an existing tap of that name. Kernels before
-    // 6.2 ignore IFF_NO_CARRIER: there the tap has a carrier until this process closes it, and the
-    // kernel notices the loss up to a second later.
+    // IFF_TUN_EXCL: otherwise the kernel would attach to an existing tap with this name.
+    // IFF_NO_CARRIER: the tap has no carrier before a program opens it. Kernels before 6.2 ignore
+    // this flag: the tap has a carrier while this process has it open, and up to a second longer.
     let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
