@@ -91,7 +91,7 @@ impl Netlink {
             Err(cause) => {
                 let cidr = decode(&message).map(|addr| addr.cidr.to_string()).unwrap_or_default();
                 Err(Error::new(
-                    format_args!("failed to put {cidr} back on {}", self.label(message.header.index)),
+                    format_args!("failed to restore the address {cidr} of {}", self.label(message.header.index)),
                     cause,
                 ))
             }

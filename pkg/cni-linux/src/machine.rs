@@ -118,10 +118,10 @@ impl Machine for LinuxMachine {
     }
 }
 
-/// Waits until one of the descriptors is ready, or `left` has passed; `None` waits without a bound.
+/// Waits until one of the descriptors is ready, or `time_left` has passed; `None` waits without a bound.
 /// Also returns if a signal interrupts the wait, so callers check their condition again.
-pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], left: Option<Duration>) -> io::Result<()> {
-    let timeout = match left {
+pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], time_left: Option<Duration>) -> io::Result<()> {
+    let timeout = match time_left {
         None => PollTimeout::NONE,
         Some(left) => {
             // Rounded up to whole milliseconds: rounded down to 0, the last millisecond would be a

@@ -148,15 +148,15 @@ fn open(path: &Path) -> Result<Netns, Cause> {
     })?;
     let magic = magic.filesystem_type();
     if magic != NSFS_MAGIC && magic != PROC_SUPER_MAGIC {
-        return Err(no_netns(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
+        return Err(not_a_netns(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
     }
     let file = File::open(path)?;
     match sys::namespace_type(&file) {
         Ok(libc::CLONE_NEWNET) => {}
-        Ok(_) => return Err(no_netns("it is a namespace, but not a network namespace".into())),
+        Ok(_) => return Err(not_a_netns("it is a namespace, but not a network namespace".into())),
         // A file of procfs that is not a namespace answers ENOTTY.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && magic != NSFS_MAGIC => {
-            return Err(no_netns("it is not a namespace".into()));
+            return Err(not_a_netns("it is not a namespace".into()));
         }
         // Before Linux 4.11 the type cannot be read. For a namespace of another type, `setns` fails
         // later.
@@ -167,7 +167,7 @@ fn open(path: &Path) -> Result<Netns, Cause> {
 }
 
 /// Returns the cause for a path that is not a network namespace.
-fn no_netns(text: String) -> Cause {
+fn not_a_netns(text: String) -> Cause {
     Reason::NoNetns { text, source: None }.into()
 }
 

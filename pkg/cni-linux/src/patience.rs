@@ -20,7 +20,7 @@ fn is_retryable(error: &io::Error) -> bool {
 
 /// Makes the call until it succeeds, at most [`TRIES`] times, and returns its last result.
 /// Interruptions by a signal (EINTR) do not count. EAGAIN and ENOBUFS are returned at once.
-pub(crate) fn again<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+pub(crate) fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let mut tries = 1;
     loop {
         match call() {
@@ -38,7 +38,7 @@ mod tests {
 
     fn failing(times: usize, errno: i32) -> (usize, bool) {
         let mut calls = 0;
-        let done = again(|| {
+        let done = retry(|| {
             calls += 1;
             if calls <= times { Err(io::Error::from_raw_os_error(errno)) } else { Ok(()) }
         });

@@ -31,7 +31,7 @@ pub struct Watch {
 }
 
 impl AsFd for Watch {
-    /// Readable after a change, until [`forget`](Watch::forget).
+    /// Readable after a change, until [`drain`](Watch::drain).
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
@@ -55,8 +55,8 @@ impl Watch {
 
     /// Discards all queued events. Returns whether one of them reported the removal of a link or of
     /// a namespace's ID, or events were lost.
-    pub fn forget(&self) -> bool {
-        self.events.forget()
+    pub fn drain(&self) -> bool {
+        self.events.drain()
     }
 
     /// Subscribes to the changes in the calling thread's namespace, from now on.
@@ -109,7 +109,7 @@ impl Watch {
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
             // Several queued events need only one check.
-            self.events.forget();
+            self.events.drain();
         }
     }
 }

@@ -54,14 +54,14 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if any interface has this name. After an error no interface is left
     /// behind, unless the kernel's answer was lost.
-    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, owner: &AttachmentId) -> Result<Link> {
+    pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, attachment: &AttachmentId) -> Result<Link> {
         let request = LinkRequest::new(0).up().name(name).mac(mac).mtu(mtu).txqlen(0);
         // The kernel ignores an alias at creation. Until it is set, the group names the network.
-        let request = request.group(AttachmentId::group(&owner.network)).kind("ifb", &[]);
+        let request = request.group(AttachmentId::group(&attachment.network)).kind("ifb", &[]);
         let link = self
             .create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
-        if let Err(error) = self.set_first_alias(link.index, &owner.alias()) {
+        if let Err(error) = self.set_first_alias(link.index, &attachment.alias()) {
             // Only the first error is returned.
             let _ = self.purge_link(link.index);
             return Err(error);

@@ -111,7 +111,7 @@ impl Socket {
                 let is_end = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
                 if !is_end {
                     handle(&message);
-                } else if let Some((errno, explanation)) = wire::answer(&message)
+                } else if let Some((errno, explanation)) = wire::outcome(&message)
                     && errno != 0
                 {
                     self.pending = false;
@@ -138,7 +138,7 @@ impl Socket {
         }
         self.pending = true;
         let mut has_grown = false;
-        patience::again(|| match self.socket.send(bytes, 0) {
+        patience::retry(|| match self.socket.send(bytes, 0) {
             // The default send buffer is too small for the deletion of some 2,000 rules. Enlarge it
             // once, which needs CAP_NET_ADMIN; without it the second send fails like the first.
             Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !has_grown => {
@@ -162,7 +162,7 @@ impl Socket {
         self.buffer.clear();
         self.buffer.reserve_exact(RECEIVE);
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-        match patience::again(|| self.socket.recv(&mut self.buffer, flags)) {
+        match patience::retry(|| self.socket.recv(&mut self.buffer, flags)) {
             Ok(length) if length > self.buffer.len() => {
                 Err(Cause::text(format!("the kernel's answer is too large: {length} bytes")))
             }
@@ -202,7 +202,7 @@ impl Events {
 
     /// Discards all queued events. Returns whether one of them reported the removal of a link or of
     /// a namespace's ID, or events were lost.
-    pub(crate) fn forget(&self) -> bool {
+    pub(crate) fn drain(&self) -> bool {
         const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
         let mut has_removal = false;

@@ -133,7 +133,7 @@ pub fn number(bytes: &[u8], kind: u16) -> Option<u32> {
 
 /// Decodes an acknowledgement or the end of a dump: returns the errno, 0 for success, and the
 /// kernel's explanation, if there is one. `None` if the message is malformed.
-pub fn answer(message: &Message<'_>) -> Option<(i32, Option<String>)> {
+pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     const NLM_F_CAPPED: u16 = 0x100;
     const NLM_F_ACK_TLVS: u16 = 0x200;
     const NLMSGERR_ATTR_MSG: u16 = 1;
@@ -167,7 +167,7 @@ mod tests {
     /// The answer to a request of which the header alone comes back.
     fn refused(code: i32, attributes: &[u8]) -> Option<(i32, Option<String>)> {
         let payload = [&code.to_ne_bytes(), &[0; HEADER][..], attributes].concat();
-        answer(&Message { kind: NLMSG_ERROR, flags: 0x300, sequence: 0, payload: &payload })
+        outcome(&Message { kind: NLMSG_ERROR, flags: 0x300, sequence: 0, payload: &payload })
     }
 
     #[test]

@@ -208,11 +208,11 @@ impl Daemon {
     async fn look(self: Rc<Self>, watch: AsyncFd<Watch>) {
         loop {
             let Ok(mut ready) = watch.readable().await else { return };
-            let gone = watch.get_ref().forget();
+            let gone = watch.get_ref().drain();
             ready.clear_ready();
             if gone {
                 tokio::time::sleep(COLLECT).await;
-                watch.get_ref().forget();
+                watch.get_ref().drain();
                 let attachments = self.attachments.borrow();
                 attachments.values().for_each(|handle| drop(handle.orders.send(LeaseCommand::Look)));
             }

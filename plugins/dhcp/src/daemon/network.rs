@@ -98,7 +98,7 @@ impl Interface {
                     return Ok(());
                 } else {
                     let mut ready = watch.readable().await.map_err(|error| error.to_string())?;
-                    watch.get_ref().forget();
+                    watch.get_ref().drain();
                     ready.clear_ready();
                 }
             }
