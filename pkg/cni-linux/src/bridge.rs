@@ -43,9 +43,10 @@ impl<'a> BridgeSpec<'a> {
 /// The settings of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortFlags {
-    /// Whether a frame may leave by the port it came in by.
+    /// Hairpin mode: whether a frame may leave through the port on which it arrived.
     pub hairpin: bool,
-    /// Whether it exchanges no frames with other isolated ports. Ignored by kernels before 4.18.
+    /// Port isolation: whether the port exchanges no frames with other isolated ports. Kernels
+    /// before 4.18 ignore it.
     pub isolated: bool,
 }
 

@@ -146,6 +146,7 @@ impl Running {
 }
 
 impl Drop for Running {
+    /// Kills and reaps the child unless it has been reaped.
     fn drop(&mut self) {
         if self.exit.is_none() {
             // The process ID is still valid: only this process reaps the child.

@@ -100,6 +100,7 @@ impl fmt::Display for Others<'_> {
 struct Suffix<'a>(&'a Option<Box<str>>);
 
 impl fmt::Display for Suffix<'_> {
+    /// Writes `: EXPLANATION`, or nothing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(ack) => write!(f, ": {ack}"),

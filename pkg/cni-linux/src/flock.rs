@@ -71,21 +71,20 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
 }
 
 impl Netns {
-    /// Locks the namespace's own inode until both this handle and the returned file are closed. So
-    /// all processes share the lock, by whatever path they opened the namespace, and no lock file
-    /// is needed.
+    /// Locks the namespace's own inode, so that no lock file is needed and the path by which a
+    /// process opened the namespace does not matter. Waits at most for `length`. The lock ends when
+    /// both the returned file and this handle are closed.
     ///
     /// # Errors
-    /// As [`lock()`], after waiting for `length`; the message names the process that holds the
-    /// lock.
+    /// Those of [`lock()`]. The message names the process that holds the lock.
     pub fn lock(&self, machine: &dyn Machine, on_sigterm: OnSigterm, length: Duration) -> crate::Result<File> {
         let path = self.path().display();
         let file = self.as_fd().try_clone_to_owned();
         let file = file.map_err(|error| Error::new(format_args!("failed to lock netns {path}"), error))?;
         let limit = Limit { deadline: machine.now() + length, length };
-        lock(File::from(file), machine, on_sigterm, limit).map_err(|Refused { cause, holder }| {
-            let holder = holder.map(|holder| format!(", which {holder} holds")).unwrap_or_default();
-            Error::new(format_args!("failed to lock netns {path}{holder}"), cause)
+        lock(File::from(file), machine, on_sigterm, limit).map_err(|Refused { cause, holder }| match holder {
+            Some(holder) => Error::new(format_args!("failed to lock netns {path}, which {holder} holds"), cause),
+            None => Error::new(format_args!("failed to lock netns {path}"), cause),
         })
     }
 }

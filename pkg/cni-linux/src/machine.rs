@@ -88,6 +88,8 @@ impl Machine for LinuxMachine {
         Ok(Netns::is_current(path)?)
     }
 
+    /// Whether SIGTERM, SIGINT or SIGHUP has come. Reads, and so removes, all pending signals from
+    /// the descriptor.
     fn terminated(&self) -> bool {
         // A signal can be read only once, so it is stored. SIGCHLD only wakes `child::run`, which
         // then checks its child.
@@ -103,6 +105,7 @@ impl Machine for LinuxMachine {
         Instant::now()
     }
 
+    /// Runs a program to its end, as [`child::run`] describes, and logs it if steps are logged.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let step = Step::begin();
         let output = child::run(self, child);
@@ -118,8 +121,8 @@ impl Machine for LinuxMachine {
     }
 }
 
-/// Waits until one of the descriptors is ready, or `time_left` has passed; `None` waits without a bound.
-/// Also returns if a signal interrupts the wait, so callers check their condition again.
+/// Waits until one of the descriptors is ready, or `time_left` has passed; `None` waits without a
+/// bound. Also returns if a signal interrupts the wait, so callers check their condition again.
 pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], time_left: Option<Duration>) -> io::Result<()> {
     let timeout = match time_left {
         None => PollTimeout::NONE,

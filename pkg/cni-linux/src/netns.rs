@@ -108,6 +108,7 @@ impl Netns {
 struct ReturnGuard(File);
 
 impl Drop for ReturnGuard {
+    /// Takes the thread back. Ends the process with a message on standard error if that fails.
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
         // After a successful `setns` this one can only fail for lack of memory, so try it three

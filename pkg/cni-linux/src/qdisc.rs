@@ -228,6 +228,7 @@ impl Emitable for Traffic {
         HEADER + self.attributes.len()
     }
 
+    /// Writes `struct tcmsg` (family, index, handle, parent, info) and the attributes.
     fn emit(&self, buffer: &mut [u8]) {
         let header = [0, self.index, self.handle, self.parent, self.info].map(u32::to_ne_bytes).concat();
         buffer.copy_from_slice(&[header, self.attributes.clone()].concat());

@@ -149,6 +149,7 @@ impl Route {
 }
 
 impl std::fmt::Display for Route {
+    /// Writes destination, gateway, metric and table like ip-route(8), without default values.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.dst)?;
         if let Some(gw) = self.gw {

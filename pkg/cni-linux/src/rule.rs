@@ -40,6 +40,7 @@ pub fn tables_in_use(rules: &[Rule], routes: &[SavedRoute]) -> BTreeSet<u32> {
 }
 
 impl std::fmt::Display for Rule {
+    /// Writes the rule like ip-rule(8), without its priority.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.source {
             Some(source) => write!(f, "from {source} lookup {}", self.table),

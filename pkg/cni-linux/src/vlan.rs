@@ -97,13 +97,14 @@ impl Netlink {
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     const BRIDGE_FLAGS_SELF: u16 = 2;
-    let target = match target {
+    let target_flag = match target {
         Target::Master => BRIDGE_FLAGS_MASTER,
         Target::Itself => BRIDGE_FLAGS_SELF,
     };
-    let info = [flags.bits().to_ne_bytes(), vid.to_ne_bytes()].concat();
-    let target = new_attribute(IFLA_BRIDGE_FLAGS, &target.to_ne_bytes());
-    let spec = [target, new_attribute(IFLA_BRIDGE_VLAN_INFO, &info)].concat();
+    // `struct bridge_vlan_info`.
+    let vlan_info = [flags.bits().to_ne_bytes(), vid.to_ne_bytes()].concat();
+    let mut spec = new_attribute(IFLA_BRIDGE_FLAGS, &target_flag.to_ne_bytes());
+    spec.extend(new_attribute(IFLA_BRIDGE_VLAN_INFO, &vlan_info));
     LinkRequest::new(index).of_bridge().with(libc::IFLA_AF_SPEC, &spec)
 }
 

@@ -82,6 +82,7 @@ impl ClaimedPort {
 }
 
 impl fmt::Display for ClaimedPort {
+    /// Writes `tcp port 80 of 192.0.2.1`, or without an address `tcp port 80`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.host_ip {
             Some(host_ip) => write!(f, "{} port {} of {host_ip}", self.protocol, self.host_port),

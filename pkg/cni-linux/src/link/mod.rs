@@ -72,15 +72,16 @@ pub struct Link {
     pub group: u32,
     /// The alias. For a link that these plugins created it names the [attachment](cni::attachment).
     pub alias: Option<String>,
-    /// The index of the bridge (or other device) it is a port of.
+    /// The index of the bridge or VRF that it is attached to.
     pub master: Option<u32>,
-    /// The index of a veth's other end, or of the interface below, **in that one's namespace**.
+    /// The index of a veth's other end or of the interface below, **in the namespace of that
+    /// interface**.
     pub peer_index: Option<u32>,
-    /// This namespace's number for the one of `peer_index`; `None` if it is this one.
+    /// The ID that the namespace of `peer_index` has in this namespace; `None` if it is this one.
     pub peer_netnsid: Option<i32>,
-    /// Its properties as a port of a bridge, if it is one.
+    /// The state and flags of a bridge's port, if it is one.
     pub port: Option<Port>,
-    /// Its properties as a bridge, if it is one.
+    /// The settings of a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
@@ -104,6 +105,7 @@ pub enum LinkKind {
 }
 
 impl fmt::Display for LinkKind {
+    /// Writes the kind, mostly by the kernel's name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             LinkKind::Loopback => "loopback",
@@ -134,10 +136,10 @@ pub enum OperState {
 pub struct Port {
     /// Whether the bridge lets frames pass.
     pub state: PortState,
-    /// Whether a frame may leave by the port it came in by.
+    /// Hairpin mode: whether a frame may leave through the port on which it arrived.
     pub hairpin: bool,
-    /// Whether it exchanges no frames with other isolated ports. Always false on a kernel without
-    /// the feature.
+    /// Port isolation: whether the port exchanges no frames with other isolated ports. Always
+    /// `false` on a kernel without the feature.
     pub isolated: bool,
 }
 
@@ -156,7 +158,7 @@ pub enum PortState {
 /// A bridge's own settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BridgeInfo {
-    /// Whether it filters by VLAN. `false` too if the kernel cannot.
+    /// Whether it filters frames by VLAN. Always `false` on a kernel without the feature.
     pub vlan_filtering: bool,
     /// The VLAN that every new port is put into, untagged; 0 for none.
     pub default_pvid: u16,

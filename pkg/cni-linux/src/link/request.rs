@@ -179,7 +179,9 @@ impl Emitable for LinkRequest {
         HEADER + self.attributes.len()
     }
 
+    /// Writes `struct ifinfomsg` and the attributes.
     fn emit(&self, buffer: &mut [u8]) {
+        // The family is the first byte; three unused ones follow.
         let header = [u32::from(self.family).to_le_bytes(), self.index.to_ne_bytes()];
         let flags = [self.flags.to_ne_bytes(), self.change.to_ne_bytes()];
         let bytes = [header.concat(), flags.concat(), self.attributes.clone()].concat();

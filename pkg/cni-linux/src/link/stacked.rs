@@ -63,11 +63,12 @@ pub enum IpvlanMode {
 impl MacvlanMode {
     const ALL: [MacvlanMode; 4] = [MacvlanMode::Private, MacvlanMode::Vepa, MacvlanMode::Bridge, MacvlanMode::Passthru];
 
-    /// Returns the mode of that name.
+    /// Returns the mode with this name in a configuration; `None` for an unknown name.
     pub fn by_name(name: &str) -> Option<MacvlanMode> {
         MacvlanMode::ALL.into_iter().find(|mode| mode.name() == name)
     }
 
+    /// Returns the mode's name in a configuration.
     fn name(self) -> &'static str {
         match self {
             MacvlanMode::Private => "private",
@@ -81,11 +82,12 @@ impl MacvlanMode {
 impl IpvlanMode {
     const ALL: [IpvlanMode; 3] = [IpvlanMode::L2, IpvlanMode::L3, IpvlanMode::L3s];
 
-    /// Returns the mode of that name.
+    /// Returns the mode with this name in a configuration; `None` for an unknown name.
     pub fn by_name(name: &str) -> Option<IpvlanMode> {
         IpvlanMode::ALL.into_iter().find(|mode| mode.name() == name)
     }
 
+    /// Returns the mode's name in a configuration.
     fn name(self) -> &'static str {
         match self {
             IpvlanMode::L2 => "l2",

@@ -101,7 +101,7 @@ impl Socket {
         log::trace!("request, bytes from type and flags on: {:02x?}", bytes.get(4..).unwrap_or_default());
         self.send(&bytes)?;
 
-        let is_single = flags & NLM_F_ACK == 0 && flags & NLM_F_DUMP != NLM_F_DUMP;
+        let expects_one_message = flags & NLM_F_ACK == 0 && flags & NLM_F_DUMP != NLM_F_DUMP;
         let mut is_consistent = true;
         while self.fill()? {
             // Messages with another sequence number belong to an earlier answer that was not read
@@ -117,7 +117,7 @@ impl Socket {
                     self.pending = false;
                     return Err(Cause::kernel(errno, explanation));
                 }
-                if is_end || is_single {
+                if is_end || expects_one_message {
                     self.pending = false;
                     return Ok(is_consistent);
                 }

@@ -28,7 +28,8 @@ pub(crate) const HEADER: usize = 16;
 const NLA_F_NESTED: u16 = 1 << 15;
 
 impl Message<'_> {
-    /// Appends the encoded message to `bytes`.
+    /// Appends the encoded message to `bytes`: `struct nlmsghdr`, whose length field excludes the
+    /// padding, the payload, and padding to 4 bytes.
     pub fn write(&self, bytes: &mut Vec<u8>) {
         let begin = bytes.len();
         bytes.extend(u32::try_from(HEADER + self.payload.len()).unwrap_or(u32::MAX).to_ne_bytes());

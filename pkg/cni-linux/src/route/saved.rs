@@ -88,7 +88,7 @@ impl Netlink {
             self.dump(Kind::GetRoute, &request).map_err(|cause| Error::new("failed to list the routes", cause))?;
         let saved =
             answer.iter().filter_map(parse).filter(|message| !message.header.flags.contains(RouteFlags::Cloned));
-        Ok(saved.map(|message| SavedRoute(settable(message))).collect())
+        Ok(saved.map(|message| SavedRoute(to_request(message))).collect())
     }
 
     /// Adds a route after the [conflicting](Route::conflicts_with) ones; for IPv6, the kernel
@@ -114,8 +114,9 @@ impl Netlink {
     }
 }
 
-/// Removes the attributes that the kernel reports but refuses in a request.
-fn settable(mut message: RouteMessage) -> RouteMessage {
+/// Turns a route as the kernel reports it into a request that adds it: removes the attributes and
+/// the flags (state of the link, hardware offload) that the kernel does not accept in a request.
+fn to_request(mut message: RouteMessage) -> RouteMessage {
     if message.header.kind == RouteType::Unicast {
         message.header.flags &= RouteFlags::Onlink;
     } else {
@@ -124,7 +125,9 @@ fn settable(mut message: RouteMessage) -> RouteMessage {
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::CacheInfo(_)));
     for attribute in &mut message.attributes {
         if let RouteAttribute::MultiPath(hops) = attribute {
-            hops.iter_mut().for_each(|hop| hop.flags &= RouteNextHopFlags::Onlink);
+            for hop in hops {
+                hop.flags &= RouteNextHopFlags::Onlink;
+            }
         }
     }
     message

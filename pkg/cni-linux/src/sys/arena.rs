@@ -79,6 +79,8 @@ impl Arena {
 // alignment. Memory outside the block was allocated by `System`, which also reallocates and frees
 // it.
 unsafe impl GlobalAlloc for Arena {
+    /// Returns the next unused range of the block, or memory from the C library if `layout` is
+    /// large or does not fit.
     // Inlining this function at each allocation would add 30 kB to each plugin.
     #[inline(never)]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -99,6 +101,7 @@ unsafe impl GlobalAlloc for Arena {
         unsafe { System.alloc(layout) }
     }
 
+    /// Frees memory. A range of the block becomes unused only if it is the last one.
     #[inline(never)]
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         match self.offset(ptr) {
@@ -109,6 +112,7 @@ unsafe impl GlobalAlloc for Arena {
         }
     }
 
+    /// Allocates zeroed memory: large ranges from the C library, which need not write the zeros.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= LARGE {
             // SAFETY: the caller keeps the contract. `alloc` would use `System` for this size, too.
@@ -123,6 +127,8 @@ unsafe impl GlobalAlloc for Arena {
         ptr
     }
 
+    /// Changes the size of a range: in place if it is the last one of the block, else by a copy.
+    /// Returns null, and leaves the old range, if there is no memory.
     #[inline(never)]
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         match self.offset(ptr) {
