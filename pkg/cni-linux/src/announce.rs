@@ -35,7 +35,8 @@ pub fn allow(ifname: &str) -> Result<()> {
 
 impl Netlink {
     /// Announces all addresses of an interface that is up and for which [`allow`] was called. `mac`
-    /// must be its current hardware address, which is set again.
+    /// must be its current hardware address: setting it again makes the kernel send the
+    /// announcements.
     ///
     /// Does nothing for an ipvlan, whose hardware address cannot be set: the kernel announced its
     /// addresses when it was set up.

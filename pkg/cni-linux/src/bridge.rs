@@ -65,7 +65,7 @@ pub fn probe_vlan_filtering() -> Result<()> {
         Netlink::open()?.create_bridge(&spec).map(drop)
     };
     let thread = thread::Builder::new().name("vlan-probe".into()).spawn(probe).map_err(|error| failed(error.into()))?;
-    thread.join().unwrap_or_else(|_| Err(failed(Cause::text("the thread panicked"))))
+    thread.join().unwrap_or_else(|_| Err(failed(Cause::text("internal error: the thread of the probe panicked"))))
 }
 
 impl Netlink {

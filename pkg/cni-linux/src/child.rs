@@ -121,7 +121,9 @@ impl Running {
             }
             stderr.truncate(STDERR_MAX);
             if stdout.len() > STDOUT_MAX {
-                return Err(RunError::Io(io::Error::other(format!("it wrote more than {STDOUT_MAX} bytes"))));
+                return Err(RunError::Io(io::Error::other(format!(
+                    "it wrote more than {STDOUT_MAX} bytes to standard output"
+                ))));
             }
             if let Some(exit) = self.exit {
                 return Ok(Output { status: status(exit), stdout, stderr });

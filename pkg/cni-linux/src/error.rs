@@ -200,10 +200,10 @@ impl Error {
         self
     }
 
-    /// Returns the result of work that continued after errors.
+    /// Combines the errors of work that continued after its first error; `Ok` if there are none.
     ///
     /// # Errors
-    /// The first error, with the messages of the others appended, if there is an error at all.
+    /// The first error, with the messages of the others appended.
     pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
         let mut errors = errors.into_iter();
         let Some(mut first) = errors.next() else { return Ok(()) };

@@ -125,7 +125,7 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
             // The result was sent before the pipe was closed.
             return match receiver.try_recv() {
                 Ok(result) => Ok(result?),
-                Err(_) => Err(Cause::text("the waiting thread died")),
+                Err(_) => Err(Cause::text("internal error: the thread that waits for the lock panicked")),
             };
         }
         is_pending = is_ready(&fds[1]);

@@ -105,7 +105,8 @@ impl Machine for LinuxMachine {
         Instant::now()
     }
 
-    /// Runs a program to its end, as [`child::run`] describes, and logs it if steps are logged.
+    /// Runs a program to its end, and logs it if steps are logged. Fails if the program cannot be
+    /// started, at its timeout, and after SIGTERM.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let step = Step::begin();
         let output = child::run(self, child);

@@ -52,10 +52,12 @@ impl Datagram<'_> {
         // The time to live.
         ip[8] = 64;
         ip[9] = PROTOCOL_UDP;
+        // The addresses, then the checksum of the IP header.
         ip[12..16].copy_from_slice(&self.from.ip().octets());
         ip[16..20].copy_from_slice(&self.to.ip().octets());
         let sum = checksum(0, &ip[..IP]);
         ip[10..12].copy_from_slice(&sum.to_be_bytes());
+        // The UDP header.
         ip[20..22].copy_from_slice(&self.from.port().to_be_bytes());
         ip[22..24].copy_from_slice(&self.to.port().to_be_bytes());
         ip[24..26].copy_from_slice(&length(UDP));

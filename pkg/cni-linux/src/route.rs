@@ -385,6 +385,8 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }
+    // The kernel omits the destination of a default route, and a metric of 0. An attribute replaces
+    // the header's table number, which has only eight bits.
     let mut destination = unspecified;
     let mut route = Route::new(Cidr::host(unspecified), None, 0);
     route.table = Some(header.table.into());
@@ -418,6 +420,7 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     if hops.is_empty() {
         return vec![route];
     }
+    // A route over several gateways has them in `hops`, and no gateway or interface of its own.
     let over_hop = |hop: RouteNextHop| {
         let gw = hop.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::Gateway(address) => ip(address),

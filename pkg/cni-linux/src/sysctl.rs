@@ -31,7 +31,7 @@ pub fn path(name: &str) -> Result<PathBuf> {
         });
     }
     if name.contains('\0') || relative.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        let cause = Cause::text("it is not a valid name");
+        let cause = Cause::text("a part of the name is empty, `.` or `..`, or contains a zero byte");
         return Err(Error::new(format_args!("failed to find sysctl {name:?}"), cause));
     }
     Ok(Path::new(ROOT).join(relative))
@@ -73,7 +73,7 @@ pub fn write(name: &str, value: &str) -> Result<()> {
 /// nothing is written, so a read-only /proc/sys is not an error.
 ///
 /// # Errors
-/// Those of [`read`] and [`write`].
+/// Those of [`read()`] and [`write()`].
 pub fn ensure(name: &str, value: &str) -> Result<Option<String>> {
     let old = read(name)?;
     if old == value {

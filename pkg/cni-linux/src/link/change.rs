@@ -112,12 +112,14 @@ impl Netlink {
     /// and up again, which removes its IPv6 addresses and its routes.
     pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
         let request = LinkRequest::new(index).master(master_index);
-        self.set_link(request, |link| format!("failed to connect {link} to {}", self.label(master_index)))
+        self.set_link(request, |link| format!("failed to attach {link} to {}", self.label(master_index)))
     }
 
     /// Detaches an interface from its bridge or VRF. Does nothing if it is not attached to one.
     pub fn unset_master(&self, index: u32) -> Result<()> {
-        self.set_link(LinkRequest::new(index).master(0), |link| format!("failed to take {link} off its master"))
+        self.set_link(LinkRequest::new(index).master(0), |link| {
+            format!("failed to detach {link} from its bridge or VRF")
+        })
     }
 
     /// Sends a request that changes an existing link (RTM_SETLINK). `describe_failure` gets the

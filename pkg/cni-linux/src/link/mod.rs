@@ -248,7 +248,7 @@ impl Netlink {
         match self.get(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS)) {
             Ok(answer) => match answer.as_ref().and_then(decode) {
                 Some(link) => Ok(Some(link)),
-                None => Err(Cause::text("the kernel's answer could not be understood")),
+                None => Err(Cause::text("the kernel's answer cannot be decoded")),
             },
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(None),
             Err(cause) => Err(cause),

@@ -76,8 +76,8 @@ impl Netlink {
         until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP))
     }
 
-    /// Sends a request, collects the messages of the answer, and logs the request if it is a logged
-    /// step.
+    /// Sends a request with these `NLM_F_*` flags and returns the messages of the answer. Logs the
+    /// request and its outcome if steps are logged. Fails with the kernel's error.
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
@@ -89,7 +89,7 @@ impl Netlink {
             .ask(request.kind as u16, flags, &wire::emitted(request.body), &mut |message| {
                 messages.push(Reply { kind: message.kind, body: message.payload.to_vec() });
             })
-            .map(|undisturbed| Answer { messages, interrupted: !undisturbed });
+            .map(|is_consistent| Answer { messages, interrupted: !is_consistent });
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {

@@ -123,7 +123,7 @@ impl Socket {
                 }
             }
         }
-        Err(Cause::text("the kernel ended its answer early"))
+        Err(Cause::text("the kernel's answer is incomplete: its end is missing"))
     }
 
     /// Sends encoded messages unchanged. Read the answers with [`receive`](Socket::receive).
@@ -163,9 +163,9 @@ impl Socket {
         self.buffer.reserve_exact(RECEIVE);
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
         match patience::retry(|| self.socket.recv(&mut self.buffer, flags)) {
-            Ok(length) if length > self.buffer.len() => {
-                Err(Cause::text(format!("the kernel's answer is too large: {length} bytes")))
-            }
+            Ok(length) if length > self.buffer.len() => Err(Cause::text(format!(
+                "the kernel's answer of {length} bytes does not fit into the buffer of {RECEIVE} bytes"
+            ))),
             Ok(_) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.pending = false;
