@@ -37,10 +37,12 @@ struct Line {
 }
 
 impl Line {
+    /// Returns the line as the table has it.
     fn text(&self) -> String {
         format!("{:<64} {:>5} {:>3} {:>3}\n", self.what, self.syscalls, self.programs, self.threads)
     }
 
+    /// Parses a line of the table: the operation, then three numbers.
     fn parse(line: &str) -> Result<Line> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let parsed = || {
@@ -50,21 +52,23 @@ impl Line {
             let (syscalls, programs, threads) = (figure()?, figure()?, figure()?);
             Some(Line { what: what.join(" "), syscalls, programs, threads })
         };
-        parsed().ok_or_else(|| Error::new(format!("no line of the table: {line:?}")))
+        parsed().ok_or_else(|| {
+            Error::new(format!("this is not a line of the table, which has an operation and three numbers: {line:?}"))
+        })
     }
 
-    /// The most that is let pass. A kernel older than the one of the table answers a creation
-    /// without telling what it made, which costs one more request (two calls) for each link; four
-    /// calls are two links.
+    /// Returns the number of system calls that is still accepted: 3 % more than in the table, and
+    /// four. An older kernel than that of the table does not answer with a created link, so each of
+    /// up to two links costs one more request, which is two calls.
     ///
-    /// portmap's look at the connections takes more or fewer reads from one run to the next; 15
-    /// calls between two runs were seen.
+    /// portmap reads the table of connections with a varying number of reads: runs that differed by
+    /// 15 calls were seen.
     fn bound(&self) -> usize {
         let reads = if self.what.contains("portmap") { 16 } else { 0 };
         self.syscalls + self.syscalls / 33 + 4 + reads
     }
 
-    /// Why `now` is more than the table allows.
+    /// Describes what in `now` is more than this line of the table allows; `None` if nothing is.
     fn excess(&self, now: &Line) -> Option<String> {
         let mut wrong = Vec::new();
         if now.syscalls > self.bound() {
@@ -79,6 +83,7 @@ impl Line {
     }
 }
 
+/// Returns the cases whose operations are counted.
 fn guarded() -> Vec<Case> {
     let case = |group, name: &str, plugins, sides: &[Side]| Case {
         group,
@@ -103,14 +108,15 @@ fn guarded() -> Vec<Case> {
     cases
 }
 
-/// Counts, and compares or writes the table. Whether all is within its bounds.
+/// Counts the operations, and compares them with the table or rewrites it. Returns whether all
+/// operations are in the table and within its bounds.
 pub(crate) fn run(options: &Guard) -> Result<bool> {
     let table = read(options)?;
     let world = World::new()?;
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
     let mut now = Vec::new();
     for case in guarded() {
-        // A kernel that lacks the kind of link cannot say what an operation costs: the table stays.
+        // Without this kind of link in the kernel the case cannot be counted. Its lines stay.
         if let Plugins::Alone(plugin) = case.plugins
             && !plugin.kernel_has_kind(&world)?
         {
@@ -175,21 +181,25 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
     Ok(good)
 }
 
+/// Reads the table. An empty one is an error if it is to be compared.
 fn read(options: &Guard) -> Result<Vec<Line>> {
     let path = options.table.display();
     let text = fs::read_to_string(&options.table).doing(format_args!("failed to read {path}"))?;
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let lines: Vec<Line> = lines.map(Line::parse).collect::<Result<_>>()?;
     if lines.is_empty() && options.mode == GuardMode::Compare {
-        return Err(Error::new(format!("{path} is empty: there is nothing to hold to")));
+        return Err(Error::new(format!(
+            "{path} is empty, so there is nothing to compare with; scripts/bench --counts writes it"
+        )));
     }
     Ok(lines)
 }
 
-/// Counts, and keeps in `lines` the least.
+/// Counts the operations of a case in several rounds. Adds them to `lines`, or lowers the figures
+/// of those that are there.
 fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
-    // The first round makes what is made once.
+    // The first round is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
         let counted = ready.behind_others(|| measure::counted(world, &ready, case, round))?;
         if round == 0 {

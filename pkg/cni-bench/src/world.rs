@@ -72,7 +72,7 @@ impl World {
         Ok(path)
     }
 
-    /// An empty folder.
+    /// Creates an empty folder and returns its path.
     pub(crate) fn folder(&self) -> Result<PathBuf> {
         let path = self.path("folder");
         fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
@@ -81,13 +81,14 @@ impl World {
 }
 
 impl Node {
-    /// Takes this thread, and what it starts from now on, to this host.
+    /// Moves the calling thread, and the programs that it starts later, into this node's namespace.
     pub(crate) fn enter(&self) -> Result<()> {
         setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter a node")
     }
 }
 
-/// Makes a network namespace on a thread that is thrown away, and binds it to a path, if wanted.
+/// Creates a network namespace on a temporary thread, and binds it to the path `bind`, if there is
+/// one.
 fn namespace(bind: Option<&Path>) -> Result<File> {
     const OWN: &str = "/proc/thread-self/ns/net";
     let make = || -> Result<File> {
@@ -106,7 +107,8 @@ pub(crate) fn run(argv: &[&str]) -> Result<String> {
     feed(argv, "")
 }
 
-/// The same, with something on its standard input.
+/// Runs a program with `input` on its standard input, and returns what it printed. Fails if the
+/// program fails.
 pub(crate) fn feed(argv: &[&str], input: &str) -> Result<String> {
     let shown = argv.join(" ");
     let mut command = Command::new(argv.first().copied().unwrap_or_default());
