@@ -83,7 +83,7 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
 fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     use ptrace::Options;
     let mut counts = Counts::default();
-    // Whether each thread is between the entry and the exit of a system call.
+    // The known threads, and whether each is between the entry and the exit of a system call.
     let mut inside: HashMap<Pid, bool> = HashMap::new();
     // Threads of programs outside `folder`.
     let mut foreign: HashSet<Pid> = HashSet::new();
@@ -102,7 +102,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_EXITKILL;
     ptrace::setoptions(root, options).doing("failed to set its options")?;
     let go_on = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
-        // Killed meanwhile; its end is reported later.
+        // The thread was killed meanwhile; `waitpid` reports its end later.
         Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
         Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
     };
@@ -120,7 +120,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
             }
             WaitStatus::PtraceEvent(pid, _, event) => {
                 if event == ptrace::Event::PTRACE_EVENT_EXEC as i32 {
-                    // The end of this system call is still to come.
+                    // The exit of the `execve` call is still to come.
                     inside.insert(pid, true);
                     counts.programs += usize::from(begun);
                     begun = true;
@@ -136,7 +136,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                         counts.threads += usize::from(begun);
                         counts.own_threads += usize::from(begun && !foreign.contains(&pid));
                     }
-                    let child = ptrace::getevent(pid).doing("failed to ask who was made")?;
+                    let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
                     if foreign.contains(&pid) {
                         foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
                     }
@@ -160,7 +160,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     }
 }
 
-/// The largest that a process has been, in KiB.
+/// Returns the largest memory that a process has had, in KiB; `None` if it cannot be read.
 fn high_water(pid: Pid) -> Option<usize> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?.trim().parse().ok()
