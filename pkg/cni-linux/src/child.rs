@@ -161,7 +161,8 @@ impl Drop for Running {
 /// Writes as much of `input` as the pipe takes at once, and removes it from `input`. Closes the
 /// pipe (sets it to `None`) after the last byte, or when the child has closed its end.
 ///
-/// Any other failure is an error, because the child would see a complete but shorter input.
+/// Fails after any other error of the pipe: the child would take the part of the input that it got
+/// for all of it.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {

@@ -85,8 +85,10 @@ fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     // IFF_TUN_EXCL: otherwise the kernel would attach to an existing tap with this name.
     // IFF_NO_CARRIER: the tap has no carrier before a program opens it. Kernels before 6.2 ignore
     // this flag: the tap has a carrier while this process has it open, and up to a second longer.
-    let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
+    let creation = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
+    // Frames without packet information, but with the virtio header.
+    let frames = libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    let flags = libc::IFF_TAP | frames | creation | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
         // With IFF_TUN_EXCL this error means that the name exists.
         Some(libc::EBUSY) => io::Error::from_raw_os_error(libc::EEXIST),

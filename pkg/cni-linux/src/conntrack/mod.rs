@@ -206,7 +206,8 @@ fn is_selected(
 ) -> Result<bool> {
     for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
         let is_in_scope = match scope {
-            // All claims: the container may claim the same port of another address of the host.
+            // Compared with all claims, because a container may claim the same port on several
+            // addresses of the host: a connection that another of its claims answers must stay.
             FlushScope::Others => !claims.iter().any(|other| is_served(entry, other)),
             FlushScope::Own => is_served(entry, claim),
         };

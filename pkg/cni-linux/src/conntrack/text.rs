@@ -34,8 +34,8 @@ pub(super) fn entries(selection: &Selection) -> Option<Vec<Entry>> {
     parse(&String::from_utf8_lossy(&text), selection)
 }
 
-/// Returns the selected entries in a text with one entry in each line. `None` if a line with a
-/// known protocol cannot be parsed.
+/// Returns the selected entries in a text with one entry in each line. `None` if a line has no
+/// protocol number (17 here), or has a known protocol but cannot be parsed.
 ///
 /// ```text
 /// ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED]

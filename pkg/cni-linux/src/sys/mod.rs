@@ -138,7 +138,8 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
         jf,
         k: value,
     };
-    let accept = |length: u32| libc::sock_filter { code: code(libc::BPF_RET | libc::BPF_K), jt: 0, jf: 0, k: length };
+    // Ends the filter: the socket receives `length` bytes of the frame; 0 drops the frame.
+    let deliver = |length: u32| libc::sock_filter { code: code(libc::BPF_RET | libc::BPF_K), jt: 0, jf: 0, k: length };
     let mut program = [
         // The Ethernet type is IPv4.
         load(libc::BPF_H, libc::BPF_ABS, 12),
@@ -154,8 +155,8 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
         // The UDP destination port is the right one.
         load(libc::BPF_H, libc::BPF_IND, 16),
         jump(libc::BPF_JEQ, port.into(), [0, 1]),
-        accept(WHOLE_PACKET),
-        accept(0),
+        deliver(WHOLE_PACKET),
+        deliver(0),
     ];
     let length = u16::try_from(program.len()).map_err(io::Error::other)?;
     let program = libc::sock_fprog { len: length, filter: program.as_mut_ptr() };
