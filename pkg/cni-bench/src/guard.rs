@@ -1,8 +1,9 @@
-//! The guard: what an operation may cost, counted, against a table in the repository.
+//! The guard: counts what each operation of the plugins costs, and compares it with a table in the
+//! repository.
 //!
-//! System calls of the plugins' own processes, programs and threads they start. These depend little
-//! on the load of the machine, in that waits take more looks, and not on the release of iptables,
-//! whose own calls are left out.
+//! Counted are the system calls of the plugins' own processes, and the programs and threads that
+//! they start. On a busy machine waits make a few more system calls. The release of iptables does
+//! not matter, because its system calls are not counted.
 
 use std::fs;
 
@@ -14,12 +15,12 @@ use crate::options::{Guard, GuardMode};
 use crate::report::{progress, say};
 use crate::world::World;
 
-/// Each operation is counted so often, and the least counts: a wait that took one more look is not
-/// the code's doing.
+/// How often each operation is counted. The lowest figures are used, because a wait may need an
+/// additional system call by chance.
 const ROUNDS: usize = 4;
 
-/// How many times more an operation is counted that costs too much: on a busy machine every look
-/// may come too early.
+/// How often the operations of a case are counted again at most, if one costs too much: on a busy
+/// machine all rounds may have additional calls.
 const AGAIN: usize = 5;
 
 const HEAD: &str = "\
@@ -109,21 +110,43 @@ fn guarded() -> Vec<Case> {
 }
 
 /// Counts the operations, and compares them with the table or rewrites it. Returns whether all
-/// operations are in the table and within its bounds.
+/// operations are in the table and within its bounds; `true` after a rewrite.
 pub(crate) fn run(options: &Guard) -> Result<bool> {
     let table = read(options)?;
+    let counted = count_all(options, &table)?;
+    if options.mode == GuardMode::Update {
+        let text: String = counted.iter().map(Line::text).collect();
+        fs::write(&options.table, format!("{HEAD}{text}"))
+            .doing(format_args!("failed to write {}", options.table.display()))?;
+        return Ok(true);
+    }
+    let is_good = compare(options, &table, &counted);
+    say(&format!("{} operations counted", counted.len()));
+    if !is_good {
+        progress(
+            "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
+        );
+    }
+    Ok(is_good)
+}
+
+/// Counts the operations of all cases. Operations that exceed the table in a comparison are counted
+/// again, up to [`AGAIN`] times.
+fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
-    let mut now = Vec::new();
+    let is_compared = options.mode == GuardMode::Compare;
+    let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
+    let mut counted = Vec::new();
     for case in guarded() {
-        // Without this kind of link in the kernel the case cannot be counted. Its lines stay.
+        // Without this kind of link in the kernel the case cannot be counted: keep its lines.
         if let Plugins::Alone(plugin) = case.plugins
             && !plugin.kernel_has_kind(&world)?
         {
             say(&format!("SKIP {}: this kernel has no such links", case.name));
             let is_of_case =
                 |line: &&Line| line.what.strip_prefix(plugin.name).is_some_and(|rest| rest.starts_with(' '));
-            now.extend(table.iter().filter(is_of_case).cloned());
+            counted.extend(table.iter().filter(is_of_case).cloned());
             continue;
         }
         for side in &case.sides {
@@ -131,54 +154,41 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
             for _ in 0..=AGAIN {
                 let doing = format_args!("{} ({})", case.name, side.label());
                 count(&world, &folders, &case, *side, &mut lines).doing(doing)?;
-                let compared = options.mode == GuardMode::Compare;
-                let exceeds = |line: &Line| {
-                    compared && table.iter().any(|old| old.what == line.what && old.excess(line).is_some())
-                };
-                if !lines.iter().any(exceeds) {
+                if !is_compared || !lines.iter().any(exceeds) {
                     break;
                 }
             }
-            now.extend(lines);
+            counted.extend(lines);
         }
     }
-    if options.mode == GuardMode::Update {
-        let text: String = now.iter().map(Line::text).collect();
-        fs::write(&options.table, format!("{HEAD}{text}"))
-            .doing(format_args!("failed to write {}", options.table.display()))?;
-        return Ok(true);
-    }
-    let mut good = true;
-    for line in &now {
-        match table.iter().find(|old| old.what == line.what) {
-            Some(old) => {
-                if let Some(excess) = old.excess(line) {
-                    progress(&format!("more than before: {excess}"));
-                    good = false;
-                } else if line.bound() < old.syscalls {
-                    say(&format!(
-                        "less than before: {}: {} system calls, {} in the table",
-                        line.what, line.syscalls, old.syscalls
-                    ));
-                }
-            }
-            None => {
-                progress(&format!("not in {}: {}", options.table.display(), line.what));
-                good = false;
-            }
+    Ok(counted)
+}
+
+/// Compares the counted operations with the table, and prints the differences. Returns whether the
+/// same operations are in both, and all within their bounds.
+fn compare(options: &Guard, table: &[Line], counted: &[Line]) -> bool {
+    let mut is_good = true;
+    for line in counted {
+        let Some(old) = table.iter().find(|old| old.what == line.what) else {
+            progress(&format!("not in {}: {}", options.table.display(), line.what));
+            is_good = false;
+            continue;
+        };
+        if let Some(excess) = old.excess(line) {
+            progress(&format!("more than before: {excess}"));
+            is_good = false;
+        } else if line.bound() < old.syscalls {
+            say(&format!(
+                "less than before: {}: {} system calls, {} in the table",
+                line.what, line.syscalls, old.syscalls
+            ));
         }
     }
-    for old in table.iter().filter(|old| !now.iter().any(|line| line.what == old.what)) {
+    for old in table.iter().filter(|old| !counted.iter().any(|line| line.what == old.what)) {
         progress(&format!("in the table, and not counted: {}", old.what));
-        good = false;
+        is_good = false;
     }
-    say(&format!("{} operations counted", now.len()));
-    if !good {
-        progress(
-            "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
-        );
-    }
-    Ok(good)
+    is_good
 }
 
 /// Reads the table. An empty one is an error if it is to be compared.

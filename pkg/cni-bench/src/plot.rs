@@ -231,8 +231,10 @@ fn rows(
             None => groups.push((row.case.clone(), vec![(row.side, value(row))])),
         }
     }
-    groups.iter_mut().for_each(|(_, values)| values.sort_by_key(|(side, _)| *side));
-    (!groups.is_empty()).then(|| bars(title, "ms", &groups))
+    for (_, values) in &mut groups {
+        values.sort_by_key(|(side, _)| *side);
+    }
+    if groups.is_empty() { None } else { Some(bars(title, "ms", &groups)) }
 }
 
 /// Draws the attachments per second over the number of attachments at once; `None` without figures.
