@@ -273,7 +273,7 @@ fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Erro
 
 fn absent(error: Error, backend: Backend) -> Error {
     error
-        .context(format!("\"backend\": \"{}\" cannot be had on this host", backend.name()))
+        .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
         .with_code(Code::UNSUPPORTED_FIELD)
 }
 

@@ -55,7 +55,7 @@ pub(super) fn displace(
     };
     if let Err(error) = displace_by_address() {
         plan.remarks.push(format!(
-            "failed to find all stale host port rules that lead to {}, so some may not have been removed: {error}",
+            "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
             container.address()
         ));
     }
