@@ -110,6 +110,7 @@ impl Iptables<'_> {
             let program = self.tool(family, variant, ProgramKind::Restore)?;
             return tool::restore(self.runner, &program, text);
         }
+        // `None`: the program has to write the additions.
         let additions = match (writer, &mut self.nft) {
             (Writer::Netlink, Some(nft)) => transaction::additions(nft, self.table, family, edit)?,
             _ => None,

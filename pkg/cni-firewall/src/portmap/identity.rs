@@ -69,6 +69,7 @@ fn hashes(network: &str, alias: &str) -> Vec<u8> {
 }
 
 impl Identity {
+    /// Returns the names of this attachment.
     pub(crate) fn new(attachment: &AttachmentId) -> Identity {
         let alias = attachment.alias();
         let comment = comment(&attachment.container_id);
@@ -77,7 +78,7 @@ impl Identity {
 
     /// Adds the comment and the tags to a rule.
     pub(super) fn sign(&self, rule: Rule, host_link: LinkMark) -> Rule {
-        // Each tag has two bytes before its value. The second tag here is TAG_HAD_LINK.
+        // Each tag has two bytes before its value. TAG_HAD_LINK is counted too; it has no value.
         let is_alias_fitting = comment_len(&self.comment) + 2 + self.alias.len() + 2 <= userdata::MAX;
         let rule = rule.with_comment(self.comment.clone());
         let rule = if is_alias_fitting {
@@ -95,6 +96,7 @@ impl Identity {
     /// as this attachment's, written by `nft` from `text`. There are several if one cannot hold all
     /// handles.
     pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
+        // Each tag has two bytes before its value.
         let used_bytes = comment_len(&self.comment) + 2 + self.hashes.len() + 2 + TEXT_LEN + 2;
         let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / 8).max(1);
         let mut rules = Vec::new();

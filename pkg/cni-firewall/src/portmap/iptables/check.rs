@@ -73,7 +73,8 @@ fn differences_in(
         }
         let is_unmarked = |found: &ClaimedPort| unmarked.iter().any(|section| section.claims().any(|c| c == *found));
         if let Some(first) = shape::first_claim(chain_rules, claim).filter(is_unmarked) {
-            differences.push(format!("chain {chain} maps {claim} to {} first", first.container));
+            differences
+                .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));
         }
     }
     for claim in own.iter().flat_map(|section| section.claims()) {

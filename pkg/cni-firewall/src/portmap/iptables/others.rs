@@ -141,6 +141,8 @@ struct OtherChain<'t> {
 }
 
 impl<'t> OtherChain<'t> {
+    /// Describes `chain`, to which `jumps` of [`DNAT`] lead, for an ADD of `wanted`. `address` is
+    /// this container's.
     fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> OtherChain<'t> {
         let has_conditions = !wanted.conditions(Family::of(address)).is_empty()
             || jumps.iter().filter_map(Jump::of).any(|jump| !jump.is_plain);

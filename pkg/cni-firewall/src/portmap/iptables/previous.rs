@@ -103,7 +103,9 @@ impl IptablesPortMap<'_> {
 }
 
 impl FamilyRules {
-    /// Adds to `edit` the changes from the present rules back to the recorded ones.
+    /// Adds to `edit` the changes from the present rules back to the recorded ones: in the
+    /// container's chain, and in the jumps to it. Rules and jumps that other attachments in the
+    /// chain need stay.
     fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain(&wanted.attachment);
         if self.rules.is_empty() {

@@ -81,7 +81,9 @@ impl NftPortMap {
                     && to_other_addresses.contains(&first)
                 {
                     let address = first.container;
-                    differences.push(format!("nft chain {table} {HOSTPORTS} maps {claim} to {address} first"));
+                    differences.push(format!(
+                        "nft chain {table} {HOSTPORTS} maps {claim} to {address}, in a rule before the requested one"
+                    ));
                 }
             }
             for (found, exprs) in &own.mappings {
@@ -96,7 +98,10 @@ impl NftPortMap {
             let is_as_by_go =
                 own.by_go && wanted.snat == Snat::All && own.has_masquerades(container.address(), Snat::Hairpin);
             if !own.has_masquerades(container.address(), wanted.snat) && !is_as_by_go {
-                differences.push(format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address()));
+                differences.push(format!(
+                    "nft chain {table} {MASQUERADING} lacks a masquerade rule for {}",
+                    container.address()
+                ));
             }
         }
         Ok(differences)
