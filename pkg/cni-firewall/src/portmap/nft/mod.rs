@@ -17,7 +17,7 @@ use cni::machine::Machine;
 use super::conditions;
 use super::conflict::LivenessProbe;
 use super::identity::{self, Identity, LinkMark};
-use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, Removal, Snat, older_mapping};
+use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
@@ -26,6 +26,7 @@ use cni_linux::route::Family;
 mod check;
 mod conflicts;
 mod others;
+mod plan;
 mod previous;
 mod program;
 pub(crate) mod shape;
@@ -33,6 +34,7 @@ pub(crate) mod shape;
 mod tests;
 
 use others::Others;
+use plan::{FamilyRequest, Plan};
 pub use previous::PreviousRules;
 use program::ProgramMappings;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
@@ -76,25 +78,6 @@ enum Stage<'w> {
     Prepare,
     /// Does all that is left, after the program has written these mappings.
     Whole(&'w [ProgramMappings]),
-}
-
-/// What an ADD wants in one family.
-struct FamilyRequest<'a> {
-    wanted: &'a Forwarding,
-    identity: &'a Identity,
-    container: Cidr,
-    claims: &'a [ClaimedPort],
-    stage: Stage<'a>,
-    host_link: LinkMark,
-}
-
-/// The changes of one transaction, in both families.
-struct Plan {
-    batch: Batch,
-    /// The rules that the attachment has before the transaction.
-    previous: PreviousRules,
-    /// Remarks for the operator.
-    remarks: Vec<String>,
 }
 
 /// The existing chains and rules of one family, as far as an ADD needs them.
@@ -190,82 +173,6 @@ impl NftPortMap {
             }
         }
         Ok(EnsureOutcome::Done { previous: if has_changes { Some(previous) } else { None }, remarks })
-    }
-
-    /// Adds the changes of one family to the plan: missing shared chains and rules, the removal of
-    /// dead containers' rules, and in the last stage the container's own rules where they differ
-    /// from the existing ones. Returns the living container that has a wanted port, if there is
-    /// one.
-    fn plan_family(
-        &mut self,
-        request: &FamilyRequest<'_>,
-        probe: &mut LivenessProbe,
-        plan: &mut Plan,
-    ) -> Result<Option<Holder>> {
-        let FamilyRequest { wanted, identity, container, claims, stage, host_link } = *request;
-        let Plan { batch, previous, remarks } = plan;
-        let family = Family::of(container.address());
-        let table = shape::table(family);
-        let addresses = wanted.addresses();
-        // `None`: the program `nft` writes the mappings of this family.
-        let conditions = conditions::compile(wanted.conditions(family), family).ok();
-        let state = self.read_state(container, wanted, identity, claims)?;
-        state.add_missing(batch);
-        if wanted.policy == Policy::RefuseIfAlive {
-            let others = Others { identity, container, claims, conditions: conditions.as_deref() };
-            let decision = others.decide(&state, wanted, probe)?;
-            if decision.held.is_some() {
-                return Ok(decision.held);
-            }
-            decision.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
-            remarks.extend(decision.remarks);
-        }
-        let Stage::Whole(by_program) = stage else { return Ok(None) };
-        let by_program = by_program.iter().find(|mappings| mappings.family == family);
-        if wanted.policy == Policy::RefuseIfAlive {
-            for older in state.mappings_to_other_addresses(identity, &addresses) {
-                if claims.iter().any(|claim| claim.overlaps(&older)) {
-                    remarks.push(older_mapping(&older));
-                }
-            }
-        }
-        let mut mapping_rules = Vec::new();
-        if let Some(conditions) = &conditions {
-            mapping_rules.extend(claims.iter().map(|claim| [conditions.clone(), shape::forward(claim)].concat()));
-        }
-        let mut new_rules: Vec<(&str, Vec<Vec<Expr>>)> =
-            vec![(HOSTPORTS, mapping_rules), (MASQUERADING, shape::masquerades(container.address(), wanted.snat))];
-        for (chain, rules) in &state.rules {
-            let mut own = identity.own_rules(rules, &addresses, shape::container);
-            let by_program = if *chain == HOSTPORTS { by_program } else { None };
-            if let Some(mappings) = by_program {
-                own.retain(|listed| !mappings.has_added(listed));
-            }
-            previous.record(family, chain, &own);
-            if by_program.is_some_and(ProgramMappings::is_in_place) {
-                continue;
-            }
-            let chain_rules = new_rules.iter().find(|(name, _)| name == chain);
-            let wanted_exprs = chain_rules.map_or(&[][..], |(_, exprs)| exprs);
-            if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_exprs) {
-                new_rules.retain(|(name, _)| name != chain);
-                continue;
-            }
-            for listed in own {
-                batch.delete_rule(table, chain, listed.handle);
-            }
-        }
-        for (chain, rules) in new_rules {
-            for exprs in rules {
-                batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), host_link));
-            }
-        }
-        if let Some(mappings) = by_program {
-            for rule in mappings.ownership_rules(identity) {
-                batch.append_rule(table, HOSTPORTS, &rule);
-            }
-        }
-        Ok(None)
     }
 
     /// Removes all rules of the attachment in both families, in one transaction, also those made by
