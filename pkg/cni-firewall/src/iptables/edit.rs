@@ -137,7 +137,8 @@ impl Edit {
     fn push_additions(&self, text: &mut String) -> Result<()> {
         for (name, creation) in &self.chains {
             let name = quoted(name)?;
-            // Writing to a String cannot fail.
+            // `-N` fails if the chain exists; a line with `:` creates or empties it. Writing to a
+            // String cannot fail.
             let _ = match creation {
                 ChainCreation::Created => writeln!(text, "-N {name}"),
                 ChainCreation::Replaced => writeln!(text, ":{name} - [0:0]"),

@@ -289,7 +289,8 @@ fn compare_address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op
             Family::V4 => u32::MAX.checked_shl(32 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
             Family::V6 => u128::MAX.checked_shl(128 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
         };
-        // The comparison is the last expression. The mask goes before it, and clears its host bits.
+        // The comparison is the last expression. The mask goes before it, and the compared address
+        // must not have bits outside the mask.
         let Some(Expr::Cmp { data, .. }) = exprs.last_mut() else { return None };
         data.iter_mut().zip(&mask).for_each(|(byte, mask)| *byte &= mask);
         let bitwise = Expr::Bitwise { reg: Reg::R1, xor: vec![0; mask.len()], mask };

@@ -76,7 +76,8 @@ impl Identity {
         Identity { comment, hashes: hashes(&attachment.network, &alias), alias }
     }
 
-    /// Adds the comment and the tags to a rule.
+    /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
+    /// attachment's alias now.
     pub(super) fn sign(&self, rule: Rule, host_link: LinkMark) -> Rule {
         // Each tag has two bytes before its value. TAG_HAD_LINK is counted too; it has no value.
         let is_alias_fitting = comment_len(&self.comment) + 2 + self.alias.len() + 2 <= userdata::MAX;

@@ -245,6 +245,7 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
                 edit.delete(chain, duplicate);
             }
         } else if chain == "POSTROUTING" {
+            // First, as Go has it: rules of other programs may accept the packets before.
             edit.insert(chain, words);
         } else {
             edit.append(chain, words);

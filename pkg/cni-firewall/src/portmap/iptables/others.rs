@@ -53,6 +53,8 @@ pub(super) fn displace(
         }
         Ok(())
     };
+    // Rules that lead here from other ports do not keep the wanted ports from working, so the ADD
+    // does not fail.
     if let Err(error) = displace_by_address() {
         plan.remarks.push(format!(
             "failed to find all stale host port rules that lead to {}, so some may remain: {error}",

@@ -28,7 +28,8 @@ pub(super) fn find() -> Option<PathBuf> {
     program::find(&program::folders(std::env::var_os("PATH")), "nft")
 }
 
-/// Returns the text from which `nft` adds the mappings of one family, a line for each.
+/// Returns the text from which `nft` adds the mappings of one family, a line for each: `add rule ip
+/// cni_hostport hostports CONDITIONS tcp dport 8080 dnat to 10.0.0.2:80 comment "ID"`.
 pub(super) fn text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: &str) -> String {
     let (table, ip) = (shape::table(family), if family == Family::V4 { "ip" } else { "ip6" });
     let mut text = String::new();
