@@ -111,9 +111,9 @@ fn many_mappings_are_not_compared_each_with_each() {
 fn del_takes_what_makes_sense() {
     let keys = mapped(r#"{"hostPort":0},7,{"hostPort":80,"containerPort":80}"#);
     let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"portmap"{keys}}}"#);
-    assert_eq!(Conf::sound_mappings(&NetConf::parse(conf).unwrap()).len(), 1);
+    assert_eq!(Conf::valid_mappings(&NetConf::parse(conf).unwrap()).len(), 1);
     let conf = r#"{"name":"net","runtimeConfig":[1]}"#;
-    assert_eq!(Conf::sound_mappings(&NetConf::parse(conf).unwrap()), []);
+    assert_eq!(Conf::valid_mappings(&NetConf::parse(conf).unwrap()), []);
 }
 
 #[test]
