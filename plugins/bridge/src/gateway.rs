@@ -114,7 +114,8 @@ impl Plan {
                 Err(_) => {}
                 Ok(()) => added.push(gateway.address()),
             }
-            // With duplicate address detection the kernel itself adds the link-local address.
+            // The kernel's own link-local address is tentative at first, and until it has one that
+            // is not, the kernel cannot resolve neighbours for the packets that it forwards.
             if let (false, Dad::Skip, Some(mac)) = (gateway.is_ipv4(), conf.dad(), link.mac) {
                 host.add_link_local(link.index, mac)?;
             }

@@ -177,11 +177,11 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
     }
 }
 
-/// Returns the backend that the configuration names, else the one that its options are for; `None`
-/// if the options are for both. `has_external_chain`: whether there is an `externalSetMarkChain`.
+/// Returns the backend that the configuration names, else the one that its options require; `None`
+/// if no option requires one. `has_external_chain`: whether there is an `externalSetMarkChain`.
 ///
 /// # Errors
-/// If an option is for another backend than the returned one.
+/// If the name is unknown, or an option requires another backend than the returned one.
 fn backend(name: &str, has_external_chain: bool, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
     let configured = match Backend::by_name(name) {
         None if !name.is_empty() => return Err(Error::config(format!("unrecognized backend {name:?}"))),

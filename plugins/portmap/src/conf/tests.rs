@@ -144,7 +144,11 @@ fn the_words_decide_the_backend() {
         (r#","markMasqBit":32"#, "MasqMarkBit must be between 0 and 31"),
         (r#","markMasqBit":3,"externalSetMarkChain":"X""#, "Cannot specify externalSetMarkChain and markMasqBit"),
         (r#","portConflict":"steal""#, "\"portConflict\" can only be \"ignore\", not \"steal\""),
-        (r#","externalSetMarkChain":"a b""#, "externalSetMarkChain: \"a b\" is not a chain name"),
+        (
+            r#","externalSetMarkChain":"a b""#,
+            "externalSetMarkChain: \"a b\" is not a chain name: it must be 1 to 28 bytes, without spaces and control \
+             characters, and must not begin with - or !",
+        ),
     ] {
         assert_eq!(refusal(keys), text);
     }
