@@ -24,13 +24,14 @@ use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
+mod admin_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
 pub mod sources;
 
+pub use admin_chain::AdminChain;
 pub use iptables::ADMIN;
-pub use nftables::AdminChain;
 pub use owner::Ingress;
 use owner::OwnedAddress;
 

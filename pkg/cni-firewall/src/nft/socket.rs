@@ -51,25 +51,6 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Whether one of these byte pairs, as ports are, is at an even offset of a rule as the kernel
-/// sends it. Attributes begin at multiples of four, and the xtables structures in them have their
-/// ports at even offsets. One pass without decoding: reading a long chain mostly consists of this.
-pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
-    rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
-}
-
-/// Whether a rule as the kernel sends it contains the text, or an address in network byte order, at
-/// an even offset. True for a text of less than two bytes.
-pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
-    let Some((first_pair, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
-    for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {
-        if pair == first_pair && rule.get(2 * index + 2..).is_some_and(|after| after.starts_with(rest)) {
-            return true;
-        }
-    }
-    false
-}
-
 /// Returns an error that [`Error::is_unsupported`] recognises; the kernel's own, less specific
 /// `errno` is in its text.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
