@@ -22,7 +22,8 @@ use crate::conf::{Conf, vlan_gateway_name};
 const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
 /// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway. A
-/// VLAN's gateway interface is also added to the result.
+/// VLAN's gateway interface is also added to the result. Returns the added addresses, and their
+/// link as the one whose neighbour entries for the container can be outdated.
 pub(crate) fn serve<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &mut CreatedLink<AttachedPort>,
@@ -178,8 +179,9 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     Ok(host.link(&name)?)
 }
 
-/// Completes the creation of the VLAN gateway interface `link`, if its other end is recognised as
-/// the port that this plugin creates for it, by its alias or by `port_name`.
+/// Completes the creation of the VLAN gateway interface `link`, which an ADD has left unfinished.
+/// Does nothing if the other end is not the port that this plugin creates: by its alias, or by
+/// `port_name` if it has no alias yet.
 fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
     let Some(port_index) = link.peer_index else { return Ok(()) };
     let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };

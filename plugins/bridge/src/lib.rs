@@ -59,6 +59,7 @@ impl Interface for Bridge {
         Conf::new(conf, args, notes)
     }
 
+    /// Returns what the configuration requires for addresses, routes and DNS.
     fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
         Layer3Policy {
             ipam: conf.ipam.as_deref(),
@@ -75,6 +76,8 @@ impl Interface for Bridge {
         chained::earlier(call)
     }
 
+    /// Attaches the container to the bridge: in chained use with the earlier plugin's interface,
+    /// else with a new veth pair.
     fn create<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -86,6 +89,8 @@ impl Interface for Bridge {
         }
     }
 
+    /// Adds the gateways' addresses to the bridge; in chained use, first records in the port's mark
+    /// which addresses are this plugin's.
     fn serve<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -108,6 +113,8 @@ impl Interface for Bridge {
         attach::wait_for_frames(context, created, watch)
     }
 
+    /// Updates the bridge in the result: its MAC is only final now. In chained use, adds the bridge
+    /// if the earlier plugins have not listed it.
     fn finish(&self, context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<AttachedPort>) -> Result<()> {
         let bridge = &created.link.bridge;
         let interfaces = &mut created.result.interfaces;
@@ -141,6 +148,7 @@ impl Interface for Bridge {
         spoof::collect(call.conf.name(), valid)
     }
 
+    /// Fails if the bridge or the kernel does not have what the configuration requires.
     fn ready(&self, call: &Call<'_>, conf: &Conf) -> Result<()> {
         let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
         let host = Netlink::open().map_err(|error| not_available(error.into()))?;

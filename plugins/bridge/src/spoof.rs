@@ -21,7 +21,8 @@ pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
 }
 
 /// Removes the rules of the network's attachments that are not in `valid`, for GC. Rules by the Go
-/// plugin do not name their network: they are only removed if their interface does not exist.
+/// plugin do not name their network: they are only removed if their interface does not exist. A
+/// kernel without nf_tables has no rules.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
     let mut spoof = match SpoofCheck::open() {
         Ok(spoof) => spoof,

@@ -35,7 +35,9 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     };
     match sysctl::read(&key) {
         Ok(value) if value == "1" => Ok(()),
-        Ok(_) => Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off: 127.0.0.1 cannot be mapped"))),
+        Ok(_) => {
+            Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off, so 127.0.0.1 is not mapped: set it to 1")))
+        }
         // The interface was deleted meanwhile, or has no IPv4.
         Err(error) if error.is_not_found() => {
             forward::note_no_localnet(call, &error.into());

@@ -210,8 +210,8 @@ fn conflicts_in_other_tables(
     Ok(conflicts)
 }
 
-/// Returns the port mappings of this attachment to the addresses `containers`, without the names of
-/// its interfaces on the host.
+/// Returns the configured port mappings to the addresses `containers`. `links`, the names of the
+/// attachment's interfaces on the host, stays empty: only ADD needs them.
 pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
     Forwarding {
         attachment: call.attachment(),

@@ -59,6 +59,7 @@ impl Plugin for Portmap {
         conf::unknown_keys(json)
     }
 
+    /// Maps the ports to the container's addresses in `prevResult`, which the result repeats.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let (conf, result) = read_request(call)?;
         let rollback = forward::add(call, &conf, &result)?;
@@ -79,6 +80,8 @@ impl Plugin for Portmap {
         clean::gc(call, valid)
     }
 
+    /// Fails with code 50 if the configured backend does not work here or, without one, neither
+    /// does.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         match conf.backend {
@@ -93,6 +96,8 @@ impl Plugin for Portmap {
         }
     }
 
+    /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
+    /// `None` if no port is mapped.
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         let (conf, result) = read_request(call)?;
         if conf.mappings.is_empty() {

@@ -276,6 +276,7 @@ impl<'m> Forward<'m> {
     pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&AdminChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(nftables_admin_chain),
+            // A variant is also found without the program if the kernel can do without it.
             Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",

@@ -376,15 +376,15 @@ impl Nft {
         generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
     }
 
-    /// Returns a list as it was at one instant. `decode` returns an object's handle and its value,
-    /// or `None` to leave the object out.
+    /// Reads a list until two successive readings have the same handles, and returns it as it was
+    /// at one instant. `decode` returns an object's handle and its value, or `None` to leave the
+    /// object out. Fails after `reads_max` readings.
     ///
-    /// The kernel sends a long list in parts and finds the start of each part by counting objects.
-    /// If rules are added or removed meanwhile, the count is wrong, and not always does the kernel
-    /// flag the interruption or the objects' generations differ: removed rules leave the list only
-    /// after the new generation has begun, and rules of an unfinished transaction are in it before
-    /// (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer). So a list is
-    /// read until two successive readings have the same handles.
+    /// The kernel sends a long list in parts, and begins each part by counting objects from the
+    /// start. If rules are added or removed meanwhile, the count is wrong. The kernel then sets a
+    /// flag, or the generations in the objects differ, but not always: removed rules leave the list
+    /// after the generation has been incremented, and rules of an unfinished transaction are in the
+    /// list before (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer).
     fn dump<T>(
         &mut self,
         what: &str,
@@ -404,6 +404,7 @@ impl Nft {
                     values.push(value);
                 }
             })?;
+            // If reads are guarded, the commit fails if this reading was disturbed.
             let is_confirmed = self.reads_are_guarded || previous_handles.as_ref() == Some(&handles);
             if is_uninterrupted && is_one_generation && is_confirmed {
                 return Ok(values);
@@ -428,7 +429,9 @@ impl Nft {
         let answer = self.socket.ask(kind, flags, &body, &mut on_object);
         answer.map_err(|cause| match Error::new(what, cause) {
             // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
-            error if error.errno() == Some(libc::EINVAL) => unsupported(what, "no nf_tables", Errno::EINVAL),
+            error if error.errno() == Some(libc::EINVAL) => {
+                unsupported(what, "the kernel has no nf_tables", Errno::EINVAL)
+            }
             error => error,
         })
     }
