@@ -101,7 +101,8 @@ struct RawTrunk {
 }
 
 impl Conf {
-    /// Reads the configuration, CNI_ARGS' `MAC` included.
+    /// Reads the configuration and the key `MAC` of CNI_ARGS (`args`). The only other known key is
+    /// `IP`, which IPAM plugins read.
     ///
     /// # Errors
     /// Code 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where Go has one.

@@ -104,6 +104,7 @@ impl Interface for Bridge {
         gateway::serve(context, created, layer3, rollback)
     }
 
+    /// Waits until the port, the gateway's link and the container's end pass frames.
     fn wait_for_frames(
         &self,
         context: &AttachmentContext<'_, Conf>,

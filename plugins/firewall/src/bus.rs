@@ -124,6 +124,7 @@ fn boolean(answer: &Message) -> bool {
 }
 
 impl Firewalld for SystemBus<'_> {
+    /// Asks the bus whether firewalld's name has an owner, and reports the call to the step log.
     fn is_running(&self) -> Result<bool, Failure> {
         let step = Step::begin();
         let call = self.connection.call_method(Some(BUS), BUS_PATH, Some(BUS), "NameHasOwner", &NAME);
@@ -132,6 +133,7 @@ impl Firewalld for SystemBus<'_> {
         answer
     }
 
+    /// Calls firewalld, and reports the call to the step log.
     fn call(&self, method: Method, zone: &str, source: IpAddr) -> Result<bool, Failure> {
         let step = Step::begin();
         let body = (zone, source_text(source));

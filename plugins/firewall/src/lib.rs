@@ -255,8 +255,9 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     }
 }
 
-/// Adds to the `error` of writing rules, and gives the code for, one of two causes: the configured
-/// nftables chain does not exist, or the host lacks the backend. Other errors stay as they are.
+/// Returns the plugin's error for a failure to write rules. If the configured nftables chain does
+/// not exist, or the backend does not work on this host, the error says so and has the code for
+/// that.
 fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
     if let Some(chain) = &conf.nftables_admin_chain
         && error.is_not_found()

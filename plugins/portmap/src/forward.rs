@@ -264,8 +264,8 @@ pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
 }
 
 /// Returns the `route_localnet` sysctl of the interface to the container, which must be 1 to map
-/// 127.0.0.1: the kernel drops packets with loopback addresses on other interfaces otherwise.
-/// `None` if no IPv4 port is mapped, or the configuration excludes 127.0.0.1 with `snat`.
+/// 127.0.0.1: otherwise the kernel does not forward packets with a loopback address there. `None`
+/// if no IPv4 port is mapped, or the configuration excludes 127.0.0.1 with `"snat": false`.
 ///
 /// # Errors
 /// If the host has no route to the container.

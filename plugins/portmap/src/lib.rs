@@ -66,6 +66,7 @@ impl Plugin for Portmap {
         Ok(Added { result, rollback })
     }
 
+    /// Fails if a port does not lead to the container's addresses in `prevResult`.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = parse(call)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;

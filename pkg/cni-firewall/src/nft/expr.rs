@@ -101,6 +101,7 @@ impl Verdict {
         }
     }
 
+    /// Returns the verdict as the packet crate's attributes.
     fn wire(&self) -> Vec<wire::VerdictAttribute> {
         let (code, chain) = match self {
             Verdict::Accept => (wire::Verdict::Other(NF_ACCEPT), None),
@@ -441,7 +442,7 @@ pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     exprs
 }
 
-/// Turns the comparison that ends `exprs` into `!=`.
+/// Returns the match with `!=` instead of `==`: inverts the comparison that ends `exprs`.
 pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     if let Some(Expr::Cmp { op, .. }) = exprs.last_mut() {
         *op = CmpOp::NE;
