@@ -120,6 +120,7 @@ impl Interface for Bridge {
         let bridge = &created.link.bridge;
         let interfaces = &mut created.result.interfaces;
         if context.earlier.is_none() {
+            // `attach::create` has listed the bridge first.
             interfaces[0] = device::interface(&context.host, bridge)?;
         } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
             // At the end, as addresses refer to interfaces by their index.

@@ -28,7 +28,8 @@ impl HostVeths {
 }
 
 /// Returns the names of the host's interfaces in all results that can be read. If the folder cannot
-/// be read there are none, and ports count as those of other programs, which changes less.
+/// be read there are none: ports without a mark then count as those of other programs, whose bridge
+/// is changed less.
 fn read(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let Ok(files) = fs::read_dir(folder) else { return names };

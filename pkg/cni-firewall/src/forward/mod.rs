@@ -128,7 +128,8 @@ impl<'m> Forward<'m> {
         }
     }
 
-    /// Writes `rules` to iptables, in the variant that the host uses for each family.
+    /// Writes `rules` to iptables, in the variant that the host uses for each family. Existing
+    /// rules are replaced, and stored in `previous`.
     fn ensure_in_iptables(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();

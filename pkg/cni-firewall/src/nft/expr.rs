@@ -89,7 +89,8 @@ const NF_DROP: u32 = 0;
 const NF_ACCEPT: u32 = 1;
 
 impl Verdict {
-    /// Returns the verdict for the kernel's code and, for jump and goto, the chain.
+    /// Returns the verdict for the kernel's code and, for jump and goto, the chain. An unknown
+    /// code, or a jump without a chain, becomes [`Verdict::Other`].
     pub(crate) fn from_wire(code: u32, chain: Option<String>) -> Verdict {
         match (wire::Verdict::from(code), chain) {
             (wire::Verdict::Other(NF_ACCEPT), _) => Verdict::Accept,
@@ -369,6 +370,7 @@ pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
 /// Returns the match `ip saddr ADDR` or `ip6 saddr ADDR`, for an ip or ip6 table; an inet table
 /// needs [`nfproto`] first.
 pub fn saddr(addr: IpAddr) -> Vec<Expr> {
+    // The offset and the length of the source address in the IP header.
     match addr {
         IpAddr::V4(addr) => equal(payload(Base::NETWORK, 12, 4), addr.octets().to_vec()),
         IpAddr::V6(addr) => equal(payload(Base::NETWORK, 8, 16), addr.octets().to_vec()),
@@ -377,6 +379,7 @@ pub fn saddr(addr: IpAddr) -> Vec<Expr> {
 
 /// Returns the match `ip daddr ADDR` or `ip6 daddr ADDR`; see [`saddr`].
 pub fn daddr(addr: IpAddr) -> Vec<Expr> {
+    // The offset and the length of the destination address in the IP header.
     match addr {
         IpAddr::V4(addr) => equal(payload(Base::NETWORK, 16, 4), addr.octets().to_vec()),
         IpAddr::V6(addr) => equal(payload(Base::NETWORK, 24, 16), addr.octets().to_vec()),

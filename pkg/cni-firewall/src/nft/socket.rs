@@ -281,8 +281,9 @@ impl Nft {
         Ok(self.find_chain(table, name)?.is_some_and(|chain| chain.base == Some(base)))
     }
 
-    /// Adds the chain's creation to the batch only if the chain does not exist, for the reason
-    /// given at [`has_base_chain`](Nft::has_base_chain).
+    /// Adds the chain's creation to the batch only if the chain does not exist: naming an existing
+    /// chain in a transaction is a change, which makes closing the socket slow
+    /// ([`has_base_chain`](Nft::has_base_chain)).
     pub fn add_missing_chain(&mut self, batch: &mut Batch, table: Table<'_>, name: &str) -> Result<()> {
         if self.find_chain(table, name)?.is_none() {
             batch.ensure_chain(table, name, None);
