@@ -66,9 +66,9 @@ def read(path):
 
 
 def daemon(*words):
-    """Starts a program that lives as long as the node. What it says is the end of a report of failure."""
+    """Starts a program that lives as long as the node, and returns its process. What it says is the end of a report of failure."""
     with open(f"/run/{os.path.basename(words[0])}.log", "w", encoding="utf-8") as log:
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def wait(ready, name):
