@@ -303,7 +303,7 @@ def scenario_leases_from_go_to_ours_and_back(node):
     wait(lambda: newest.address in sh(f"{OURS}/cnitool", "ipam", "dhcp", "--json"), "the adopted lease")
     newest.keeps_its_address()
     came_back += newest.remove(released=True)
-    # The record of the lease that Go's daemon did not release goes when the daemon finds no namespace.
+    # Go's daemon did not know the lease of `new`, so its record was still there.
     wait(lambda: not node.leftovers(), "the removal of the last record")
     running.stop()
     return f"nothing; {came_back} pings and words, none lost"
