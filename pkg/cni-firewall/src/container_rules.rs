@@ -1,8 +1,9 @@
-//! Every rule that CNI plugins keep for a container, of any network: for `cnitool`.
+//! Lists every rule that CNI plugins have for a container, of any network: for `cnitool`.
 //!
-//! It only reads. No plugin uses it: plugins search for one attachment's rules and never read the
-//! rest. Few rules name all of network, container and interface, so an owner is compared, not
-//! parsed; the names are for people.
+//! Only reads. No plugin uses this module: plugins search for one attachment's rules and never read
+//! the rest. Many rules contain only a hash of the attachment. So [`RuleOwner::matches`] computes
+//! what the rule of a given attachment contains and compares; the names in [`RuleOwner`] are for
+//! people.
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
@@ -48,13 +49,13 @@ impl std::fmt::Display for Purpose {
 pub struct ContainerRule {
     /// The purpose of the rule.
     pub purpose: Purpose,
-    /// Where it is: `nft ip cni_hostport hostports`, `iptables-legacy -t nat POSTROUTING`.
+    /// The table and chain: `nft ip cni_hostport hostports`, `iptables-legacy -t nat POSTROUTING`.
     pub place: String,
     /// The attachment that the rule belongs to.
     pub owner: RuleOwner,
     /// A description of the rule.
     pub text: String,
-    /// A command that removes this rule and nothing else, where it was read over netlink.
+    /// A command that removes this rule and nothing else; `None` if it was not read over netlink.
     pub removal: Option<String>,
 }
 
@@ -67,91 +68,114 @@ pub struct RuleOwner {
     pub container: Option<String>,
     /// The interface's name in the container.
     pub ifname: Option<String>,
-    sign: Sign,
+    evidence: Evidence,
 }
 
+/// The part of a rule that decides which attachment it belongs to.
 #[derive(Clone, Debug)]
-enum Sign {
-    /// The comment of nftables' masquerading.
+enum Evidence {
+    /// The comment of a masquerading rule of nftables.
     MasqueradeNft(String),
-    /// The comment of iptables' masquerading.
+    /// The comment of a masquerading rule of iptables.
     MasqueradeIptables(String),
-    /// A rule of nftables' host ports.
+    /// A whole rule of nftables for a host port.
     PortMapNft(Box<nft::Rule>),
-    /// The comment of iptables' host ports.
+    /// The comment of a rule of iptables for host ports.
     PortMapIptables(String),
-    /// The comment of the rule that leads into the checks.
+    /// The comment of the rule that jumps to the spoof check.
     Spoof(String),
-    /// The comment of the record of an address.
+    /// The comment of the record of a forwarded address.
     Forward(String),
 }
 
 impl RuleOwner {
-    /// Whether it is this attachment, or may be: some rules name the container alone.
-    pub fn matches(&self, mark: &AttachmentId) -> bool {
-        match &self.sign {
-            Sign::MasqueradeNft(comment) => {
-                comment.starts_with(&masquerade_nft::key(&mark.network, &mark.container_id, &mark.ifname))
+    /// Whether the rule belongs to `attachment`, or may belong to it: some rules contain only the
+    /// container's ID.
+    pub fn matches(&self, attachment: &AttachmentId) -> bool {
+        let AttachmentId { network, container_id, ifname } = attachment;
+        match &self.evidence {
+            Evidence::MasqueradeNft(comment) => {
+                comment.starts_with(&masquerade_nft::key(network, container_id, ifname))
             }
-            Sign::MasqueradeIptables(comment) => {
-                *comment == masquerade_iptables::comment(&mark.network, &mark.container_id)
-            }
-            Sign::PortMapNft(rule) => Identity::new(mark).owner(rule) != Ownership::Other,
-            Sign::PortMapIptables(comment) => *comment == portmap_iptables::comment(mark),
-            Sign::Forward(comment) => *comment == forward::owner::name(mark),
-            Sign::Spoof(comment) => *comment == spoof::Id::new(&mark.container_id, &mark.ifname).comment(),
+            Evidence::MasqueradeIptables(comment) => *comment == masquerade_iptables::comment(network, container_id),
+            Evidence::PortMapNft(rule) => Identity::new(attachment).owner(rule) != Ownership::Other,
+            Evidence::PortMapIptables(comment) => *comment == portmap_iptables::comment(attachment),
+            Evidence::Forward(comment) => *comment == forward::owner::name(attachment),
+            Evidence::Spoof(comment) => *comment == spoof::Id::new(container_id, ifname).comment(),
         }
     }
 
-    /// The names out of a mark's alias.
-    fn marked(alias: &str, sign: Sign) -> Option<RuleOwner> {
-        let marked = AttachmentId::parse(alias)?;
+    /// Returns the owner that an alias, `cni:NETWORK/CONTAINER/IFNAME`, names; `None` if the text
+    /// is not an alias.
+    fn from_alias(alias: &str, evidence: Evidence) -> Option<RuleOwner> {
+        let parsed = AttachmentId::parse(alias)?;
         Some(RuleOwner {
-            network: Some(marked.network),
-            container: marked.container_id,
-            ifname: Some(marked.ifname),
-            sign,
+            network: Some(parsed.network),
+            container: parsed.container_id,
+            ifname: Some(parsed.ifname),
+            evidence,
         })
     }
 }
 
-/// Every rule that plugins keep for a container in the calling thread's network namespace. What
-/// cannot be read (a variant of iptables whose programs are not installed) is reported to `notes`.
+/// Returns every rule that plugins have for a container in the calling thread's network namespace,
+/// ordered by purpose. `notes` receives what cannot be read because iptables-legacy is not
+/// installed.
 ///
 /// # Errors
-/// The kernel's; a kernel without nf_tables is not an error, as it has no rules there.
+/// If the kernel or iptables-nft cannot be read. A kernel without nf_tables has no rules there.
 pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<ContainerRule>> {
-    let mut held = Vec::new();
-    match Nft::open().and_then(|mut nft| in_nft(&mut nft, &mut held)) {
+    let mut rules = Vec::new();
+    match Nft::open().and_then(|mut nft| list_nft(&mut nft, &mut rules)) {
         Err(error) if error.is_unsupported() => {}
-        done => done?,
+        result => result?,
     }
-    let mut iptables = Iptables::open(iptables::Table::Nat, machine, notes.clone(), OnSigterm::Kill)?;
-    for family in FAMILIES {
-        for variant in iptables.holders(family, &[masquerade_iptables::POSTROUTING, portmap_iptables::DNAT])? {
-            match iptables.read(family, variant).and_then(|mut nat| in_iptables(&mut nat, variant, &mut held)) {
-                Ok(()) => {}
-                Err(error) if variant == Variant::Legacy => notes.note(format_args!("not looked at: {error}")),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-    let mut iptables = Iptables::open(iptables::Table::Filter, machine, notes.clone(), OnSigterm::Kill)?;
-    for family in FAMILIES {
-        for variant in iptables.holders(family, &[forward::iptables::OWNERS])? {
-            match iptables.read(family, variant).and_then(|mut filter| in_filter(&mut filter, variant, &mut held)) {
-                Ok(()) => {}
-                Err(error) if variant == Variant::Legacy => notes.note(format_args!("not looked at: {error}")),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-    held.sort_by_key(|one| one.purpose);
-    Ok(held)
+    let nat_chains = [masquerade_iptables::POSTROUTING, portmap_iptables::DNAT];
+    list_table(iptables::Table::Nat, &nat_chains, machine, notes, |nat, variant| list_nat(nat, variant, &mut rules))?;
+    let filter_chains = [forward::iptables::OWNERS];
+    list_table(iptables::Table::Filter, &filter_chains, machine, notes, |filter, variant| {
+        list_filter(filter, variant, &mut rules)
+    })?;
+    rules.sort_by_key(|rule| rule.purpose);
+    Ok(rules)
 }
 
-/// An address that firewall accepts, of whose rules only the record names the owner.
-fn forwarded(
+/// Calls `list` for each family and variant of an iptables table that may have one of `chains`. A
+/// failure for iptables-legacy only becomes a note.
+fn list_table(
+    table: iptables::Table,
+    chains: &[&str],
+    machine: &dyn Machine,
+    notes: &Notes,
+    mut list: impl FnMut(&mut Chains<'_>, Variant) -> Result<()>,
+) -> Result<()> {
+    let mut iptables = Iptables::open(table, machine, notes.clone(), OnSigterm::Kill)?;
+    for family in FAMILIES {
+        for variant in iptables.variants_to_search(family, chains)? {
+            match iptables.read(family, variant).and_then(|mut read| list(&mut read, variant)) {
+                Ok(()) => {}
+                Err(error) if variant == Variant::Legacy => {
+                    notes.note(format_args!("rules of iptables-legacy for {family:?} are not listed: {error}"))
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the name of the program that lists these rules, as `ip6tables-legacy`.
+fn program_name(family: Family, variant: Variant) -> String {
+    match family {
+        Family::V4 => format!("iptables-{variant}"),
+        Family::V6 => format!("ip6tables-{variant}"),
+    }
+}
+
+/// Returns an entry for an address that the plugin firewall accepts; `None` if `owner`, the comment
+/// of the address's record, is not an alias. One entry stands for all rules of the address, as only
+/// the record names the owner.
+fn forward_entry(
     place: String,
     owner: &str,
     address: std::net::IpAddr,
@@ -161,99 +185,133 @@ fn forwarded(
         Some(bridge) => format!("{address} is accepted, {bridge} is {}", ingress.name()),
         None => format!("{address} is accepted"),
     };
-    let owner = RuleOwner::marked(owner, Sign::Forward(owner.to_owned()))?;
+    let owner = RuleOwner::from_alias(owner, Evidence::Forward(owner.to_owned()))?;
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
-fn in_filter(filter: &mut Chains<'_>, variant: Variant, held: &mut Vec<ContainerRule>) -> Result<()> {
-    let program = if filter.family() == Family::V4 { "iptables" } else { "ip6tables" };
+/// Adds the addresses that iptables' table filter accepts to `rules`.
+fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
+    let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
         let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
-        let place = format!("{program}-{variant} -t filter {}", forward::iptables::FORWARD);
-        held.extend(forwarded(place, owner, address, &ingress));
+        let place = format!("{program} -t filter {}", forward::iptables::FORWARD);
+        rules.extend(forward_entry(place, owner, address, &ingress));
     }
     Ok(())
 }
 
-fn in_nft(nft: &mut Nft, held: &mut Vec<ContainerRule>) -> Result<()> {
-    let entry = |purpose, table: Table<'_>, chain: &str, listed: &Listed, owner, text| ContainerRule {
+/// Adds the rules of all features that are in nf_tables to `rules`.
+fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
+    list_nft_masquerade(nft, rules)?;
+    list_nft_portmap(nft, rules)?;
+    for owners in forward::nftables::list_owners(nft)? {
+        for owned in owners.addresses() {
+            let place = format!("nft {}", owners.table());
+            rules.extend(forward_entry(place, &owned.owner, owned.address, &owned.ingress));
+        }
+    }
+    for owned in forward::sources::list(nft)? {
+        rules.extend(forward_entry("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
+    }
+    list_spoof(nft, rules)
+}
+
+/// Returns the entry for a rule of nf_tables, with the `nft` command that removes it.
+fn nft_entry(
+    purpose: Purpose,
+    table: Table<'_>,
+    chain: &str,
+    listed: &Listed,
+    owner: RuleOwner,
+    text: String,
+) -> ContainerRule {
+    ContainerRule {
         purpose,
         place: format!("nft {table} {chain}"),
         owner,
         text,
         removal: Some(format!("nft delete rule {table} {chain} handle {}", listed.handle)),
-    };
+    }
+}
+
+/// Adds the masquerading rules of nf_tables to `rules`. Their comments are
+/// `HASHES, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
+fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
     for listed in nft.rules(table, chain)? {
         let comment = listed.rule.comment.clone().unwrap_or_default();
-        let name = |key: &str| {
+        let value_of = |key: &str| {
             let value = comment.split(", ").find_map(|part| part.strip_prefix(key));
             value.map(str::to_owned)
         };
-        let [network, ifname, container] = ["net: ", "if: ", "id: "].map(name);
-        let owner = RuleOwner { network, container, ifname, sign: Sign::MasqueradeNft(comment.clone()) };
-        // The address has one family; in the other's words it is nothing.
-        let text = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
-        let text = text.into_iter().max_by_key(String::len).unwrap_or_default();
-        held.push(entry(Purpose::Masquerade, table, chain, &listed, owner, text));
+        let owner = RuleOwner {
+            network: value_of("net: "),
+            container: value_of("id: "),
+            ifname: value_of("if: "),
+            evidence: Evidence::MasqueradeNft(comment.clone()),
+        };
+        // Read as a rule of the wrong family, the addresses are left out.
+        let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
+        let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
+        rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));
     }
+    Ok(())
+}
+
+/// Adds the host port rules of nf_tables to `rules`. Those of the Go plugin name only the
+/// container.
+fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);
         for chain in portmap_nft::CONTAINERS {
             for listed in nft.rules(table, chain)? {
                 let Some(comment) = listed.rule.comment.clone() else { continue };
-                let sign = Sign::PortMapNft(Box::new(listed.rule.clone()));
-                let marked = identity::alias(&listed.rule).and_then(|alias| RuleOwner::marked(&alias, sign.clone()));
-                let unmarked = RuleOwner { network: None, container: Some(comment), ifname: None, sign };
+                let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
+                let tagged =
+                    identity::alias(&listed.rule).and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
+                let owner =
+                    tagged.unwrap_or(RuleOwner { network: None, container: Some(comment), ifname: None, evidence });
                 let text = match portmap_nft::read(&listed.rule) {
                     Some((claim, _)) => format!("{claim} to {}", claim.container),
                     None => words(family, &listed.rule.exprs).join(" "),
                 };
-                held.push(entry(Purpose::PortMap, table, chain, &listed, marked.unwrap_or(unmarked), text));
+                rules.push(nft_entry(Purpose::PortMap, table, chain, &listed, owner, text));
             }
         }
-    }
-    for (family, table, rules) in forward::nftables::owners(nft)? {
-        for owned in rules.iter().filter_map(forward::nftables::read) {
-            let place = format!("nft {}", Table { family, name: &table });
-            held.extend(forwarded(place, &owned.owner, owned.address, &owned.ingress));
-        }
-    }
-    for owned in forward::sources::all(nft)? {
-        held.extend(forwarded("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
-    }
-    let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
-    for listed in nft.rules(table, chain)? {
-        let Some(comment) = listed.rule.comment.clone() else { continue };
-        let Some(id) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
-        let alias = listed.rule.tag(spoof::TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned());
-        let sign = Sign::Spoof(comment);
-        // `ID-IFNAME`: neither part says where it ends, but an interface's name seldom has a dash.
-        let (container, ifname) = id.rsplit_once('-').unwrap_or((&id, ""));
-        let unmarked = RuleOwner {
-            network: None,
-            container: Some(container.to_owned()),
-            ifname: Some(ifname.to_owned()),
-            sign: sign.clone(),
-        };
-        let owner = alias.and_then(|alias| RuleOwner::marked(&alias, sign)).unwrap_or(unmarked);
-        let text = "only the container's own MAC address passes".to_owned();
-        held.push(entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
     }
     Ok(())
 }
 
-fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<ContainerRule>) -> Result<()> {
-    let program = match nat.family() {
-        Family::V4 => format!("iptables-{variant}"),
-        Family::V6 => format!("ip6tables-{variant}"),
-    };
-    let names = |parsed: Option<(&str, &str)>, ifname, sign| RuleOwner {
-        network: parsed.map(|(network, _)| network.to_owned()),
-        container: parsed.map(|(_, container)| container.to_owned()),
-        ifname,
-        sign,
-    };
+/// Adds the rules that jump to spoof checks to `rules`. Rules of the Go plugin, and those of very
+/// long names, have no tag with the attachment's alias but only `ID-IFNAME` in the comment.
+fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
+    let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
+    for listed in nft.rules(table, chain)? {
+        let Some(comment) = listed.rule.comment.clone() else { continue };
+        let Some(id) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
+        let evidence = Evidence::Spoof(comment);
+        let tagged = listed
+            .rule
+            .tag(spoof::TAG_ALIAS)
+            .and_then(|alias| RuleOwner::from_alias(&String::from_utf8_lossy(alias), evidence.clone()));
+        // A guess: both parts can contain a dash, but names of interfaces seldom do.
+        let (container, ifname) = id.rsplit_once('-').unwrap_or((&id, ""));
+        let owner = tagged.unwrap_or(RuleOwner {
+            network: None,
+            container: Some(container.to_owned()),
+            ifname: Some(ifname.to_owned()),
+            evidence,
+        });
+        let text = "only the container's own MAC address passes".to_owned();
+        rules.push(nft_entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
+    }
+    Ok(())
+}
+
+/// Adds the rules of iptables' table nat that lead to chains of containers to `rules`: from
+/// POSTROUTING for masquerading, from the DNAT chain for host ports.
+fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
+    let program = program_name(nat.family(), variant);
     let entry = |purpose, chain: &str, rule: &Rule, owner| ContainerRule {
         purpose,
         place: format!("{program} -t nat {chain}"),
@@ -265,29 +323,42 @@ fn in_iptables(nat: &mut Chains<'_>, variant: Variant, held: &mut Vec<ContainerR
     for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
         if rule.target().is_some_and(masquerade_iptables::is_chain_name) {
-            let parsed = comment.strip_prefix("name: \"").and_then(|rest| rest.strip_suffix('"'));
-            let parsed = parsed.and_then(|rest| rest.split_once("\" id: \""));
-            let ifname = named_in(nat, rule)?;
-            let owner = names(parsed, ifname, Sign::MasqueradeIptables(comment.to_owned()));
-            held.push(entry(Purpose::Masquerade, chain, rule, owner));
+            let network_and_container = masquerade_iptables::read_comment(comment);
+            let evidence = Evidence::MasqueradeIptables(comment.to_owned());
+            let owner = owner_of_jump(nat, rule, network_and_container, evidence)?;
+            rules.push(entry(Purpose::Masquerade, chain, rule, owner));
         }
     }
     let chain = portmap_iptables::DNAT;
     for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
-        let ifname = named_in(nat, rule)?;
-        let owner = names(portmap_iptables::read_comment(comment), ifname, Sign::PortMapIptables(comment.to_owned()));
-        held.push(entry(Purpose::PortMap, chain, rule, owner));
+        let network_and_container = portmap_iptables::read_comment(comment);
+        let evidence = Evidence::PortMapIptables(comment.to_owned());
+        let owner = owner_of_jump(nat, rule, network_and_container, evidence)?;
+        rules.push(entry(Purpose::PortMap, chain, rule, owner));
     }
     Ok(())
 }
 
-/// The interface that the chain a rule leads to names: the first, if it holds several attachments
-/// of the container.
-fn named_in(nat: &mut Chains<'_>, rule: &Rule) -> Result<Option<String>> {
-    let Some(chain) = rule.target() else { return Ok(None) };
-    let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
-    Ok(tags.filter_map(AttachmentId::parse).map(|marked| marked.ifname).next())
+/// Returns the owner of a rule that jumps to a container's chain: the names from its comment, and
+/// the interface that the chain's first tag names (a chain can have tags of several interfaces).
+fn owner_of_jump(
+    nat: &mut Chains<'_>,
+    jump: &Rule,
+    network_and_container: Option<(&str, &str)>,
+    evidence: Evidence,
+) -> Result<RuleOwner> {
+    let mut ifname = None;
+    if let Some(chain) = jump.target() {
+        let comments = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
+        ifname = comments.filter_map(AttachmentId::parse).map(|parsed| parsed.ifname).next();
+    }
+    Ok(RuleOwner {
+        network: network_and_container.map(|(network, _)| network.to_owned()),
+        container: network_and_container.map(|(_, container)| container.to_owned()),
+        ifname,
+        evidence,
+    })
 }
 
 #[cfg(test)]
@@ -310,15 +381,15 @@ mod tests {
                 .unwrap();
             let mut spoof = SpoofCheck::open().unwrap();
             spoof.ensure(&mine, "veth0", "02:00:00:00:00:01".parse().unwrap()).unwrap();
-            let wanted = forward::Wanted {
-                mark: mine.clone(),
+            let rules = forward::ForwardRules {
+                attachment: mine.clone(),
                 addresses: vec!["10.1.0.2".parse().unwrap()],
                 ingress: forward::Ingress::SameBridge("br0".into()),
-                admin: forward::ADMIN.into(),
-                place: None,
+                iptables_admin_chain: forward::ADMIN.into(),
+                nftables_admin_chain: None,
             };
             let forward = crate::Forward::new(&machine, Notes::silent());
-            forward.ensure(&wanted, Backend::Nftables, &forward::PreviousRules::default()).unwrap();
+            forward.ensure(&rules, Backend::Nftables, &forward::PreviousRules::default()).unwrap();
             let found = list_container_rules(&machine, &Notes::silent()).unwrap();
             assert_eq!(found.len(), 3, "{found:#?}");
             for held in &found {

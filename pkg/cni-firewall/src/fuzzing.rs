@@ -29,7 +29,7 @@ pub fn read_userdata(bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
 
 /// A rule of nf_tables in the words of iptables.
 pub fn words_of(family: route::Family, listed: Listed) -> Rule {
-    iptables::rule_of_nft(family, listed)
+    iptables::rule_in_words(family, listed)
 }
 
 /// A rule of these words.
@@ -42,7 +42,7 @@ pub fn rule(words: Vec<String>) -> Rule {
 /// # Errors
 /// What cannot be written down.
 pub fn restore_text(edit: &Edit) -> Result<String> {
-    edit.everything(iptables::Table::Nat)
+    edit.restore_text(iptables::Table::Nat)
 }
 
 /// The chains in what `iptables-save` wrote.

@@ -3,7 +3,7 @@
 
 use cni_linux::conntrack::entry;
 use cni_linux::fuzzing::conntrack_key;
-use cni_linux::netlink::wire::{Message, answer, attributes, messages};
+use cni_linux::netlink::wire::{Message, attributes, messages, outcome};
 
 const NEW: u16 = 0x100;
 const NFGENMSG: usize = 4;
@@ -14,7 +14,7 @@ const TUPLE_REPLY: u16 = 2;
 pub fn run(data: &[u8]) {
     judge(&Message { kind: NEW, flags: 0, sequence: 0, payload: data });
     for message in messages(data) {
-        let _ = answer(&message);
+        let _ = outcome(&message);
         judge(&message);
         judge(&Message { kind: NEW, ..message });
     }

@@ -1,10 +1,10 @@
-//! Chooses the address of each range set that an attachment gets. Pure: the caller passes the
-//! occupied addresses.
+//! Chooses the address that an attachment gets from each range set. It reserves nothing and reads
+//! no files: the caller provides the occupied addresses.
 //!
-//! It reserves nothing. The round robin continues after the address that was allocated last, even
-//! if that address is free again, so that an address stays unused as long as possible before its
-//! next holder. One source may request one address per set; of several sources the one with the
-//! highest precedence wins.
+//! The allocation is a round robin. It continues after the address that was allocated last, even if
+//! that is free again, so that an address stays unused as long as possible before another
+//! attachment gets it. A request may name one address for each set. It may come from several
+//! sources; the one with the highest precedence counts.
 
 use std::net::IpAddr;
 
@@ -14,24 +14,27 @@ use cni::{Code, Error, Result};
 
 use crate::ranges::{RangeSet, RangeSets, address, number};
 
-/// The addresses that are occupied, as the allocator asks for them.
+/// The occupied addresses.
 pub(crate) trait Occupied {
-    /// The error of a look-up.
+    /// The error of a lookup.
     type Error;
 
-    /// The lowest free address from `from` on, in its family; `None` if there is none above.
+    /// Returns the lowest free address that is `from` or higher, in the same family. Returns `None`
+    /// if there is none.
     fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Self::Error>;
 }
 
-/// The next address of a set in its round robin, which stands at `last`. `None` if all are taken.
+/// Returns the next free address of a set in its round robin. `last` is the address that was
+/// allocated last, if there is one. Returns `None` if all addresses are occupied.
 pub(crate) fn next<O: Occupied>(
     set: &RangeSet,
     last: Option<IpAddr>,
     occupied: &mut O,
 ) -> Result<Option<IpAddr>, O::Error> {
     let ranges = set.ranges();
-    let at = last.and_then(|last| ranges.iter().position(|range| range.contains(last)).map(|range| (range, last)));
-    let Some((start, last)) = at else {
+    // The range that contains `last`, unless the configuration has changed since.
+    let start = last.and_then(|last| Some((ranges.iter().position(|range| range.contains(last))?, last)));
+    let Some((start, last)) = start else {
         for range in ranges {
             if let Some(found) = search(set, range.first(), range.last(), occupied)? {
                 return Ok(Some(found));
@@ -39,9 +42,10 @@ pub(crate) fn next<O: Occupied>(
         }
         return Ok(None);
     };
+    // The rest of that range, then the other ranges in order, then the beginning of that range.
     if last != ranges[start].last() {
-        let behind = address(last, number(last) + 1);
-        if let Some(found) = search(set, behind, ranges[start].last(), occupied)? {
+        let after_last = address(last, number(last) + 1);
+        if let Some(found) = search(set, after_last, ranges[start].last(), occupied)? {
             return Ok(Some(found));
         }
     }
@@ -54,7 +58,8 @@ pub(crate) fn next<O: Occupied>(
     search(set, ranges[start].first(), last, occupied)
 }
 
-/// Returns the lowest free address between two of one range that is not a gateway.
+/// Returns the lowest address between `from` and `to`, both included and of one range, that is free
+/// and not a gateway of the set. Returns `None` if there is none.
 fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
     let mut from = from;
     loop {
@@ -67,23 +72,23 @@ fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut 
     }
 }
 
-/// The addresses that the request asks for, by source, the strongest first.
+/// The requested addresses of each source, in the order of precedence, the highest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Requested {
     sources: Vec<(&'static str, Vec<IpAddr>)>,
 }
 
 impl Requested {
-    /// Nothing in particular.
+    /// Returns a request for no particular address.
     pub fn none() -> Requested {
         Requested::default()
     }
 
-    /// Adds a source weaker than all before it: `address` or `address/length` each; the length says
-    /// nothing.
+    /// Adds the addresses of a source, which has lower precedence than all sources before it. Each
+    /// text is `address` or `address/length`, whose length is ignored.
     ///
     /// # Errors
-    /// Code 7 and Go's text for a malformed address.
+    /// Code 7 with Go's text for a malformed address.
     pub fn add<'a>(&mut self, source: &'static str, texts: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let mut addresses: Vec<IpAddr> = Vec::new();
         for text in texts {
@@ -99,34 +104,40 @@ impl Requested {
         Ok(())
     }
 
-    /// Returns the requested address of each set. Notes requests that a source of higher precedence
-    /// overrides.
+    /// Returns for each set the requested address, or `None`. Writes a note about a request that a
+    /// source of higher precedence overrides.
     ///
     /// # Errors
-    /// Code 7 and Go's text if an address lies in no set, or one source names several of one set.
+    /// Code 7 with Go's text if an address is in no set, or one source names several addresses of
+    /// one set.
     pub fn assign(&self, sets: &RangeSets, notes: &Notes) -> Result<Vec<Option<IpAddr>>> {
+        // The requested address of each set, with the source that requests it.
         let mut chosen: Vec<Option<(IpAddr, &str)>> = vec![None; sets.sets().len()];
-        let mut left = Vec::new();
+        let mut refused = Vec::new();
         for (source, addresses) in &self.sources {
             for address in addresses {
-                let set = sets.sets().iter().position(|set| set.find(*address).is_some());
-                match set.map(|set| &mut chosen[set]) {
-                    None => left.push(*address),
-                    Some(slot @ None) => *slot = Some((*address, source)),
-                    Some(Some((same, _))) if same == address => {}
-                    Some(Some((_, strongest))) if strongest == source => left.push(*address),
-                    Some(Some((strong, by))) => {
-                        notes.note(format_args!("{address} from {source} is not used: {by} asks for {strong}"));
+                let Some(set) = sets.sets().iter().position(|set| set.find(*address).is_some()) else {
+                    refused.push(*address);
+                    continue;
+                };
+                match chosen[set] {
+                    None => chosen[set] = Some((*address, source)),
+                    Some((chosen, _)) if chosen == *address => {}
+                    Some((_, chosen_by)) if chosen_by == *source => refused.push(*address),
+                    Some((chosen, chosen_by)) => {
+                        notes.note(format_args!(
+                            "{address} from {source} is not used, because {chosen_by} requests {chosen}"
+                        ));
                     }
                 }
             }
         }
-        if left.is_empty() {
-            return Ok(chosen.into_iter().map(|slot| slot.map(|(address, _)| address)).collect());
+        if refused.is_empty() {
+            return Ok(chosen.into_iter().map(|choice| choice.map(|(address, _)| address)).collect());
         }
-        left.dedup();
-        let left: Vec<String> = left.iter().map(IpAddr::to_string).collect();
-        let msg = format!("failed to allocate all requested IPs: {}", left.join(" "));
+        refused.dedup();
+        let refused: Vec<String> = refused.iter().map(IpAddr::to_string).collect();
+        let msg = format!("failed to allocate all requested IPs: {}", refused.join(" "));
         Err(Error::new(Code::INVALID_CONFIG, msg)
             .with_details("an address must lie in a range set, and each set gives one"))
     }
@@ -262,7 +273,7 @@ mod tests {
             requested(&[("ips", &["10.0.0.5/24"]), ("args", &["10.0.0.6", "fd00::7"]), ("IP", &["10.0.0.5"])]);
         let assigned = requested.assign(&two_sets(), &notes).unwrap();
         assert_eq!(assigned, [Some(ip("10.0.0.5")), Some(ip("fd00::7"))]);
-        assert_eq!(*lines.borrow(), ["10.0.0.6 from args is not used: ips asks for 10.0.0.5"]);
+        assert_eq!(*lines.borrow(), ["10.0.0.6 from args is not used, because ips requests 10.0.0.5"]);
     }
 
     #[test]

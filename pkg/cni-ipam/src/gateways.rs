@@ -1,13 +1,11 @@
-//! The gateways that host-local's configuration names, for the plugin that puts them on an
-//! interface.
+//! Finds the gateways in host-local's configuration, for the plugin that adds them to an interface.
 
 use cni::Cidr;
 use cni::config::NetConf;
 use cni::json::Json;
 use serde::Deserialize;
 
-/// The keys of host-local that are about gateways. A value of a wrong type is host-local's to
-/// report.
+/// The keys of host-local that have gateways. Errors in them are reported by host-local itself.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Keys {
@@ -31,7 +29,8 @@ struct Runtime {
     ip_ranges: Option<Json>,
 }
 
-/// Returns the gateways of host-local's ranges, each with the prefix of its subnet.
+/// Returns the gateways of host-local's ranges, each with the prefix length of its subnet. Skips
+/// values that cannot be parsed.
 pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
     let Keys { ipam, runtime_config } = conf.decode().unwrap_or_default();
     let gateway = |subnet: Option<&Json>, gateway: Option<&Json>| {

@@ -1,8 +1,7 @@
 //! Identifies the machine and its current boot, for the records of reservations.
 //!
-//! Only hashes are kept. An unknown machine or boot is `None` and never equals anything, itself
-//! included: a reservation counts as dead only if both are known. The time of the boot is read on
-//! demand: not while every reservation is of this boot.
+//! Only hashes of the IDs are stored. A reservation counts as one of an earlier boot only if
+//! machine and boot are known. The time of the boot is only read if there is such a reservation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,24 +12,27 @@ use crate::index::hash;
 /// A time as the file system keeps it: seconds and nanoseconds since 1970.
 pub(crate) type Timestamp = (i64, u32);
 
-/// The machine and its current boot, as far as they are known.
+/// The identity of the machine and of its current boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
+    /// The hash of the machine ID, or `None` if that is unknown.
     machine: Option<u64>,
+    /// The hash of the boot ID, or `None` if that is unknown.
     boot: Option<u64>,
+    /// The path of /proc/uptime.
     uptime: PathBuf,
 }
 
 impl Host {
-    /// Reads `/etc/machine-id` and the kernel's boot id below `root`, which is `/` outside tests.
-    /// What is missing, empty or uninitialised stays unknown.
+    /// Reads `/etc/machine-id` and the kernel's boot ID below `root`, which is `/` outside tests.
+    /// An ID that is missing, empty or uninitialised is unknown.
     pub fn read(root: &Path) -> Host {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
         let host = Host::new(&text("etc/machine-id"), &text("proc/sys/kernel/random/boot_id"));
         Host { uptime: root.join("proc/uptime"), ..host }
     }
 
-    /// Reads the texts of the two files. The time of the boot stays unknown.
+    /// Returns the host with these IDs. The time of its boot is unknown.
     pub fn new(machine_id: &str, boot_id: &str) -> Host {
         let known = |text: &str| {
             let text = text.trim();
@@ -39,19 +41,19 @@ impl Host {
         Host { machine: known(machine_id), boot: known(boot_id), uptime: PathBuf::new() }
     }
 
-    /// The machine, 0 if unknown.
+    /// Returns the hash of the machine ID, or 0 if that is unknown.
     pub(crate) fn machine(&self) -> u64 {
         self.machine.unwrap_or(0)
     }
 
-    /// The boot, 0 if unknown.
+    /// Returns the hash of the boot ID, or 0 if that is unknown.
     pub(crate) fn boot(&self) -> u64 {
         self.boot.unwrap_or(0)
     }
 
-    /// Returns when this boot began, by the current clock; `None` if that is unknown.
+    /// Returns the time of this boot by the current clock, or `None` if it is unknown.
     pub(crate) fn booted(&self) -> Option<Timestamp> {
-        // Not `btime` of /proc/stat: whole seconds, and the kernel counts all interrupts for it.
+        // `btime` of /proc/stat has only whole seconds, and reading that file is slow.
         let text = fs::read_to_string(&self.uptime).ok()?;
         let up: f64 = text.split_ascii_whitespace().next()?.parse().ok()?;
         let up = Duration::try_from_secs_f64(up).ok()?;

@@ -1,7 +1,7 @@
-//! The store's lock: Go's `flock` on the file `lock`, with a deadline, interruptible by SIGTERM.
+//! Locks the store with an `flock` of the file `lock`, as the Go plugin does, with a deadline.
 //!
-//! [`flock`] does the waiting. The folder may have been removed during the wait, and then the lock
-//! protects nothing. So the path is compared with the descriptor afterwards.
+//! The folder may be removed while a process waits for its lock, and then the lock protects
+//! nothing. So the file at the path is compared with the locked file afterwards.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -15,32 +15,33 @@ use cni::{Code, Error, Result};
 use cni_linux::flock::{self, Limit, Refused};
 use nix::libc::{O_CREAT, O_NONBLOCK};
 
-/// How long a verb waits for the lock unless the configuration says otherwise.
+/// How long a verb waits for the lock by default.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
 
-/// The reaction to a missing folder.
+/// What happens if the folder does not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MissingFolder {
-    /// ADD makes it.
+    /// It is created: ADD.
     Create,
-    /// Every other verb has nothing to do then.
+    /// Nothing: every other verb.
     Leave,
 }
 
-/// The locked file and the folder it lies in. Dropping unlocks.
+/// A locked store. Dropping it releases the lock.
 #[derive(Debug)]
 pub(crate) struct Guard {
-    /// The lock, as long as this is open.
+    /// The lock file. Closing it releases the lock.
     pub(crate) lock: File,
     /// The folder, opened after the lock was taken.
     pub(crate) folder: File,
 }
 
-/// Locks the folder `path`. `None` if it does not exist and must not be created.
+/// Locks the folder `path`. Returns `None` if it does not exist and `missing` is
+/// [`MissingFolder::Leave`].
 ///
 /// # Errors
-/// Code 11 if the lock is not to be had in time or SIGTERM arrives, naming who holds it; code 5 if
-/// the folder or the file cannot be opened.
+/// Code 11 after `limit` or a signal, with the process that holds the lock; code 5 if the folder or
+/// the file cannot be created or opened.
 pub(crate) fn acquire(
     path: &Path,
     missing: MissingFolder,
@@ -52,8 +53,9 @@ pub(crate) fn acquire(
     let lock_path = path.join("lock");
     loop {
         if missing == MissingFolder::Create {
-            let made = DirBuilder::new().recursive(true).mode(0o755).create(path);
-            made.map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error))?;
+            let created = DirBuilder::new().recursive(true).mode(0o755).create(path);
+            created
+                .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error))?;
         }
         let file = match open(&lock_path) {
             Ok(file) => file,
@@ -62,7 +64,7 @@ pub(crate) fn acquire(
                 return Err(Error::caused(Code::IO, doing, error));
             }
             Err(error) if missing == MissingFolder::Leave && cannot_exist(&error) => return Ok(None),
-            // Removed between the two calls: make it again.
+            // Another process removed the folder between the two calls.
             Err(error) if error.kind() == io::ErrorKind::NotFound && machine.now() < deadline => continue,
             Err(error) => {
                 return Err(Error::caused(Code::IO, format_args!("failed to open {}", lock_path.display()), error));
@@ -72,40 +74,42 @@ pub(crate) fn acquire(
         let file = wait(file, &lock_path, machine, on_sigterm, Limit { deadline, length: limit });
         step.end(format_args!("lock {}", lock_path.display()), &file);
         let file = file?;
-        let same = |metadata: Metadata| {
+        let is_locked_file = |metadata: Metadata| {
             file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()))
         };
-        if std::fs::metadata(&lock_path).is_ok_and(same) {
+        if std::fs::metadata(&lock_path).is_ok_and(is_locked_file) {
             let folder = File::open(path)
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to open {}", path.display()), error))?;
             return Ok(Some(Guard { lock: file, folder }));
         }
         if machine.now() >= deadline {
-            return Err(refusal(&lock_path, limit, "another process keeps removing it"));
+            return Err(not_locked(&lock_path, limit, "another process keeps removing it"));
         }
     }
 }
 
-/// No folder, a name that no folder can have, or a plain file where a folder would be.
+/// Whether the error means that the folder does not exist: it is missing, it has a name that no
+/// folder can have, or a plain file is in its place.
 fn cannot_exist(error: &io::Error) -> bool {
     use nix::libc::{ENAMETOOLONG, ENOENT, ENOTDIR};
     match error.raw_os_error() {
         Some(errno) => matches!(errno, ENOENT | ENAMETOOLONG | ENOTDIR),
-        // A NUL in it: the kernel was not even asked.
+        // std's error for a path with a NUL byte.
         None => error.kind() == io::ErrorKind::InvalidInput,
     }
 }
 
-/// Opens the file as Go does. Not blocking, in case the file is a FIFO.
+/// Opens or creates the lock file as Go does. O_NONBLOCK, because opening a FIFO would block.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).mode(0o750).custom_flags(O_CREAT | O_NONBLOCK).open(path)
 }
 
-fn refusal(path: &Path, limit: Duration, why: &str) -> Error {
+/// Returns the error, code 11, of a lock that was not taken within `limit`.
+fn not_locked(path: &Path, limit: Duration, why: &str) -> Error {
     Error::new(Code::TRY_AGAIN, format!("failed to lock {} within {} s: {why}", path.display(), limit.as_secs_f32()))
 }
 
-/// Waits for the lock of an open file.
+/// Locks an open file. `path` is for the error.
 fn wait(file: File, path: &Path, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File> {
     flock::lock(file, machine, on_sigterm, limit).map_err(|Refused { cause, holder }| {
         let holder = match holder {
@@ -113,7 +117,7 @@ fn wait(file: File, path: &Path, machine: &dyn Machine, on_sigterm: OnSigterm, l
             None => "its holder cannot be determined".to_owned(),
         };
         match cause {
-            cause if cause.is_deadline() => refusal(path, limit.length, &holder),
+            cause if cause.is_deadline() => not_locked(path, limit.length, &holder),
             cause if cause.is_terminated() => {
                 let why = format!("interrupted by a signal; {holder}");
                 Error::new(Code::TRY_AGAIN, format!("failed to lock {}: {why}", path.display()))

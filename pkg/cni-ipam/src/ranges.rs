@@ -1,9 +1,9 @@
 //! Ranges and range sets of a configuration, checked by Go's rules and refused with Go's texts.
 //!
-//! Each range *set* yields one address; the ranges inside a set are one pool. It never reads a
-//! store. A gateway need not be in its subnet, a range begins at the network's first host (the
-//! default gateway, which the allocator steps over), and an explicit `.0` or `.255` may be
-//! allocated.
+//! An attachment gets one address from each range *set*; the ranges of a set are one pool. As in
+//! Go, a gateway may be outside its subnet; a range begins by default at the network's first host,
+//! which is also the default gateway and so skipped by the allocator; and an explicit `.0` or
+//! `.255` may be allocated.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -11,8 +11,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use cni::{Cidr, Error, Result};
 use serde::Deserialize;
 
-/// A range as it stands in a configuration: texts, so that what is wrong with them is said in Go's
-/// words.
+/// A range as in the configuration. The values are texts, so that errors about them can have Go's
+/// texts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct RangeConf {
@@ -27,7 +27,7 @@ pub struct RangeConf {
     pub gateway: Option<String>,
 }
 
-/// Addresses of one network that may be handed out.
+/// A range of addresses in one network that may be allocated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Range {
     subnet: Cidr,
@@ -36,15 +36,16 @@ pub struct Range {
     gateway: IpAddr,
 }
 
-/// A pool of ranges of one family, none overlapping another: one address of it per attachment.
+/// A pool of ranges of one address family that do not overlap. An attachment gets one address from
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeSet(Vec<Range>);
 
-/// All sets of a network, none overlapping another. At least one.
+/// All range sets of a network, at least one. They do not overlap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeSets(Vec<RangeSet>);
 
-/// The number behind an address: 32 bits of an IPv4, 128 of an IPv6 one.
+/// Returns an address as a number, of 32 bits for IPv4 and 128 bits for IPv6.
 pub(crate) fn number(address: IpAddr) -> u128 {
     match address {
         IpAddr::V4(v4) => u128::from(v4.to_bits()),
@@ -52,7 +53,8 @@ pub(crate) fn number(address: IpAddr) -> u128 {
     }
 }
 
-/// The address of the family of `like` with this number; cut to the family's width.
+/// Returns the address with this number in the family of `like`. The number is truncated to 32 bits
+/// for IPv4.
 pub(crate) fn address(like: IpAddr, number: u128) -> IpAddr {
     match like {
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
@@ -60,25 +62,26 @@ pub(crate) fn address(like: IpAddr, number: u128) -> IpAddr {
     }
 }
 
-/// An address as Go's `net.ParseIP` reads it: no zone, no leading zeros, an IPv4-mapped one is
-/// IPv4.
+/// Parses an address as Go's `net.ParseIP` does: without a zone or leading zeros, and an
+/// IPv4-mapped address as IPv4. Returns `None` for another text.
 pub fn parse_ip(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }
 
-/// Fails if there are two addresses of one family; each item says whether one is of IPv4. Versions
-/// below 0.3.0 know one address per family.
+/// Checks that there is at most one address of each family, as results of versions below 0.3.0
+/// require. `are_ipv4` has an item for each address: whether it is an IPv4 address.
 ///
 /// # Errors
-/// Code 7 and Go's text.
-pub fn require_one_per_family(version: &str, families: impl Iterator<Item = bool>) -> Result<()> {
-    let (ipv4, ipv6): (Vec<bool>, Vec<bool>) = families.partition(|is_ipv4| *is_ipv4);
+/// Code 7 with Go's text.
+pub fn require_one_per_family(version: &str, are_ipv4: impl Iterator<Item = bool>) -> Result<()> {
+    let (ipv4, ipv6): (Vec<bool>, Vec<bool>) = are_ipv4.partition(|is_ipv4| *is_ipv4);
     if ipv4.len() > 1 || ipv6.len() > 1 {
         return Err(Error::config(format!("CNI version {version} does not support more than 1 address per family")));
     }
     Ok(())
 }
 
+/// Parses an address that may be absent or empty.
 fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
     match text {
         None | Some("") => Ok(None),
@@ -87,6 +90,7 @@ fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
 }
 
 impl RangeConf {
+    /// Parses the texts. Returns the subnet, and the start, the end and the gateway.
     fn parse(&self) -> Result<(Option<Cidr>, [Option<IpAddr>; 3])> {
         let subnet = self.subnet.as_deref().map(str::parse::<Cidr>).transpose();
         let subnet = subnet.map_err(|error| Error::config(error.to_string()))?;
@@ -95,10 +99,10 @@ impl RangeConf {
         Ok((subnet, [start?, end?, gateway?]))
     }
 
-    /// Checks one range and fills in its defaults.
+    /// Checks one range and adds the defaults.
     ///
     /// # Errors
-    /// Code 7 and Go's text.
+    /// Code 7 with Go's text.
     pub fn check(&self) -> Result<Range> {
         let (subnet, [start, end, gateway]) = self.parse()?;
         let subnet = subnet.ok_or_else(|| Error::config("IP <nil> not v4 nor v6"))?;
@@ -134,60 +138,65 @@ impl RangeConf {
 }
 
 impl Range {
-    /// The network.
+    /// Returns the network.
     pub fn subnet(&self) -> Cidr {
         self.subnet
     }
 
-    /// The lowest address handed out.
+    /// Returns the lowest address that may be allocated.
     pub fn first(&self) -> IpAddr {
         self.first
     }
 
-    /// The highest address handed out.
+    /// Returns the highest address that may be allocated.
     pub fn last(&self) -> IpAddr {
         self.last
     }
 
-    /// The gateway; not always inside the network, nor even of its family.
+    /// Returns the gateway, which may be outside the network and even of the other family.
     pub fn gateway(&self) -> IpAddr {
         self.gateway
     }
 
-    /// Whether `address` lies between the first and the last one. The other family never does.
+    /// Whether `address` is between the first and the last address. An address of the other family
+    /// is not.
     pub fn contains(&self, address: IpAddr) -> bool {
         address.is_ipv4() == self.first.is_ipv4() && (number(self.first)..=number(self.last)).contains(&number(address))
     }
 
+    /// Whether both ranges have an address in common.
     fn overlaps(&self, other: &Range) -> bool {
         self.contains(other.first) || other.contains(self.first)
     }
 }
 
-/// The first in the order given that shares an address with any other.
+/// Returns the position of the first range that overlaps another one, or `None` if no ranges
+/// overlap.
 ///
-/// In the order of addresses, in which all of IPv4 comes before all of IPv6, it is enough to look
-/// at what came before and at the next one: a configuration may have tens of thousands.
+/// Sorts the ranges by their first addresses, so that each has to be compared only with the next
+/// one and with the highest address so far: a configuration may have tens of thousands of ranges.
 fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usize> {
     let mut sorted: Vec<(usize, &Range)> = ranges.enumerate().collect();
     sorted.sort_unstable_by_key(|(_, range)| range.first);
-    let mut reached = None;
-    let mut first = None;
-    for (at, (position, range)) in sorted.iter().enumerate() {
-        let next = sorted.get(at + 1).is_some_and(|(_, next)| next.first <= range.last);
-        if next || reached >= Some(range.first) {
-            first = Some(first.unwrap_or(*position).min(*position));
+    let mut highest_so_far: Option<IpAddr> = None;
+    let mut overlapping: Vec<usize> = Vec::new();
+    for (index, (position, range)) in sorted.iter().enumerate() {
+        let overlaps_next = sorted.get(index + 1).is_some_and(|(_, next)| next.first <= range.last);
+        let overlaps_earlier = highest_so_far.is_some_and(|highest| highest >= range.first);
+        if overlaps_next || overlaps_earlier {
+            overlapping.push(*position);
         }
-        reached = reached.max(Some(range.last));
+        highest_so_far = highest_so_far.max(Some(range.last));
     }
-    first
+    overlapping.into_iter().min()
 }
 
-/// Whether an address from `first` to `last` lies in one of the ranges, which are sorted and do not
-/// overlap.
+/// Whether the addresses from `first` to `last` overlap one of the ranges, which are sorted and do
+/// not overlap each other.
 fn overlaps_any(sorted: &[&Range], first: IpAddr, last: IpAddr) -> bool {
-    let begun = sorted.partition_point(|range| range.first <= last);
-    sorted[..begun].last().is_some_and(|range| range.last >= first)
+    // Of the ranges that begin at or before `last`, the last one reaches furthest.
+    let count = sorted.partition_point(|range| range.first <= last);
+    sorted[..count].last().is_some_and(|range| range.last >= first)
 }
 
 impl fmt::Display for Range {
@@ -200,7 +209,7 @@ impl RangeSet {
     /// Checks the ranges of one set.
     ///
     /// # Errors
-    /// Code 7 and Go's text, without Go's prefix for the set's position.
+    /// Code 7 with Go's text, to which the caller adds the set's position.
     pub fn check(confs: &[RangeConf]) -> Result<RangeSet> {
         if confs.is_empty() {
             return Err(Error::config("empty range set"));
@@ -214,43 +223,43 @@ impl RangeSet {
             ranges.push(range);
         }
         if let Some(position) = first_overlapping(ranges.iter())
-            && let (one, behind) = (&ranges[position], &ranges[position + 1..])
-            && let Some(other) = behind.iter().find(|other| one.overlaps(other))
+            && let (range, later) = (&ranges[position], &ranges[position + 1..])
+            && let Some(other) = later.iter().find(|other| range.overlaps(other))
         {
-            return Err(Error::config(format!("subnets {one} and {other} overlap")));
+            return Err(Error::config(format!("subnets {range} and {other} overlap")));
         }
         Ok(RangeSet(ranges))
     }
 
-    /// The ranges, in the order of the configuration, which is the order of the round robin.
+    /// Returns the ranges in the configuration's order, which is the order of the round robin.
     pub fn ranges(&self) -> &[Range] {
         &self.0
     }
 
-    /// Whether the set is of IPv4.
+    /// Whether it is a set of IPv4 addresses.
     pub fn is_ipv4(&self) -> bool {
         self.0.first().is_some_and(|range| range.subnet.is_ipv4())
     }
 
-    /// The range that `address` lies in.
+    /// Returns the range that contains `address`, or `None`.
     pub fn find(&self, address: IpAddr) -> Option<&Range> {
         self.0.iter().find(|range| range.contains(address))
     }
 
-    /// The ranges in the order of their addresses.
+    /// Returns the ranges sorted by their addresses.
     fn sorted(&self) -> Vec<&Range> {
         let mut sorted: Vec<&Range> = self.0.iter().collect();
         sorted.sort_unstable_by_key(|range| range.first);
         sorted
     }
 
-    /// Whether a range of the set has this gateway. A gateway is never handed out, by whichever
-    /// range of the set.
+    /// Whether the address is the gateway of a range of the set. Such an address is not allocated
+    /// from any range of the set.
     pub fn is_gateway(&self, address: IpAddr) -> bool {
         self.0.iter().any(|range| range.gateway == address)
     }
 
-    /// The distinct gateways that lie inside the set's ranges: addresses that are never handed out.
+    /// Returns the gateways that are inside the set's ranges, each once. They are never allocated.
     pub fn inner_gateways(&self) -> Vec<IpAddr> {
         let sorted = self.sorted();
         let mut gateways: Vec<IpAddr> =
@@ -260,7 +269,7 @@ impl RangeSet {
         gateways
     }
 
-    /// How many addresses can be handed out.
+    /// Returns the number of addresses that can be allocated.
     pub fn capacity(&self) -> u128 {
         let addresses = self
             .0
@@ -280,22 +289,26 @@ impl fmt::Display for RangeSet {
 }
 
 impl RangeSets {
-    /// Merges and checks the ranges of a configuration, in Go's order: those of the runtime
-    /// (`ipRanges`), the one written directly into `ipam` (ignored without a subnet),
-    /// `ipam.ranges`.
+    /// Merges and checks the ranges of a configuration in Go's order: `runtime` (`ipRanges`),
+    /// `single` (the keys directly in `ipam`, ignored without a subnet), `sets` (`ipam.ranges`).
     ///
     /// # Errors
-    /// Code 7 and Go's text.
+    /// Code 7 with Go's text.
     pub fn check(runtime: &[Vec<RangeConf>], single: &RangeConf, sets: &[Vec<RangeConf>]) -> Result<RangeSets> {
-        let single = single.subnet.is_some().then(|| std::slice::from_ref(single));
-        let all = runtime.iter().map(Vec::as_slice).chain(single).chain(sets.iter().map(Vec::as_slice));
-        let mut checked = Vec::new();
-        // Go meets what does not parse while it decodes, before it counts sets: these texts have no
-        // prefix.
-        for (position, conf) in all.clone().enumerate().flat_map(|(i, set)| set.iter().map(move |conf| (i, conf))) {
-            conf.parse().map_err(|error| error.with_details(format!("in range set {position}")))?;
+        let mut all: Vec<&[RangeConf]> = runtime.iter().map(Vec::as_slice).collect();
+        if single.subnet.is_some() {
+            all.push(std::slice::from_ref(single));
         }
-        for (position, set) in all.enumerate() {
+        all.extend(sets.iter().map(Vec::as_slice));
+        // Go parses all texts while it decodes the configuration, so these errors come first and do
+        // not begin with the set's position.
+        for (position, set) in all.iter().enumerate() {
+            for conf in *set {
+                conf.parse().map_err(|error| error.with_details(format!("in range set {position}")))?;
+            }
+        }
+        let mut checked = Vec::new();
+        for (position, set) in all.into_iter().enumerate() {
             checked.push(RangeSet::check(set).map_err(|error| error.context(format!("invalid range set {position}")))?);
         }
         if checked.is_empty() {
@@ -304,35 +317,39 @@ impl RangeSets {
         Ok(RangeSets(checked))
     }
 
-    /// Fails if a configuration of a version that knows one address per family (below 0.3.0) asks
-    /// for more.
+    /// Checks that there is at most one set of each address family, as versions below 0.3.0
+    /// require.
     ///
     /// # Errors
-    /// Code 7 and Go's text.
+    /// Code 7 with Go's text.
     pub fn require_one_per_family(&self, version: &str) -> Result<()> {
         require_one_per_family(version, self.0.iter().map(RangeSet::is_ipv4))
     }
 
-    /// Fails if two sets share an address. Apart from [`check`](RangeSets::check), because Go looks
-    /// for it last.
+    /// Checks that no two sets have an address in common. This is not part of
+    /// [`check`](RangeSets::check) because Go checks it last.
     ///
     /// # Errors
-    /// Code 7 and Go's text.
+    /// Code 7 with Go's text.
     pub fn require_disjoint(&self) -> Result<()> {
-        let all =
-            self.0.iter().enumerate().flat_map(|(set, RangeSet(ranges))| ranges.iter().map(move |one| (set, one)));
-        let Some((i, _)) = first_overlapping(all.clone().map(|(_, range)| range)).and_then(|at| all.clone().nth(at))
-        else {
-            return Ok(());
-        };
-        let sorted = self.0[i].sorted();
-        match all.into_iter().find(|(j, range)| *j > i && overlaps_any(&sorted, range.first, range.last)) {
-            Some((j, _)) => Err(Error::config(format!("range set {i} overlaps with {j}"))),
-            None => Ok(()),
+        // All ranges, each with the position of its set.
+        let mut all: Vec<(usize, &Range)> = Vec::new();
+        for (position, set) in self.0.iter().enumerate() {
+            all.extend(set.0.iter().map(|range| (position, range)));
         }
+        let Some(overlapping) = first_overlapping(all.iter().map(|(_, range)| *range)) else { return Ok(()) };
+        let (position, _) = all[overlapping];
+        let sorted = self.0[position].sorted();
+        for (other_position, range) in all {
+            if other_position > position && overlaps_any(&sorted, range.first, range.last) {
+                return Err(Error::config(format!("range set {position} overlaps with {other_position}")));
+            }
+        }
+        Ok(())
     }
 
-    /// The sets. A set's position is the number in `last_reserved_ip.<i>`.
+    /// Returns the sets. The position of a set is the number in the file name
+    /// `last_reserved_ip.<i>`.
     pub fn sets(&self) -> &[RangeSet] {
         &self.0
     }

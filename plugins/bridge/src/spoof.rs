@@ -12,7 +12,7 @@ use cni_linux::Netlink;
 /// rules.
 pub(crate) fn purge(call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
     match SpoofCheck::open().and_then(|mut spoof| spoof.purge(mark)) {
-        Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they are those of {owner}")),
+        Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}")),
         Ok(None) => {}
         Err(error) if error.is_unsupported() => {}
         Err(error) => return Err(error.into()),

@@ -1,7 +1,7 @@
-//! firewalld on the system bus.
+//! Calls firewalld on the system bus.
 //!
-//! The library is asynchronous: each call runs it, in this thread, until there is an answer, a
-//! signal or the deadline.
+//! The library zbus is asynchronous: each call runs its tasks, in this thread, until there is an
+//! answer, SIGTERM or a timeout.
 
 use std::future::Future;
 use std::io;
@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use crate::firewalld::{Failure, Firewalld, Method, host};
+use crate::firewalld::{Failure, Firewalld, Method, source_text};
 use cni::machine::{Machine, OnSigterm};
 use cni::steps::Step;
 use cni_linux::watch::term_descriptor;
@@ -18,26 +18,28 @@ use tokio::io::unix::AsyncFd;
 use tokio::runtime::{Builder, Runtime};
 use zbus::{Connection, DBusError as _, Message};
 
-/// How long an answer may take: firewalld does one thing at a time, and reloads for seconds.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The timeout of a call: firewalld handles one call at a time, and a reload takes seconds.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// The bus names, object paths and interfaces of firewalld and of the bus itself.
 const NAME: &str = "org.fedoraproject.FirewallD1";
 const PATH: &str = "/org/fedoraproject/FirewallD1";
 const ZONE: &str = "org.fedoraproject.FirewallD1.zone";
 const BUS: &str = "org.freedesktop.DBus";
 const BUS_PATH: &str = "/org/freedesktop/DBus";
 
-struct System<'m> {
-    // Before the runtime, which it needs to end.
+/// A connection to firewalld on the system bus.
+struct SystemBus<'m> {
+    // Declared, and so dropped, before the runtime, which it needs to close.
     connection: Connection,
     runtime: Runtime,
     machine: &'m dyn Machine,
     on_sigterm: OnSigterm,
 }
 
-/// Connects to the system bus at DBUS_SYSTEM_BUS_ADDRESS, or at its usual place.
+/// Connects to the system bus at the address in DBUS_SYSTEM_BUS_ADDRESS, or at the default one.
 ///
 /// # Errors
-/// [`Failure::NoBus`] if nothing listens there, otherwise [`Failure::Unreachable`].
+/// [`Failure::NoBus`] if no process listens there, otherwise [`Failure::Unreachable`].
 pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<dyn Firewalld + '_>, Failure> {
     let failed = |error: io::Error| {
         let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS");
@@ -48,13 +50,13 @@ pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<d
     };
     let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let connection = wait(&runtime, machine, on_sigterm, Connection::system()).and_then(|done| done.map_err(into_io));
-    Ok(Box::new(System { connection: connection.map_err(failed)?, runtime, machine, on_sigterm }))
+    Ok(Box::new(SystemBus { connection: connection.map_err(failed)?, runtime, machine, on_sigterm }))
 }
 
-/// Runs until there is an answer.
+/// Runs `answer` until it is complete and returns its result.
 ///
 /// # Errors
-/// [`io::ErrorKind::TimedOut`] at the deadline and at a signal that ends this process.
+/// [`io::ErrorKind::TimedOut`] after [`TIMEOUT`] and, with [`OnSigterm::Kill`], at SIGTERM.
 fn wait<T>(
     runtime: &Runtime,
     machine: &dyn Machine,
@@ -66,27 +68,28 @@ fn wait<T>(
         return Err(interrupted());
     }
     runtime.block_on(async {
-        let signals = registered(term_descriptor()?)?;
+        let sigterm = register(term_descriptor()?)?;
         tokio::select! {
             answer = answer => Ok(answer),
-            _ = signals.readable(), if on_sigterm == OnSigterm::Kill => Err(interrupted()),
-            () = tokio::time::sleep(PATIENCE) => {
-                let text = format!("there was no answer for {} s", PATIENCE.as_secs());
+            _ = sigterm.readable(), if on_sigterm == OnSigterm::Kill => Err(interrupted()),
+            () = tokio::time::sleep(TIMEOUT) => {
+                let text = format!("there was no answer for {} s", TIMEOUT.as_secs());
                 Err(io::Error::new(io::ErrorKind::TimedOut, text))
             }
         }
     })
 }
 
-/// A descriptor that tokio waits for.
+/// Registers a descriptor with tokio's reactor, so that a task can wait until it is readable.
 #[expect(
     deprecated,
     reason = "the function that replaces it is unsafe; no descriptor here is closed or replaced while it is registered"
 )]
-fn registered<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
+fn register<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::with_interest(fd, Interest::READABLE)
 }
 
+/// Returns the I/O error in a zbus error, so that its kind remains known, or wraps the zbus error.
 fn into_io(error: zbus::Error) -> io::Error {
     match error {
         zbus::Error::InputOutput(error) | zbus::Error::Connection(error, _) => {
@@ -96,8 +99,9 @@ fn into_io(error: zbus::Error) -> io::Error {
     }
 }
 
-impl System<'_> {
-    fn call(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<Message, Failure> {
+impl SystemBus<'_> {
+    /// Waits for the answer of a method call and converts its failures.
+    fn wait_for(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<Message, Failure> {
         match wait(&self.runtime, self.machine, self.on_sigterm, call) {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(zbus::Error::MethodError(name, text, _))) => {
@@ -112,25 +116,25 @@ impl System<'_> {
     }
 }
 
-/// The answer to a question; true for what answers with something else.
-fn is_yes(answer: &Message) -> bool {
+/// Returns the boolean in an answer; true if it has another content, as that of `addSource`.
+fn boolean(answer: &Message) -> bool {
     answer.body().deserialize::<bool>().unwrap_or(true)
 }
 
-impl Firewalld for System<'_> {
+impl Firewalld for SystemBus<'_> {
     fn is_running(&self) -> Result<bool, Failure> {
         let step = Step::begin();
         let call = self.connection.call_method(Some(BUS), BUS_PATH, Some(BUS), "NameHasOwner", &NAME);
-        let answer = self.call(call).map(|answer| is_yes(&answer));
+        let answer = self.wait_for(call).map(|answer| boolean(&answer));
         step.end("ask the system bus for firewalld", &answer);
         answer
     }
 
     fn call(&self, method: Method, zone: &str, source: IpAddr) -> Result<bool, Failure> {
         let step = Step::begin();
-        let body = (zone, host(source));
+        let body = (zone, source_text(source));
         let call = self.connection.call_method(Some(NAME), PATH, Some(ZONE), method.name(), &body);
-        let answer = System::call(self, call).map(|answer| is_yes(&answer));
+        let answer = self.wait_for(call).map(|answer| boolean(&answer));
         step.end(format_args!("ask firewalld: {} {zone} {}", method.name(), body.1), &answer);
         answer
     }

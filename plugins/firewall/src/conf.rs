@@ -1,7 +1,8 @@
-//! The configuration of `firewall`: JSON in, impossible states out.
+//! Reads and checks the configuration of `firewall`.
 //!
-//! ADD, CHECK and STATUS read all of it. DEL and GC read where firewalld may have addresses, and
-//! take a mistake for an absent key, so that none can keep them from cleaning.
+//! ADD, CHECK and STATUS read all keys ([`Conf`]). DEL and GC only read where firewalld may have
+//! addresses ([`CleanupConf`]); an invalid value counts as absent there, so that a mistake never
+//! prevents the removal of rules.
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
@@ -11,19 +12,20 @@ use cni_firewall::forward::{ADMIN, AdminChain, Ingress};
 use cni_firewall::iptables::check_conditions;
 use serde::Deserialize;
 
-/// The zone that firewalld has for what is trusted.
-const ZONE: &str = "trusted";
+/// firewalld's predefined zone for trusted sources, used if the configuration names none.
+const DEFAULT_ZONE: &str = "trusted";
 
-/// A sound configuration.
+/// A valid configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
     /// `None` leaves the choice to the host.
     pub(crate) backend: Option<BackendChoice>,
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
-    pub(crate) admin: String,
-    /// The administrator's chain in nftables.
-    pub(crate) place: Option<AdminChain>,
+    pub(crate) iptables_admin_chain: String,
+    /// The administrator's chain in nftables that leads to the rules; `None` for a table of their
+    /// own.
+    pub(crate) nftables_admin_chain: Option<AdminChain>,
     /// The zone of firewalld.
     pub(crate) zone: String,
 }
@@ -31,9 +33,9 @@ pub(crate) struct Conf {
 /// `backend`
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BackendChoice {
-    /// Rules of our own.
+    /// Rules that this plugin writes.
     Rules(Backend),
-    /// A zone of firewalld's.
+    /// A zone of firewalld.
     Firewalld,
 }
 
@@ -46,7 +48,7 @@ pub(crate) enum Policy {
 }
 
 impl Policy {
-    /// The policy for containers on this bridge.
+    /// Returns the policy for containers on this bridge.
     pub(crate) fn on(self, bridge: String) -> Ingress {
         match self {
             Policy::Open => Ingress::Open,
@@ -55,14 +57,16 @@ impl Policy {
         }
     }
 
+    /// Returns the policy's name in configurations.
     pub(crate) fn name(self) -> &'static str {
         self.on(String::new()).name()
     }
 }
 
+/// The plugin's keys as they are in JSON; an absent one is empty.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Raw {
+struct RawConf {
     backend: String,
     ingress_policy: String,
     iptables_admin_chain_name: String,
@@ -70,21 +74,23 @@ struct Raw {
     firewalld_zone: String,
 }
 
-impl Raw {
-    fn choice(&self) -> Option<BackendChoice> {
+impl RawConf {
+    /// Returns the configured backend; `None` leaves the choice to the host.
+    fn backend_choice(&self) -> Option<BackendChoice> {
         match self.backend.as_str() {
             "firewalld" => Some(BackendChoice::Firewalld),
-            // As in Go an unknown name leaves the choice to the host.
+            // As with Go, an unknown name leaves the choice to the host.
             name => Backend::by_name(name).map(BackendChoice::Rules),
         }
     }
 
+    /// Returns the configured or the default zone.
     fn zone(&self) -> String {
-        if self.firewalld_zone.is_empty() { ZONE.into() } else { self.firewalld_zone.clone() }
+        if self.firewalld_zone.is_empty() { DEFAULT_ZONE.into() } else { self.firewalld_zone.clone() }
     }
 }
 
-/// The keys that DEL and GC read. A mistake in the configuration does not keep them from cleaning.
+/// The keys that DEL and GC read.
 #[derive(Clone, Debug)]
 pub(crate) struct CleanupConf {
     /// The zone that addresses without a record are removed from.
@@ -94,10 +100,12 @@ pub(crate) struct CleanupConf {
 }
 
 impl CleanupConf {
+    /// Reads the configuration; if it is invalid, as if it had no keys.
     pub(crate) fn new(conf: &NetConf) -> CleanupConf {
-        let raw: Raw = conf.decode().unwrap_or_default();
-        let may_be_firewalld = match raw.choice() {
+        let raw: RawConf = conf.decode().unwrap_or_default();
+        let may_be_firewalld = match raw.backend_choice() {
             Some(choice) => choice == BackendChoice::Firewalld,
+            // nftablesChain implies the backend nftables.
             None => raw.nftables_chain.is_empty(),
         };
         CleanupConf { zone: raw.zone(), may_be_firewalld }
@@ -108,37 +116,56 @@ impl Conf {
     /// Reads the configuration.
     ///
     /// # Errors
-    /// 6 and 7.
+    /// Code 6 if a key's value has the wrong type, code 7 if it is not valid.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: Raw = conf.decode()?;
+        let raw: RawConf = conf.decode()?;
         let policy = match raw.ingress_policy.as_str() {
             "" | "open" => Policy::Open,
             "same-bridge" => Policy::SameBridge,
             "isolated" => Policy::Isolated,
             other => return Err(Error::config(format!("unknown ingress policy: {other:?}"))),
         };
-        let (backend, zone) = (raw.choice(), raw.zone());
-        let admin = if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
-        let fits = admin.len() <= 28 && !admin.starts_with(['-', '!']) && !admin.contains(char::is_whitespace);
-        if !fits || check_conditions(&[&admin]).is_err() {
-            return Err(Error::config(format!("iptablesAdminChainName: {admin:?} is not a name of a chain")));
+        let (backend, zone) = (raw.backend_choice(), raw.zone());
+        let iptables_admin_chain =
+            if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
+        if !is_iptables_chain_name(&iptables_admin_chain) {
+            return Err(Error::config(format!(
+                "iptablesAdminChainName: {iptables_admin_chain:?} is not a name of a chain: it must be at most \
+                 {CHAIN_NAME_MAX} bytes, without spaces and control characters, and must not begin with - or !"
+            )));
         }
-        let place = match raw.nftables_chain.as_str() {
+        let nftables_admin_chain = match raw.nftables_chain.as_str() {
             "" => None,
             text => Some(AdminChain::parse(text).ok_or_else(|| {
-                let msg = format!("nftablesChain: {text:?} is not a family (inet, ip or ip6), a table and a chain");
-                Error::config(msg)
+                Error::config(format!(
+                    "nftablesChain: {text:?} is not a family (inet, ip or ip6), a table and a chain of the administrator"
+                ))
             })?),
         };
-        if place.is_some() && backend.is_some_and(|choice| choice != BackendChoice::Rules(Backend::Nftables)) {
-            return Err(Error::config("nftablesChain is only for \"backend\": \"nftables\""));
-        }
-        let backend = backend.or(place.as_ref().map(|_| BackendChoice::Rules(Backend::Nftables)));
-        Ok(Conf { backend, policy, admin, place, zone })
+        let nftables = BackendChoice::Rules(Backend::Nftables);
+        let backend = match (backend, &nftables_admin_chain) {
+            (Some(other), Some(_)) if other != nftables => {
+                return Err(Error::config("nftablesChain is only for \"backend\": \"nftables\""));
+            }
+            (None, Some(_)) => Some(nftables),
+            (backend, _) => backend,
+        };
+        Ok(Conf { backend, policy, iptables_admin_chain, nftables_admin_chain, zone })
     }
 }
 
-/// The keys that the plugin does not read.
+/// The longest name, in bytes, that iptables accepts for a chain.
+const CHAIN_NAME_MAX: usize = 28;
+
+/// Whether iptables accepts the name for a chain, and takes it for nothing else, as an option.
+fn is_iptables_chain_name(name: &str) -> bool {
+    name.len() <= CHAIN_NAME_MAX
+        && !name.starts_with(['-', '!'])
+        && !name.contains(char::is_whitespace)
+        && check_conditions(&[name]).is_ok()
+}
+
+/// Returns the keys of the configuration that the plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Raw>()
+    json.unknown_keys::<RawConf>()
 }

@@ -1,8 +1,8 @@
-//! The backend firewalld: a container's addresses are sources of a zone.
+//! The backend firewalld: adds a container's addresses to a zone as sources.
 //!
-//! firewalld keeps them in its running configuration alone, as with Go, and does not know whose
-//! they are. That is recorded beside it ([`cni_firewall::forward::sources`]): before an address is
-//! added, until it has been removed.
+//! As with Go, the sources are only in firewalld's running configuration, which it loses when it
+//! stops. firewalld does not record owners; [`cni_firewall::forward::sources`] does, from before an
+//! address is added until after it is removed.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -13,7 +13,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::forward::sources::{self, AttachmentFilter};
 
-/// The methods of a zone that are called.
+/// The D-Bus methods of firewalld's zones that the plugin calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// `addSource`
@@ -25,7 +25,7 @@ pub enum Method {
 }
 
 impl Method {
-    /// Its name on the bus.
+    /// Returns the method's name on the bus.
     pub fn name(self) -> &'static str {
         match self {
             Method::Add => "addSource",
@@ -41,7 +41,7 @@ pub enum Failure {
     /// There is no system bus.
     #[error("{0}")]
     NoBus(String),
-    /// firewalld, or the bus in its place, refused; in its words.
+    /// firewalld, or the bus if firewalld does not run, refused the call; its own text.
     #[error("{0}")]
     Refused(String),
     /// The bus or firewalld cannot be reached, or did not answer.
@@ -50,15 +50,18 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether firewalld's code is this one, `ZONE_CONFLICT` for example.
-    fn has_code(&self, code: &str) -> bool {
+    /// Whether firewalld refused with this code of its own, as `ZONE_CONFLICT`, which is in the
+    /// text.
+    fn has_firewalld_code(&self, code: &str) -> bool {
         matches!(self, Failure::Refused(text) if text.contains(code))
     }
 
+    /// Returns the CNI error code for the failure.
     fn code(&self) -> Code {
         match self {
+            // The bus's answer if firewalld does not run and cannot be started.
             Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
-            failure if failure.has_code("INVALID_ZONE") => Code::INVALID_CONFIG,
+            failure if failure.has_firewalld_code("INVALID_ZONE") => Code::INVALID_CONFIG,
             Failure::Refused(_) => Code::KERNEL,
             Failure::NoBus(_) | Failure::Unreachable(_) => Code::TRY_AGAIN,
         }
@@ -73,25 +76,26 @@ impl From<Failure> for Error {
 
 /// A connection to firewalld.
 pub trait Firewalld {
-    /// Whether it runs. Never starts it.
+    /// Whether firewalld runs. Never starts it.
     ///
     /// # Errors
-    /// The bus did not answer.
+    /// If the bus does not answer.
     fn is_running(&self) -> std::result::Result<bool, Failure>;
 
-    /// Calls a method; what [`Method::Query`] answers. Starts firewalld where the bus knows how to.
+    /// Calls a method for a source of a zone and returns the answer of [`Method::Query`], true for
+    /// the others. The bus starts firewalld if it does not run and the bus is configured to.
     ///
     /// # Errors
-    /// What firewalld said, or that it did not answer.
+    /// If firewalld refuses or does not answer.
     fn call(&self, method: Method, zone: &str, source: IpAddr) -> std::result::Result<bool, Failure>;
 }
 
-/// An address as firewalld is given it, by Go too.
-pub fn host(address: IpAddr) -> String {
+/// Returns the address in the form that these plugins and Go's send to firewalld: with /32 or /128.
+pub fn source_text(address: IpAddr) -> String {
     Cidr::host(address).to_string()
 }
 
-/// A zone, and the way to it.
+/// A zone of firewalld.
 #[derive(Clone)]
 pub(crate) struct Zone<'m> {
     pub(crate) machine: &'m dyn Machine,
@@ -104,178 +108,195 @@ impl fmt::Debug for Zone<'_> {
     }
 }
 
-/// The sources that a zone had, and the changes of an ADD, so that a failed ADD undoes only its own
-/// changes.
+/// What an ADD has to undo if it fails. Filled in by [`Zone::add`].
 #[derive(Debug, Default)]
 pub(crate) struct PreviousZones {
+    /// The attachment's recorded addresses before the ADD.
     recorded: RefCell<Vec<IpAddr>>,
+    /// The addresses that the ADD has added, or tried to.
     added: RefCell<Vec<IpAddr>>,
 }
 
 impl<'m> Zone<'m> {
-    fn bus(&self, on_sigterm: OnSigterm) -> std::result::Result<Box<dyn Firewalld + 'm>, Failure> {
+    /// Connects to the system bus.
+    fn connect(&self, on_sigterm: OnSigterm) -> std::result::Result<Box<dyn Firewalld + 'm>, Failure> {
         crate::bus::open(self.machine, on_sigterm)
     }
 
-    /// The connection, if firewalld runs.
-    fn running(&self, on_sigterm: OnSigterm) -> Result<Option<Box<dyn Firewalld + 'm>>> {
-        let bus = match self.bus(on_sigterm) {
+    /// Connects to firewalld; `None` if it, or the system bus, does not run.
+    fn connect_if_running(&self, on_sigterm: OnSigterm) -> Result<Option<Box<dyn Firewalld + 'm>>> {
+        let firewalld = match self.connect(on_sigterm) {
             Err(Failure::NoBus(_)) => return Ok(None),
-            bus => bus?,
+            result => result?,
         };
-        Ok(bus.is_running()?.then_some(bus))
+        Ok(firewalld.is_running()?.then_some(firewalld))
     }
 
+    /// Whether firewalld runs.
     pub(crate) fn is_running(&self) -> Result<bool> {
-        Ok(self.running(OnSigterm::Kill)?.is_some())
+        Ok(self.connect_if_running(OnSigterm::Kill)?.is_some())
     }
 
-    /// Makes these the attachment's sources of the zone.
-    pub(crate) fn add(&self, mark: &AttachmentId, addresses: &[IpAddr], former: &PreviousZones) -> Result<()> {
-        let known = sources::find(AttachmentFilter::Of(mark))?;
-        former.recorded.replace(known.own.clone());
-        let stale: Vec<IpAddr> = known.own.into_iter().filter(|one| !addresses.contains(one)).collect();
-        let bus = self.bus(OnSigterm::Kill)?;
-        match sources::record(mark, &[addresses, &stale].concat()) {
-            // Then only prevResult knows them, as with Go.
+    /// Makes exactly `addresses` the attachment's sources of the zone. What has to be undone if
+    /// this or a later step fails is stored in `previous`.
+    pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], previous: &PreviousZones) -> Result<()> {
+        let recorded = sources::find(AttachmentFilter::One(attachment))?;
+        previous.recorded.replace(recorded.own.clone());
+        let stale: Vec<IpAddr> = recorded.own.into_iter().filter(|address| !addresses.contains(address)).collect();
+        let firewalld = self.connect(OnSigterm::Kill)?;
+        match sources::record(attachment, &[addresses, &stale].concat()) {
+            // Without nf_tables there are no records: DEL then needs prevResult, as with Go.
             Err(error) if error.is_unsupported() => {}
-            done => done?,
+            result => result?,
         }
         for address in addresses {
-            former.added.borrow_mut().push(*address);
-            match bus.call(Method::Add, &self.name, *address) {
-                Err(failure) if failure.has_code("ZONE_ALREADY_SET") => {
-                    former.added.borrow_mut().pop();
+            // Before the call, which may time out after firewalld has added the address.
+            previous.added.borrow_mut().push(*address);
+            match firewalld.call(Method::Add, &self.name, *address) {
+                Ok(_) => {}
+                Err(failure) if failure.has_firewalld_code("ZONE_ALREADY_SET") => {
+                    previous.added.borrow_mut().pop();
                 }
-                done => {
-                    done.map_err(|failure| {
-                        let doing = format!("failed to add the address {} to {} zone", host(*address), self.name);
-                        Error::from(failure).context(doing)
-                    })?;
+                Err(failure) => {
+                    let doing = format!("failed to add the address {} to {} zone", source_text(*address), self.name);
+                    return Err(Error::from(failure).context(doing));
                 }
             }
         }
         if stale.is_empty() {
             return Ok(());
         }
-        for address in stale.iter().filter(|address| !known.others.contains(address)) {
-            self.remove(&*bus, *address, Recorded::Yes)?;
+        for address in stale.iter().filter(|address| !recorded.others.contains(address)) {
+            self.remove(&*firewalld, *address, ZoneSelection::Any)?;
         }
-        Ok(sources::record(mark, addresses)?)
+        Ok(sources::record(attachment, addresses)?)
     }
 
-    /// Undoes an [`add`](Zone::add), complete or not.
-    pub(crate) fn put_back(&self, mark: &AttachmentId, former: &PreviousZones) -> Result<()> {
-        let (recorded, added) = (former.recorded.take(), former.added.take());
-        let known = sources::find(AttachmentFilter::Of(mark))?;
-        if added.is_empty() && known.own.iter().all(|one| recorded.contains(one)) {
+    /// Undoes an [`add`](Zone::add), complete or not: restores sources and records.
+    pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousZones) -> Result<()> {
+        let (restored, added) = (previous.recorded.take(), previous.added.take());
+        let recorded = sources::find(AttachmentFilter::One(attachment))?;
+        if added.is_empty() && recorded.own.iter().all(|address| restored.contains(address)) {
             return Ok(());
         }
-        if let Some(bus) = self.running(OnSigterm::Finish)? {
-            for address in added.iter().filter(|one| !recorded.contains(one) && !known.others.contains(one)) {
-                self.remove(&*bus, *address, Recorded::No)?;
+        if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
+            for address in &added {
+                if !restored.contains(address) && !recorded.others.contains(address) {
+                    self.remove(&*firewalld, *address, ZoneSelection::This)?;
+                }
             }
-            for address in recorded.iter().filter(|one| !added.contains(one)) {
-                match bus.call(Method::Add, &self.name, *address) {
-                    Err(failure) if failure.has_code("ZONE_ALREADY_SET") || failure.has_code("ZONE_CONFLICT") => {}
-                    done => drop(done?),
+            for address in restored.iter().filter(|address| !added.contains(address)) {
+                match firewalld.call(Method::Add, &self.name, *address) {
+                    Ok(_) => {}
+                    // It is still in this zone, or the administrator has moved it to another.
+                    Err(failure)
+                        if failure.has_firewalld_code("ZONE_ALREADY_SET")
+                            || failure.has_firewalld_code("ZONE_CONFLICT") => {}
+                    Err(failure) => return Err(failure.into()),
                 }
             }
         }
-        if recorded.is_empty() {
-            Ok(sources::forget(AttachmentFilter::Of(mark))?)
+        if restored.is_empty() {
+            Ok(sources::forget(AttachmentFilter::One(attachment))?)
         } else {
-            Ok(sources::record(mark, &recorded)?)
+            Ok(sources::record(attachment, &restored)?)
         }
     }
 
-    /// Removes what is recorded of the attachments, and the further `addresses`, unless another
-    /// attachment has them. Returns those that firewalld had without a record: the Go plugin added
-    /// them.
-    pub(crate) fn purge(&self, whose: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
-        let known = sources::find(whose)?;
-        if known.own.is_empty() && addresses.is_empty() {
+    /// Removes the recorded addresses of the selected attachments, and the further `addresses`,
+    /// from firewalld, except those that another attachment has; then the records. Returns those of
+    /// `addresses` that firewalld had without a record: the Go plugin added them.
+    pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
+        let recorded = sources::find(selection)?;
+        if recorded.own.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
         }
         let (mut unrecorded, mut errors) = (Vec::new(), Vec::new());
-        // Sources do not outlive firewalld.
-        if let Some(bus) = self.running(OnSigterm::Finish)? {
-            for address in known.own.iter().filter(|one| !known.others.contains(one)) {
-                errors.extend(self.remove(&*bus, *address, Recorded::Yes).err());
+        // If firewalld does not run, there are no sources, only records.
+        if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
+            for address in recorded.own.iter().filter(|address| !recorded.others.contains(address)) {
+                errors.extend(self.remove(&*firewalld, *address, ZoneSelection::Any).err());
             }
-            for address in addresses.iter().filter(|one| !known.own.contains(one) && !known.others.contains(one)) {
-                match self.remove(&*bus, *address, Recorded::No) {
-                    Ok(Removed::Yes) => unrecorded.push(*address),
-                    done => errors.extend(done.err()),
+            for address in addresses {
+                if recorded.own.contains(address) || recorded.others.contains(address) {
+                    continue;
+                }
+                match self.remove(&*firewalld, *address, ZoneSelection::This) {
+                    Ok(true) => unrecorded.push(*address),
+                    Ok(false) => {}
+                    Err(error) => errors.push(error),
                 }
             }
         }
-        // The records stay if a source does, so that the next DEL or GC finds it.
+        // On failure the records stay, so that the next DEL or GC tries again.
         Error::join(errors)?;
-        if !known.own.is_empty() {
-            sources::forget(whose)?;
+        if !recorded.own.is_empty() {
+            sources::forget(selection)?;
         }
         Ok(unrecorded)
     }
 
-    fn remove(&self, bus: &dyn Firewalld, address: IpAddr, recorded: Recorded) -> Result<Removed> {
-        let mut answer = bus.call(Method::Remove, &self.name, address);
-        let is_elsewhere = |failure: &Failure| failure.has_code("ZONE_CONFLICT") || failure.has_code("INVALID_ZONE");
-        if recorded == Recorded::Yes && answer.as_ref().is_err_and(is_elsewhere) {
-            // Removes it from the zone that has it: the configuration may have changed, or the
-            // administrator may have moved it.
-            answer = bus.call(Method::Remove, "", address);
+    /// Removes a source; `false` if firewalld did not have it in the selected zones.
+    fn remove(&self, firewalld: &dyn Firewalld, address: IpAddr, zones: ZoneSelection) -> Result<bool> {
+        let is_elsewhere = |failure: &Failure| {
+            failure.has_firewalld_code("ZONE_CONFLICT") || failure.has_firewalld_code("INVALID_ZONE")
+        };
+        let mut answer = firewalld.call(Method::Remove, &self.name, address);
+        if zones == ZoneSelection::Any && answer.as_ref().is_err_and(is_elsewhere) {
+            // To firewalld, the empty name is the zone that has the source.
+            answer = firewalld.call(Method::Remove, "", address);
         }
         match answer {
-            Ok(_) => Ok(Removed::Yes),
-            Err(failure) if failure.has_code("UNKNOWN_SOURCE") || is_elsewhere(&failure) => Ok(Removed::No),
+            Ok(_) => Ok(true),
+            Err(failure) if failure.has_firewalld_code("UNKNOWN_SOURCE") || is_elsewhere(&failure) => Ok(false),
             Err(failure) => {
-                let doing = format!("failed to remove the address {} from {} zone", host(address), self.name);
+                let doing = format!("failed to remove the address {} from {} zone", source_text(address), self.name);
                 Err(Error::from(failure).context(doing))
             }
         }
     }
 
-    /// Returns a sentence for each address that firewalld lacks.
+    /// Returns a sentence for each address that is not a source of the zone; empty if all are.
     pub(crate) fn check(&self, addresses: &[IpAddr]) -> Result<Vec<String>> {
-        let bus = self.bus(OnSigterm::Kill)?;
+        let firewalld = self.connect(OnSigterm::Kill)?;
         let mut missing = Vec::new();
         for address in addresses {
-            let lacks = format!("failed to find the address {} in {} zone", host(*address), self.name);
-            match bus.call(Method::Query, &self.name, *address) {
+            let sentence = format!("failed to find the address {} in {} zone", source_text(*address), self.name);
+            match firewalld.call(Method::Query, &self.name, *address) {
                 Ok(true) => {}
-                Ok(false) => missing.push(lacks),
-                Err(Failure::Refused(text)) => missing.push(format!("{lacks}: {text}")),
+                Ok(false) => missing.push(sentence),
+                Err(Failure::Refused(text)) => missing.push(format!("{sentence}: {text}")),
                 Err(failure) => return Err(failure.into()),
             }
         }
         Ok(missing)
     }
 
-    /// Whether addresses could be added.
+    /// Checks that [`add`](Zone::add) can work: firewalld runs and has the zone.
     pub(crate) fn probe(&self) -> Result<()> {
-        let bus = self.bus(OnSigterm::Kill)?;
-        if !bus.is_running()? {
-            return Err(Error::new(Code::TRY_AGAIN, "firewalld is not running"));
+        let firewalld = self.connect(OnSigterm::Kill)?;
+        if !firewalld.is_running()? {
+            return Err(Error::new(
+                Code::TRY_AGAIN,
+                "firewalld is not running: start it, or choose another \"backend\"",
+            ));
         }
-        // An address that no container has: only the zone matters.
-        bus.call(Method::Query, &self.name, IpAddr::from([192, 0, 2, 1])).map(drop).map_err(|failure| {
+        // The answer does not matter, only that firewalld knows the zone; no container has this
+        // address, which is reserved for documentation.
+        let any_address = IpAddr::from([192, 0, 2, 1]);
+        firewalld.call(Method::Query, &self.name, any_address).map(drop).map_err(|failure| {
             let doing = format!("firewalldZone: firewalld does not answer for {} zone", self.name);
             Error::from(failure).context(doing)
         })
     }
 }
 
-/// Whether an address has a record.
+/// The zones that [`Zone::remove`] removes a source from.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Recorded {
-    Yes,
-    No,
-}
-
-/// Whether firewalld had an address.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Removed {
-    Yes,
-    No,
+enum ZoneSelection {
+    /// Only this zone: the source has no record, so one in another zone may be the administrator's.
+    This,
+    /// This zone or the one that has the source: it has a record, but since then the configured
+    /// zone may have changed, or the administrator may have moved the source.
+    Any,
 }

@@ -1,16 +1,17 @@
-//! For pkg/cni-fuzz alone: the configuration's reader.
+//! Only for pkg/cni-fuzz: reads a configuration.
 
 use cni::Result;
 use cni::skel::Call;
 
 use crate::conf::Conf;
 
-/// Reads a configuration as ADD does.
+/// Reads a configuration as ADD does, and checks what every valid one must fulfil.
 ///
 /// # Errors
-/// What ADD would refuse it with.
+/// The error that ADD would return.
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(&call.conf)?;
-    assert!(!conf.admin.is_empty() && !conf.admin.contains(char::is_whitespace));
+    let chain = &conf.iptables_admin_chain;
+    assert!(!chain.is_empty() && !chain.contains(char::is_whitespace));
     Ok(())
 }

@@ -1,11 +1,12 @@
 //! `firewall`: packets from and to a container pass the node's filter, and bridges can be isolated.
-//! Always behind another plugin, whose result it passes on as it is.
+//! A chained plugin, which returns the result of the plugin before it unchanged.
 //!
-//! `conf` reads the configuration; the rules themselves are [`cni_firewall::forward`]'s, and
-//! `firewalld` is the backend without any. The container's namespace is never entered.
+//! `conf` reads the configuration, [`cni_firewall::forward`] writes the rules, and `firewalld` is
+//! the backend that adds the addresses to a zone instead. The container's namespace is never
+//! entered.
 //!
-//! DEL often comes without `prevResult`. What has to go is found by its owner, in both backends,
-//! whatever the configuration says by then.
+//! DEL often has no `prevResult`, and the configuration may have changed since ADD. So DEL looks
+//! for the attachment's records in all backends.
 
 mod bus;
 mod conf;
@@ -24,7 +25,7 @@ use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::forward::sources::{self, AttachmentFilter};
-use cni_firewall::forward::{self, Forward, Ingress, PreviousRules, Wanted};
+use cni_firewall::forward::{self, Forward, ForwardRules, Ingress, PreviousRules};
 use cni_firewall::{Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
@@ -58,77 +59,80 @@ impl Plugin for Firewall {
         let conf = Conf::new(&call.conf)?;
         let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
         let mut rollback = call.rollback();
-        let wanted = wanted(call, &conf, &result)?;
-        if wanted.addresses.is_empty() {
+        let rules = required_rules(call, &conf, &result)?;
+        if rules.addresses.is_empty() {
             return Ok(Added { result, rollback });
         }
-        let choice = self.choice(call, &conf)?;
+        let choice = self.choose_backend(call, &conf)?;
         match choice {
-            BackendChoice::Rules(backend) => rules(call, &conf, &wanted, backend, &mut rollback)?,
+            BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, &mut rollback)?,
             BackendChoice::Firewalld => {
+                // firewalld cannot isolate bridges.
                 if conf.policy != Policy::Open {
-                    rules(call, &conf, &wanted, Backend::Nftables, &mut rollback)?;
+                    write_rules(call, &conf, &rules, Backend::Nftables, &mut rollback)?;
                 }
-                let zone = self.zone(call, &conf.zone);
-                let former = Rc::new(firewalld::PreviousZones::default());
-                let (undone, mark, before) = (zone.clone(), wanted.mark.clone(), former.clone());
-                rollback.push("put the sources back as they were", move || undone.put_back(&mark, &before));
-                zone.add(&wanted.mark, &wanted.addresses, &former)?;
+                add_to_zone(zone(call, &conf.zone), &rules, &mut rollback)?;
             }
         }
-        remark(call, &conf, choice);
+        note_dropping_chains(call, &conf, choice);
+        note_inactive_isolation(call, &conf);
         Ok(Added { result, rollback })
     }
 
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
-        let wanted = wanted(call, &conf, &prev)?;
-        match self.missing(call, &conf, &wanted)?.as_slice() {
+        let rules = required_rules(call, &conf, &prev)?;
+        match self.find_missing(call, &conf, &rules)?.as_slice() {
             [] => Ok(()),
             missing => Err(Error::new(Code::CHECK_FAILED, missing.join("; "))),
         }
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let addresses = call.conf.prev_result().map(|prev| prev.map_or_else(Vec::new, |prev| addresses(&prev)));
-        let addresses = addresses.unwrap_or_else(|error| {
-            call.notes.note(format_args!("firewall: prevResult is not used: {error}"));
-            Vec::new()
-        });
-        let lenient = CleanupConf::new(&call.conf);
-        let mark = call.attachment();
-        let may_have: &[IpAddr] = if lenient.may_be_firewalld { &addresses } else { &[] };
-        let in_zone = self.zone(call, &lenient.zone).purge(AttachmentFilter::Of(&mark), may_have);
-        // The Go plugin has no other rules for them, and its isolation names no containers.
-        let go = in_zone.as_deref().unwrap_or_default();
-        let rest: Vec<IpAddr> = addresses.into_iter().filter(|address| !go.contains(address)).collect();
-        Error::join([forward(call).purge(&mark, &rest).err().map(Error::from), in_zone.err()].into_iter().flatten())
+        let addresses = match call.conf.prev_result() {
+            Ok(prev) => prev.map_or_else(Vec::new, |prev| addresses(&prev)),
+            Err(error) => {
+                call.notes.note(format_args!("firewall: prevResult is not used: {error}"));
+                Vec::new()
+            }
+        };
+        let conf = CleanupConf::new(&call.conf);
+        let attachment = call.attachment();
+        let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
+        let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::One(&attachment), zone_addresses);
+        // Go wrote either a source of the zone or rules for an address, never both.
+        let removed_from_zone = from_zone.as_deref().unwrap_or_default();
+        let other_addresses: Vec<IpAddr> =
+            addresses.into_iter().filter(|address| !removed_from_zone.contains(address)).collect();
+        let from_rules = forward(call).purge(&attachment, &other_addresses).map_err(Error::from);
+        Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let valid: Vec<(&str, &str)> = valid.iter().collect();
         let network = call.conf.name();
-        let zone = self.zone(call, &CleanupConf::new(&call.conf).zone);
-        let in_zone = zone.purge(AttachmentFilter::Garbage { network, valid: &valid }, &[]);
-        Error::join([forward(call).gc(network, &valid).err().map(Error::from), in_zone.err()].into_iter().flatten())
+        let zone = zone(call, &CleanupConf::new(&call.conf).zone);
+        let from_zone = zone.purge(AttachmentFilter::Garbage { network, valid: &valid }, &[]);
+        let from_rules = forward(call).gc(network, &valid).map_err(Error::from);
+        Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
-        let choice = self.choice(call, &conf).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?;
-        let backend = match choice {
+        let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
+        let backend = match self.choose_backend(call, &conf).map_err(not_available)? {
             BackendChoice::Rules(backend) => backend,
-            BackendChoice::Firewalld => {
-                let ready = self.zone(call, &conf.zone).probe();
-                return ready.map_err(|error| error.with_code(Code::NOT_AVAILABLE));
-            }
+            BackendChoice::Firewalld => return zone(call, &conf.zone).probe().map_err(not_available),
         };
-        let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
-        if backend == Backend::Nftables && !nft_usable().map_err(not_ready)? {
-            return Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables"));
+        let not_available = |error: cni_linux::Error| not_available(Error::from(error));
+        if backend == Backend::Nftables && !nft_usable().map_err(not_available)? {
+            return Err(Error::new(
+                Code::NOT_AVAILABLE,
+                "\"backend\": \"nftables\" cannot be used: this kernel has no nf_tables",
+            ));
         }
-        forward(call).probe(backend, conf.place.as_ref()).map_err(not_ready)
+        forward(call).probe(backend, conf.nftables_admin_chain.as_ref()).map_err(not_available)
     }
 
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
@@ -138,146 +142,160 @@ impl Plugin for Firewall {
 }
 
 impl Firewall {
-    fn zone<'m>(&self, call: &Call<'m>, name: &str) -> Zone<'m> {
-        Zone { machine: call.machine, name: name.to_owned() }
-    }
-
-    /// The backend that is asked for; else firewalld if it runs, as with Go, else the one that the
-    /// host has.
-    fn choice(&self, call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
+    /// Returns the configured backend; without one firewalld if it runs, as with Go, else the
+    /// default of the host.
+    fn choose_backend(&self, call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
         match conf.backend {
             Some(choice) => Ok(choice),
-            None if self.zone(call, &conf.zone).is_running()? => Ok(BackendChoice::Firewalld),
-            None => Ok(BackendChoice::Rules(forward(call).chosen()?)),
+            None if zone(call, &conf.zone).is_running()? => Ok(BackendChoice::Firewalld),
+            None => Ok(BackendChoice::Rules(forward(call).default_backend()?)),
         }
     }
 
-    /// Returns a sentence for each rule that is missing.
-    fn missing(&self, call: &Call<'_>, conf: &Conf, wanted: &Wanted) -> Result<Vec<String>> {
-        match self.choice(call, conf)? {
-            BackendChoice::Rules(backend) => Ok(forward(call).check(wanted, backend)?),
-            BackendChoice::Firewalld => {
-                let mut missing = self.zone(call, &conf.zone).check(&wanted.addresses)?;
-                // Without a record it was the Go plugin, or firewalld did not run yet.
-                let is_recorded = !sources::find(AttachmentFilter::Of(&wanted.mark))?.own.is_empty();
-                if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
-                    let rules = forward(call);
-                    return Ok(rules.check(wanted, rules.chosen()?)?);
-                }
-                if is_recorded && conf.policy != Policy::Open {
-                    missing.extend(forward(call).check(wanted, Backend::Nftables)?);
-                }
-                Ok(missing)
-            }
+    /// Returns a sentence for each rule, or source of the zone, that is missing; empty if all are
+    /// there.
+    fn find_missing(&self, call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Vec<String>> {
+        let forward = forward(call);
+        let backend = match self.choose_backend(call, conf)? {
+            BackendChoice::Rules(backend) => return Ok(forward.check(rules, backend)?),
+            BackendChoice::Firewalld => zone(call, &conf.zone),
+        };
+        let mut missing = backend.check(&rules.addresses)?;
+        let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
+        // Without a record, this plugin has not used firewalld: it may have started after the ADD.
+        if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
+            return Ok(forward.check(rules, forward.default_backend()?)?);
         }
+        // Without a record, the Go plugin may have added the address, which isolates nothing.
+        if is_recorded && conf.policy != Policy::Open {
+            missing.extend(forward.check(rules, Backend::Nftables)?);
+        }
+        Ok(missing)
     }
 }
 
-/// Puts rules in force.
-fn rules<'a>(
+/// Writes the attachment's rules and registers their removal with `rollback`.
+fn write_rules<'a>(
     call: &'a Call<'_>,
     conf: &Conf,
-    wanted: &Wanted,
+    rules: &ForwardRules,
     backend: Backend,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let former = Rc::new(PreviousRules::default());
-    let (undone, before) = (wanted.clone(), former.clone());
-    rollback.push("put the rules back as they were", move || forward(call).put_back(&undone, &before));
-    if let Err(error) = forward(call).ensure(wanted, backend, &former) {
-        return Err(refusal(call, error, conf, backend));
-    }
-    Ok(())
+    let previous = Rc::new(PreviousRules::default());
+    let (undone_rules, restored) = (rules.clone(), previous.clone());
+    rollback.push("put the rules back as they were", move || forward(call).put_back(&undone_rules, &restored));
+    forward(call).ensure(rules, backend, &previous).map_err(|error| explain_failure(call, error, conf, backend))
+}
+
+/// Adds the addresses to the zone and registers their removal with `rollback`.
+fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
+    let previous = Rc::new(firewalld::PreviousZones::default());
+    let (undone_zone, attachment, restored) = (zone.clone(), rules.attachment.clone(), previous.clone());
+    rollback.push("put the sources back as they were", move || undone_zone.put_back(&attachment, &restored));
+    zone.add(&rules.attachment, &rules.addresses, &previous)
+}
+
+fn zone<'m>(call: &Call<'m>, name: &str) -> Zone<'m> {
+    Zone { machine: call.machine, name: name.to_owned() }
 }
 
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine, call.notes.clone())
 }
 
-/// All addresses of the result, whichever interface they are on, as in Go.
+/// Returns all addresses of the result, each once. As with Go, their interface does not matter.
 fn addresses(prev: &AddResult) -> Vec<IpAddr> {
-    let mut all = Vec::new();
+    let mut addresses = Vec::new();
     for address in prev.ips.iter().map(|ip| ip.address.address()) {
-        if !all.contains(&address) {
-            all.push(address);
+        if !addresses.contains(&address) {
+            addresses.push(address);
         }
     }
-    all
+    addresses
 }
 
-/// Returns the rules that this attachment wants.
-fn wanted(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Wanted> {
-    Ok(Wanted {
-        mark: call.attachment(),
+/// Returns the rules that the attachment needs. Fails as [`ingress`] does.
+fn required_rules(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<ForwardRules> {
+    Ok(ForwardRules {
+        attachment: call.attachment(),
         addresses: addresses(prev),
         ingress: ingress(conf.policy, prev)?,
-        admin: conf.admin.clone(),
-        place: conf.place.clone(),
+        iptables_admin_chain: conf.iptables_admin_chain.clone(),
+        nftables_admin_chain: conf.nftables_admin_chain.clone(),
     })
 }
 
-/// The bridge to isolate: the first interface on the host that the result names, as in Go.
+/// Returns the policy with the bridge to isolate: the first interface on the host that `prev`
+/// names, as with Go.
 ///
 /// # Errors
-/// There is none, or it is not a bridge: rules for a container's own interface would isolate
-/// nothing.
+/// If there is no such interface, or it is not a bridge: rules for a container's own interface
+/// would isolate nothing.
 fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     if policy == Policy::Open {
         return Ok(Ingress::Open);
     }
-    let name = policy.name();
-    let refused = |why: String| Error::config(format!("\"ingressPolicy\": {name:?} needs a bridge: {why}"));
-    let first = prev.interfaces.iter().find(|interface| interface.sandbox.is_empty());
-    let first = first.ok_or_else(|| refused("prevResult names no interface of the host".into()))?;
-    match Netlink::open()?.find_link(&first.name)? {
-        Some(link) if link.is_bridge() => Ok(policy.on(link.name)),
-        Some(link) => Err(refused(format!("{} in prevResult is a {}", link.name, link.kind))),
-        None => Err(refused(format!("{} in prevResult does not exist", first.name))),
-    }
-}
-
-/// Returns the error for rules that could not be made, with the code for an unusable backend.
-fn refusal(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
-    let has_no_program = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
-    let is_absent = error.is_unsupported() || has_no_program();
-    match &conf.place {
-        Some(place) if error.is_not_found() => Error::from(error)
-            .context(format!("nftablesChain: there is no chain {place}"))
-            .with_code(Code::INVALID_CONFIG),
-        _ if is_absent => Error::from(error)
-            .context(format!("\"backend\": \"{}\" cannot be had on this host", backend.name()))
-            .with_code(Code::UNSUPPORTED_FIELD),
-        _ => error.into(),
-    }
-}
-
-/// Prints a note if chains of other tables drop what the rules accept.
-fn remark(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
-    let overruled = match choice {
-        // Its rules are in the table whose policy drops.
-        BackendChoice::Rules(Backend::Iptables) => None,
-        BackendChoice::Rules(Backend::Nftables) => Some(("backend nftables", "name the chain in \"nftablesChain\"")),
-        BackendChoice::Firewalld => Some(("firewalld", "accept the containers' addresses in that chain too")),
+    let no_bridge =
+        |why: String| Error::config(format!("\"ingressPolicy\": {:?} needs a bridge: {why}", policy.name()));
+    let Some(interface) = prev.interfaces.iter().find(|interface| interface.sandbox.is_empty()) else {
+        return Err(no_bridge("prevResult names no interface of the host".into()));
     };
-    if let Some((accepting, advice)) = overruled
-        && let Ok(mut dropping) = forward::dropping(conf.place.as_ref())
-    {
-        // firewalld drops everything in a table of its own while it reloads.
-        dropping.retain(|chain| choice != BackendChoice::Firewalld || !chain.contains(" firewalld"));
-        if !dropping.is_empty() {
-            call.notes.note(format_args!(
-                "firewall: {} drops what it does not accept itself, and {accepting} cannot change that from another \
-                 table: {advice}",
-                dropping.join(", ")
-            ));
-        }
+    match Netlink::open()?.find_link(&interface.name)? {
+        Some(link) if link.is_bridge() => Ok(policy.on(link.name)),
+        Some(link) => Err(no_bridge(format!("{} in prevResult is a {}", link.name, link.kind))),
+        None => Err(no_bridge(format!("{} in prevResult does not exist", interface.name))),
     }
-    if conf.policy == Policy::Isolated {
-        let key = "net/bridge/bridge-nf-call-iptables";
-        if sysctl::read(key).map_or(true, |value| value != "1") {
-            call.notes.note(format_args!(
-                "firewall: sysctl {key} is not 1, so containers on one bridge reach each other despite \"isolated\""
-            ));
-        }
+}
+
+/// Adds to the `error` of writing rules, and gives the code for, one of two causes: the configured
+/// nftables chain does not exist, or the host lacks the backend. Other errors stay as they are.
+fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
+    if let Some(chain) = &conf.nftables_admin_chain
+        && error.is_not_found()
+    {
+        return Error::from(error)
+            .context(format!("nftablesChain: there is no chain {chain}"))
+            .with_code(Code::INVALID_CONFIG);
+    }
+    let has_no_program = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
+    if error.is_unsupported() || has_no_program() {
+        return Error::from(error)
+            .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
+            .with_code(Code::UNSUPPORTED_FIELD);
+    }
+    error.into()
+}
+
+/// Prints a note if chains of other nftables tables drop packets that this ADD's rules accept.
+fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
+    let (backend, advice) = match choice {
+        // These rules are in the table whose policy could drop the packets.
+        BackendChoice::Rules(Backend::Iptables) => return,
+        BackendChoice::Rules(Backend::Nftables) => ("backend nftables", "name the chain in \"nftablesChain\""),
+        BackendChoice::Firewalld => ("firewalld", "accept the containers' addresses in that chain too"),
+    };
+    let Ok(mut chains) = forward::list_dropping_chains(conf.nftables_admin_chain.as_ref()) else { return };
+    if choice == BackendChoice::Firewalld {
+        // While firewalld reloads, a table of its own drops everything.
+        chains.retain(|chain| !chain.contains(" firewalld"));
+    }
+    if !chains.is_empty() {
+        call.notes.note(format_args!(
+            "firewall: {} drops what it does not accept itself, and {backend} cannot change that from another \
+             table: {advice}",
+            chains.join(", ")
+        ));
+    }
+}
+
+/// Prints a note if the policy `isolated` has no effect within a bridge, as the kernel does not
+/// pass bridged packets to iptables.
+fn note_inactive_isolation(call: &Call<'_>, conf: &Conf) {
+    let key = "net/bridge/bridge-nf-call-iptables";
+    if conf.policy == Policy::Isolated && sysctl::read(key).map_or(true, |value| value != "1") {
+        call.notes.note(format_args!(
+            "firewall: sysctl {key} is not 1, so containers on one bridge reach each other despite \"isolated\""
+        ));
     }
 }

@@ -123,7 +123,7 @@ impl Plugin for HostLocal {
         let mut locked = store.lock(conf.place.lock_timeout, call.machine)?;
         let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
         drop(locked);
-        let (made, machine) = (lease.made(), call.machine);
+        let (made, machine) = (lease.new_reservations(), call.machine);
         let limit = conf.place.lock_timeout.min(ROLLBACK_LIMIT);
         rollback.push("release the addresses just reserved", move || store.undo(&made, limit, &*machine));
 

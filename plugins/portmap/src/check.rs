@@ -70,10 +70,10 @@ fn holds(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<bool>
     let addresses: Vec<_> = wanted.containers.iter().map(|container| container.address()).collect();
     Ok(match backend {
         Backend::Iptables => {
-            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&wanted.mark)?
+            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&wanted.attachment)?
         }
         Backend::Nftables => match NftPortMap::open() {
-            Ok(mut nft) => nft.holds(&wanted.mark, &addresses)?,
+            Ok(mut nft) => nft.holds(&wanted.attachment, &addresses)?,
             Err(error) if error.is_unsupported() => false,
             Err(error) => return Err(error.into()),
         },

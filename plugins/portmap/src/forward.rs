@@ -78,7 +78,7 @@ fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
     let looks: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&nft, &iptables];
     for look in looks {
         let conflicts = match look(ConflictAction::Keep) {
-            Ok(conflicts) if conflicts.dead => look(ConflictAction::Displace),
+            Ok(conflicts) if conflicts.found_dead => look(ConflictAction::Displace),
             conflicts => conflicts,
         };
         match conflicts {
@@ -125,7 +125,7 @@ fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, roll
     }
     // Displaced only now that the ports lead to this container. If it fails, the old rules stay
     // beside the new ones.
-    if elsewhere.dead
+    if elsewhere.found_dead
         && let Err(error) = conflicts(call, wanted, backend, ConflictAction::Displace)
     {
         call.notes.note(format_args!("portmap: failed to displace what is gone: {error}"));
@@ -178,7 +178,7 @@ fn conflicts(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: Confl
         match NftPortMap::open().and_then(|mut nft| nft.conflicts(wanted, then)) {
             Ok(more) => {
                 all.held = more.held;
-                all.dead |= more.dead;
+                all.found_dead |= more.found_dead;
                 all.remarks.extend(more.remarks);
             }
             Err(error) if error.is_unsupported() => {}
@@ -191,7 +191,7 @@ fn conflicts(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: Confl
 /// Returns the port mappings that this attachment wants.
 pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
     Forwarding {
-        mark: call.attachment(),
+        attachment: call.attachment(),
         containers,
         mappings: conf.mappings.clone(),
         snat: conf.snat,
@@ -229,7 +229,8 @@ pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
     }
-    let chosen = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill)?.chosen(Family::V4)?;
+    let chosen =
+        Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill)?.chosen_variant(Family::V4)?;
     Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
 }
 
@@ -261,7 +262,7 @@ fn unserved(error: cni_linux::Error, backend: Backend) -> Error {
 fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Error) -> Error {
     let is_missing = |iptables: Iptables<'_>| {
         let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
-        families.any(|family| matches!(iptables.chosen(family), Ok(None)))
+        families.any(|family| matches!(iptables.chosen_variant(family), Ok(None)))
     };
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     // Without a program the kernel may have refused what was written over netlink.
@@ -272,7 +273,7 @@ fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Erro
 
 fn absent(error: Error, backend: Backend) -> Error {
     error
-        .context(format!("\"backend\": \"{}\" cannot be had on this host", backend.name()))
+        .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
         .with_code(Code::UNSUPPORTED_FIELD)
 }
 

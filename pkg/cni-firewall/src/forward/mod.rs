@@ -1,14 +1,14 @@
 //! Forwarding: packets from and to containers pass the node's filter, and bridges can be isolated
 //! from each other.
 //!
-//! [`Forward`] is what the plugin sees: one attachment ([`AttachmentId`]) and its addresses, kept
-//! by one of two [`Backend`]s: `iptables` in the shapes of the Go plugin, `nftables` in sets. Both
-//! record whose an address is (`owner`), so that removing needs no address and no knowledge of how
-//! the rules were made.
+//! The plugin uses [`Forward`], which writes the rules of one attachment ([`AttachmentId`]) to one
+//! of two [`Backend`]s: `iptables` in the form of the Go plugin, `nftables` as elements of sets.
+//! Both record which attachment has an address (`owner`), so that removing needs no address and no
+//! knowledge of how the rules were made.
 //!
-//! Acts in the network namespace of the calling thread, which must be the host's. The chains and
-//! what leads to them stay when the last container has gone, as with Go: the administrator may have
-//! filled one of them.
+//! All calls act in the network namespace of the calling thread, which must be the host's. The
+//! shared chains and the jumps to them stay when the last container is removed, as with Go: the
+//! administrator may have added rules.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -32,41 +32,48 @@ pub mod sources;
 pub use iptables::ADMIN;
 pub use nftables::AdminChain;
 pub use owner::Ingress;
-use owner::Owned;
+use owner::OwnedAddress;
 
-/// The rules that one attachment wants.
+/// The rules that one attachment needs.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct ForwardRules {
     /// The attachment.
-    pub mark: AttachmentId,
+    pub attachment: AttachmentId,
     /// The container's addresses.
     pub addresses: Vec<IpAddr>,
-    /// Which containers may open connections to it.
+    /// Which containers may open connections to this one.
     pub ingress: Ingress,
     /// iptables: the chain for the administrator's rules.
-    pub admin: String,
-    /// nftables: the administrator's chain that leads to the rules, and in whose table they are.
-    pub place: Option<AdminChain>,
+    pub iptables_admin_chain: String,
+    /// nftables: the administrator's chain that leads to the rules, which are in its table. `None`:
+    /// the rules are in a table of their own.
+    pub nftables_admin_chain: Option<AdminChain>,
 }
 
-impl Wanted {
-    fn owned(&self) -> Vec<Owned> {
-        let owner = owner::name(&self.mark);
-        let owned = |address: &IpAddr| Owned { owner: owner.clone(), address: *address, ingress: self.ingress.clone() };
-        self.addresses.iter().map(owned).collect()
+impl ForwardRules {
+    /// Returns the addresses, each with its owner and its policy.
+    fn owned_addresses(&self) -> Vec<OwnedAddress> {
+        let owner = owner::name(&self.attachment);
+        let mut owned = Vec::new();
+        for address in &self.addresses {
+            owned.push(OwnedAddress { owner: owner.clone(), address: *address, ingress: self.ingress.clone() });
+        }
+        owned
     }
 
-    fn of(&self, family: Family) -> Vec<Owned> {
-        self.owned().into_iter().filter(|owned| Family::of(owned.address) == family).collect()
+    /// Returns the addresses of one family.
+    fn of_family(&self, family: Family) -> Vec<OwnedAddress> {
+        self.owned_addresses().into_iter().filter(|owned| Family::of(owned.address) == family).collect()
     }
 
+    /// Returns the families of the addresses, each once, IPv4 first.
     fn families(&self) -> Vec<Family> {
-        FAMILIES.into_iter().filter(|family| !self.of(*family).is_empty()).collect()
+        FAMILIES.into_iter().filter(|family| !self.of_family(*family).is_empty()).collect()
     }
 }
 
-/// The addresses and bridges that an attachment had before an ADD, so that a failed ADD undoes only
-/// its own changes. Filled in by [`Forward::ensure`].
+/// The addresses and isolated bridges that an attachment had before an ADD, so that a failed ADD
+/// undoes only its own changes. Filled in by [`Forward::ensure`].
 #[derive(Debug, Default)]
 pub struct PreviousRules {
     nftables: RefCell<Option<nftables::PreviousRules>>,
@@ -87,196 +94,188 @@ impl fmt::Debug for Forward<'_> {
 }
 
 impl<'m> Forward<'m> {
-    /// Nothing is opened yet. Remarks for the operator go to `notes`.
+    /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Forward<'m> {
         Forward { machine, notes, folders: Folders::new(std::env::var_os("PATH")) }
     }
 
-    /// The backend that new rules are made in where none is asked for: iptables, unless its
-    /// programs are not installed.
+    /// Returns the backend for new rules if the configuration names none: iptables, or nftables if
+    /// iptables' programs are not installed.
     ///
     /// # Errors
-    /// A program that could not be asked which variant it is.
-    pub fn chosen(&self) -> Result<Backend> {
-        let chosen = self.iptables(OnSigterm::Kill)?.chosen(Family::V4)?;
-        Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
+    /// If the installed program does not say which variant it is.
+    pub fn default_backend(&self) -> Result<Backend> {
+        let variant = self.iptables(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
+        Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
     }
 
-    /// Puts `wanted` in force; what the attachment had before is replaced, and stored in `former`.
+    /// Writes `rules`. The attachment's existing rules are replaced, and stored in `previous`.
     ///
     /// # Errors
-    /// Some rules may be in force then; [`put_back`](Forward::put_back) removes them.
-    pub fn ensure(&self, wanted: &Wanted, backend: Backend, former: &PreviousRules) -> Result<()> {
+    /// If the rules cannot be read or written. Some may be in force then;
+    /// [`put_back`](Forward::put_back) removes them.
+    pub fn ensure(&self, rules: &ForwardRules, backend: Backend, previous: &PreviousRules) -> Result<()> {
         match backend {
-            Backend::Iptables => self.ensure_in_iptables(wanted, former),
-            Backend::Nftables => {
-                let mut nft = Nft::open()?;
-                let owned = wanted.owned();
-                let place = wanted.place.as_ref();
-                nftables::ensure(&mut nft, &owner::name(&wanted.mark), &owned, place, &former.nftables)
-            }
+            Backend::Iptables => self.ensure_in_iptables(rules, previous),
+            Backend::Nftables => nftables::ensure(
+                &mut Nft::open()?,
+                &owner::name(&rules.attachment),
+                &rules.owned_addresses(),
+                rules.nftables_admin_chain.as_ref(),
+                &previous.nftables,
+            ),
         }
     }
 
-    fn ensure_in_iptables(&self, wanted: &Wanted, former: &PreviousRules) -> Result<()> {
+    /// Writes `rules` to iptables, in the variant that the host uses for each family.
+    fn ensure_in_iptables(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();
-        for family in wanted.families() {
-            let Some(variant) = iptables.for_new_rules(family)? else {
-                // The error is that of a program that cannot be found.
+        for family in rules.families() {
+            let Some(variant) = iptables.variant_for_new_rules(family)? else {
+                // Fails, as there is neither a program nor a usable kernel, with the reason.
                 return iptables.probe(family);
             };
             families.push((family, variant));
         }
-        let owner = owner::name(&wanted.mark);
+        let owner = owner::name(&rules.attachment);
         let changed = iptables.change_all(&families, |filter| {
-            let addresses = wanted.of(filter.family());
-            let mut all = former.iptables.borrow_mut();
-            let variant = families.iter().find(|(family, _)| *family == filter.family());
-            if let Some((family, variant)) =
-                variant.filter(|(family, _)| !all.iter().any(|(known, ..)| known == family))
+            let addresses = rules.of_family(filter.family());
+            let mut stored = previous.iptables.borrow_mut();
+            // This plan can run again after a conflict with another process; the first run has
+            // stored the addresses.
+            let is_stored = stored.iter().any(|(family, ..)| *family == filter.family());
+            if !is_stored
+                && let Some((family, variant)) = families.iter().find(|(family, _)| *family == filter.family())
             {
-                all.push((*family, *variant, iptables::FamilyAddresses::read(filter, &owner, &addresses)?));
+                stored.push((*family, *variant, iptables::FamilyAddresses::read(filter, &owner, &addresses)?));
             }
-            iptables::ensure(filter, &owner, &addresses, &wanted.admin).map(Some)
+            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain).map(Some)
         });
         changed.map(drop).map_err(|(_, error)| error)
     }
 
     /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that it made and
-    /// restores those that it replaced.
+    /// restores those that it replaced. A backend or family that it did not touch stays as it is.
     ///
     /// # Errors
-    /// All that went wrong.
-    pub fn put_back(&self, wanted: &Wanted, former: &PreviousRules) -> Result<()> {
-        let owner = owner::name(&wanted.mark);
+    /// All failures, joined; each part is tried whatever the others do.
+    pub fn put_back(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
+        let owner = owner::name(&rules.attachment);
         let mut results = Vec::new();
-        match former.nftables.take() {
-            Some(had) if had.owned.is_empty() => results.push(self.in_nftables(|nft| nftables::purge(nft, &owner))),
-            Some(had) => {
-                results.push(self.in_nftables(|nft| {
-                    nftables::ensure(nft, &owner, &had.owned, had.place.as_ref(), &RefCell::default())
-                }))
-            }
-            None => {}
+        if let Some(existing) = previous.nftables.take() {
+            results.push(self.in_nftables(|nft| {
+                if existing.owned.is_empty() {
+                    return nftables::purge(nft, &owner);
+                }
+                let admin_chain = existing.admin_chain.as_ref();
+                nftables::ensure(nft, &owner, &existing.owned, admin_chain, &RefCell::default())
+            }));
         }
-        for (family, variant, had) in former.iptables.take() {
-            let addresses = wanted.of(family);
+        for (family, variant, existing) in previous.iptables.take() {
+            let addresses = rules.of_family(family);
             results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
-                iptables.change(family, variant, |filter| had.put_back(filter, &owner, &addresses, &wanted.admin))
+                iptables.change(family, variant, |filter| {
+                    existing.put_back(filter, &owner, &addresses, &rules.iptables_admin_chain)
+                })
             }));
         }
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's
-    /// result where they are known: a Go plugin that made the rules has not recorded whose they
-    /// are.
+    /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
+    /// result, empty if unknown: rules of the Go plugin are only found by their address, as Go does
+    /// not record owners.
     ///
     /// # Errors
-    /// All that went wrong. Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-        let owner = owner::name(mark);
-        Error::join(
-            [
-                self.in_nftables(|nft| nftables::purge(nft, &owner)),
-                self.clean(|filter| iptables::purge(filter, &owner, addresses)),
-            ]
-            .into_iter()
-            .filter_map(Result::err),
-        )
+    /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
+    pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        let owner = owner::name(attachment);
+        let results = [
+            self.in_nftables(|nft| nftables::purge(nft, &owner)),
+            self.clean(|filter| iptables::purge(filter, &owner, addresses)),
+        ];
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Removes what belongs to `network` and to no attachment of `valid` (containerID, ifname), in
-    /// both backends.
+    /// Removes the rules of `network` that do not belong to an attachment in `valid` (container ID,
+    /// interface name), from both backends.
     ///
     /// # Errors
     /// As [`purge`](Forward::purge).
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        let valid: Vec<String> = valid
-            .iter()
-            .map(|(container, ifname)| owner::name(&AttachmentId::new(network, *container, *ifname)))
-            .collect();
-        Error::join(
-            [
-                self.in_nftables(|nft| nftables::gc(nft, network, &valid)),
-                self.clean(|filter| iptables::gc(filter, network, &valid)),
-            ]
-            .into_iter()
-            .filter_map(Result::err),
-        )
+        let mut valid_owners = Vec::new();
+        for (container, ifname) in valid {
+            valid_owners.push(owner::name(&AttachmentId::new(network, *container, *ifname)));
+        }
+        let results = [
+            self.in_nftables(|nft| nftables::gc(nft, network, &valid_owners)),
+            self.clean(|filter| iptables::gc(filter, network, &valid_owners)),
+        ];
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    fn in_nftables(&self, remove: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
-        match Nft::open().and_then(|mut nft| remove(&mut nft)) {
+    /// Runs `change` on a connection to nf_tables. A kernel without nf_tables has no rules to
+    /// remove, so that is not an error.
+    fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
+        match Nft::open().and_then(|mut nft| change(&mut nft)) {
             Err(error) if error.is_unsupported() => Ok(()),
-            done => done,
+            result => result,
         }
     }
 
+    /// Applies the removal that `plan` returns in every family and variant of iptables that may
+    /// have rules of containers. A failure in one does not stop the others; all are joined.
     fn clean(&self, plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>) -> Result<()> {
         let holders = [iptables::OWNERS, iptables::FORWARD];
         let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&holders, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
-                "iptables-{variant} may have a table filter for {family:?}, and its programs are not installed: rules of \
-                 containers may be left in it"
+                "rules of containers may be left in table filter of iptables-{variant} for {family:?}: its programs, \
+                 which could read the table, are not installed"
             ));
         }
         outcome
     }
 
     /// Returns a sentence for each rule that is missing or in the wrong place; empty if all is
-    /// well. Accepts Go's rules and, if they are there, those of the other backend. Changes nothing
-    /// and starts no process, unless there are tables of iptables-legacy.
+    /// well. Accepts Go's rules, and those of the other backend if only that has any. Changes
+    /// nothing, and starts a process only if there are tables of iptables-legacy.
     ///
     /// # Errors
-    /// The kernel's.
-    pub fn check(&self, wanted: &Wanted, backend: Backend) -> Result<Vec<String>> {
-        let owner = owner::name(&wanted.mark);
-        let in_nftables = match Nft::open().and_then(|mut nft| nftables::holds(&mut nft, &owner)) {
+    /// If rules cannot be read.
+    pub fn check(&self, rules: &ForwardRules, backend: Backend) -> Result<Vec<String>> {
+        let owner = owner::name(&rules.attachment);
+        let is_in_nftables = match Nft::open().and_then(|mut nft| nftables::has_addresses_of(&mut nft, &owner)) {
             Err(error) if error.is_unsupported() => false,
-            holds => holds?,
+            result => result?,
         };
         let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let (mut missing, mut in_iptables) = (Vec::new(), false);
-        for family in wanted.families() {
-            let addresses = wanted.of(family);
-            let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-            let chosen = iptables.chosen(family)?.unwrap_or(Variant::Nft);
-            let mut variants = iptables.holders(family, &[iptables::FORWARD])?;
-            variants.sort_by_key(|variant| *variant != chosen);
-            let mut worst = vec![format!("iptables chain {} is missing from table filter", iptables::FORWARD)];
-            for variant in variants {
-                let mut filter = iptables.read(family, variant)?;
-                let lacking = iptables::check(&mut filter, &addresses, &wanted.admin)?;
-                let holds = iptables::holds(&mut filter, &hosts)?;
-                in_iptables |= holds;
-                if lacking.is_empty() || holds {
-                    worst = lacking;
-                    break;
-                }
-            }
-            missing.extend(worst);
+        let (mut missing_in_iptables, mut is_in_iptables) = (Vec::new(), false);
+        for family in rules.families() {
+            let (missing, accepts_any) = check_family_in_iptables(&mut iptables, rules, family)?;
+            missing_in_iptables.extend(missing);
+            is_in_iptables |= accepts_any;
         }
-        let look_there = match backend {
-            Backend::Nftables => in_nftables || !in_iptables,
-            Backend::Iptables => in_nftables && !in_iptables,
+        let expect_nftables = match backend {
+            Backend::Nftables => is_in_nftables || !is_in_iptables,
+            Backend::Iptables => is_in_nftables && !is_in_iptables,
         };
-        if look_there {
-            return nftables::check(&mut Nft::open()?, &wanted.owned(), wanted.place.as_ref());
+        if !expect_nftables {
+            return Ok(missing_in_iptables);
         }
-        Ok(missing)
+        nftables::check(&mut Nft::open()?, &rules.owned_addresses(), rules.nftables_admin_chain.as_ref())
     }
 
-    /// Whether [`ensure`](Forward::ensure) can work here. Without iptables' program none runs.
+    /// Checks that [`ensure`](Forward::ensure) can work here. Starts no process, except an
+    /// iptables program that has to report its variant.
     ///
     /// # Errors
-    /// Why not.
-    pub fn probe(&self, backend: Backend, place: Option<&AdminChain>) -> Result<()> {
+    /// The reason why it cannot work.
+    pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&AdminChain>) -> Result<()> {
         match backend {
-            Backend::Nftables => nftables::probe(place),
-            Backend::Iptables if self.iptables(OnSigterm::Kill)?.for_new_rules(Family::V4)?.is_some() => Ok(()),
+            Backend::Nftables => nftables::probe(nftables_admin_chain),
+            Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),
@@ -284,21 +283,46 @@ impl<'m> Forward<'m> {
         }
     }
 
+    /// Opens iptables' table filter.
     fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
         let (notes, folders) = (self.notes.clone(), self.folders.clone());
         Iptables::open_with(Table::Filter, self.machine, notes, on_sigterm, folders)
     }
 }
 
-/// The chains of nf_tables that drop forwarded packets which they do not know, as `inet filter
-/// forward`, but for `place`: nothing that the backend `nftables` accepts elsewhere passes them.
-/// None on a kernel without nf_tables.
+/// Returns a sentence for each rule of one family that is missing in iptables, and whether iptables
+/// accepts any of the addresses. If both variants may have the rules, the sentences are about the
+/// one that accepts an address or lacks nothing, the host's variant first.
+fn check_family_in_iptables(
+    iptables: &mut Iptables<'_>,
+    rules: &ForwardRules,
+    family: Family,
+) -> Result<(Vec<String>, bool)> {
+    let addresses = rules.of_family(family);
+    let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
+    let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
+    let mut variants = iptables.variants_to_search(family, &[iptables::FORWARD])?;
+    variants.sort_by_key(|variant| *variant != host_variant);
+    for variant in variants {
+        let mut filter = iptables.read(family, variant)?;
+        let missing = iptables::check(&mut filter, &addresses, &rules.iptables_admin_chain)?;
+        let accepts_any = iptables::accepts_any(&mut filter, &hosts)?;
+        if missing.is_empty() || accepts_any {
+            return Ok((missing, accepts_any));
+        }
+    }
+    Ok((vec![format!("iptables chain {} is missing from table filter", iptables::FORWARD)], false))
+}
+
+/// Returns the base chains of nf_tables that drop unknown forwarded packets, as `inet filter
+/// forward`, except `admin_chain`: they drop packets of containers although the backend `nftables`
+/// accepts them in its own table. Empty on a kernel without nf_tables.
 ///
 /// # Errors
-/// The kernel's.
-pub fn dropping(place: Option<&AdminChain>) -> Result<Vec<String>> {
-    match Nft::open().and_then(|mut nft| nftables::dropping(&mut nft, place)) {
+/// If chains cannot be read.
+pub fn list_dropping_chains(admin_chain: Option<&AdminChain>) -> Result<Vec<String>> {
+    match Nft::open().and_then(|mut nft| nftables::list_dropping_chains(&mut nft, admin_chain)) {
         Err(error) if error.is_unsupported() => Ok(Vec::new()),
-        found => found,
+        result => result,
     }
 }

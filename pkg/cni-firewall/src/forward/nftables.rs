@@ -1,13 +1,15 @@
-//! Forwarding in nf_tables, for addresses A and isolated bridges B. No Go plugin has this backend.
+//! Forwarding in nf_tables. No Go plugin has this backend.
+//!
+//! The rules, for container addresses ADDRESS and isolated bridges BRIDGE:
 //! ```text
-//! table inet cni_firewall {                       # or the table of the chain that the configuration names
-//!     set cni_pods4 { type ipv4_addr; elements = { A } }
-//!     set cni_pods6 { type ipv6_addr; elements = { A } }
-//!     chain cni_owners { ip saddr A [iifname B oifname [!=] B] comment "cni:NETWORK/CONTAINER/IFNAME" }
+//! table inet cni_firewall {                       # or the table of the administrator's chain
+//!     set cni_pods4 { type ipv4_addr; elements = { ADDRESS } }
+//!     set cni_pods6 { type ipv6_addr; elements = { ADDRESS } }
+//!     chain cni_owners { ip saddr ADDRESS [iifname BRIDGE oifname [!=] BRIDGE] comment "cni:NETWORK/CONTAINER/IFNAME" }
 //!     chain cni_isolation_1 {
-//!         iifname B oifname B drop                 # isolated alone
-//!         iifname B oifname != B jump cni_isolation_2                      }
-//!     chain cni_isolation_2 { oifname B drop                               }
+//!         iifname BRIDGE oifname BRIDGE drop       # only for ingressPolicy isolated
+//!         iifname BRIDGE oifname != BRIDGE jump cni_isolation_2            }
+//!     chain cni_isolation_2 { oifname BRIDGE drop                          }
 //!     chain cni_forward {
 //!         jump cni_isolation_1
 //!         ip saddr @cni_pods4 accept
@@ -15,30 +17,33 @@
 //!         (the same for ip6)                                               }
 //!     chain forward { type filter hook forward priority filter; jump cni_forward }}
 //! ```
-//! A packet's cost does not grow with the number of containers: their addresses are elements of
-//! sets. No rule leads to `cni_owners`.
+//! A packet's cost does not grow with the number of containers, as their addresses are elements of
+//! sets. No rule leads to `cni_owners`, which only records which attachment has an address.
 //!
-//! An `accept` ends the base chain that it was reached from, and no other: a table that drops
-//! unknown packets still drops them. So the configuration can name a chain, and all of this is in
-//! the table of that chain then.
+//! An `accept` ends only the base chain that it was reached from: another table that drops unknown
+//! packets still drops them. So the configuration can name the administrator's chain that would
+//! drop the packets; all rules are then written to the table of that chain, which jumps to
+//! `cni_forward`.
 
 use std::cell::RefCell;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::iptables::read_owner;
-use super::owner::{self, Ingress, Owned};
-use crate::iptables::rule_of_nft;
+use super::owner::{self, Ingress, OwnedAddress};
+use crate::iptables::rule_in_words;
 use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr};
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
 use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route;
 
-pub(super) const OWN: &str = "cni_firewall";
-pub(super) const OWN_COMMENT: &str = "CNI firewall plugin";
-const ENTRY: &str = "forward";
-/// `filter`
+/// The name of the plugins' own table, used where no administrator's chain is configured.
+pub(super) const OWN_TABLE: &str = "cni_firewall";
+pub(super) const OWN_TABLE_COMMENT: &str = "CNI firewall plugin";
+/// The base chain of the own table.
+const OWN_CHAIN: &str = "forward";
+/// The hook of [`OWN_CHAIN`]; 0 is the priority that `nft` calls `filter`.
 const BASE: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 };
 const FORWARD: &str = "cni_forward";
 pub(crate) const OWNERS: &str = "cni_owners";
@@ -46,8 +51,11 @@ const STAGE_1: &str = "cni_isolation_1";
 const STAGE_2: &str = "cni_isolation_2";
 const JUMP_COMMENT: &str = "CNI firewall plugin rules";
 const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
+/// One address of each family, where only the family is of interest.
+const ANY_V4_V6: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
-/// A chain of the administrator's that packets of containers come by.
+/// The chain from which forwarded packets reach [`FORWARD`]: one of the administrator's, or that of
+/// the plugins' own table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdminChain {
     family: Family,
@@ -62,32 +70,34 @@ impl fmt::Display for AdminChain {
 }
 
 impl AdminChain {
-    /// Reads `inet filter forward`: family, table, chain. `None` if it is none.
+    /// Parses family, table and chain, as `inet filter forward`. `None` if the text has another
+    /// form, or names a table or chain that the plugins write themselves.
     pub fn parse(text: &str) -> Option<AdminChain> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let [family, table, chain] = words.as_slice() else { return None };
         let family = FAMILIES.into_iter().find(|known| known.name() == *family)?;
         let is_name = |name: &str| name.len() <= 128 && !name.chars().any(char::is_control);
-        let is_ours = [FORWARD, OWNERS, STAGE_1, STAGE_2].contains(chain) || *table == OWN;
-        (is_name(table) && is_name(chain) && !is_ours).then(|| AdminChain {
-            family,
-            table: (*table).to_owned(),
-            chain: (*chain).to_owned(),
-        })
+        let is_own = *table == OWN_TABLE || [FORWARD, OWNERS, STAGE_1, STAGE_2].contains(chain);
+        if is_own || !is_name(table) || !is_name(chain) {
+            return None;
+        }
+        Some(AdminChain { family, table: (*table).to_owned(), chain: (*chain).to_owned() })
     }
 
+    /// Returns the base chain of the plugins' own table.
     fn own() -> AdminChain {
-        AdminChain { family: Family::Inet, table: OWN.to_owned(), chain: ENTRY.to_owned() }
+        AdminChain { family: Family::Inet, table: OWN_TABLE.to_owned(), chain: OWN_CHAIN.to_owned() }
     }
 
     fn table(&self) -> Table<'_> {
         Table { family: self.family, name: &self.table }
     }
 
-    fn is_own(&self) -> bool {
-        self.table == OWN
+    fn is_in_own_table(&self) -> bool {
+        self.table == OWN_TABLE
     }
 
+    /// Whether packets of the address's family reach the chain.
     fn sees(&self, address: IpAddr) -> bool {
         match self.family {
             Family::Ip => address.is_ipv4(),
@@ -97,18 +107,24 @@ impl AdminChain {
     }
 }
 
-/// Where the rules for an address are: in the table of the administrator's chain, if that sees its
-/// packets.
-fn place_of<'p>(owned: &Owned, place: Option<&'p AdminChain>, own: &'p AdminChain) -> &'p AdminChain {
-    place.filter(|place| place.sees(owned.address)).unwrap_or(own)
+/// Returns the chain that leads to the rules for an address: the administrator's, if one is
+/// configured and sees packets of the address's family, else `own`.
+fn entry_chain_of<'c>(
+    address: &OwnedAddress,
+    admin_chain: Option<&'c AdminChain>,
+    own: &'c AdminChain,
+) -> &'c AdminChain {
+    admin_chain.filter(|chain| chain.sees(address.address)).unwrap_or(own)
 }
 
+/// Returns the name and the type of the set for addresses of this family.
 fn set_of(address: IpAddr) -> (&'static str, SetKind) {
     if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
 }
 
-/// The expressions that `nft` puts before an address in a table of both families.
-fn family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
+/// Returns the expressions that match the address's family; `nft` writes them before an address in
+/// a table that sees both families. Empty in a table of one family.
+fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     match table.family {
         Family::Inet => nfproto(u8::try_from(number).unwrap_or_default()),
@@ -120,169 +136,202 @@ fn jump(chain: &str) -> Expr {
     Expr::Verdict(Verdict::Jump(chain.to_owned()))
 }
 
-/// The rules of [`FORWARD`].
-fn forward_rules(place: &AdminChain) -> Vec<Vec<Expr>> {
-    let table = place.table();
+/// Returns the rules of [`FORWARD`] in the table of `entry_chain`.
+fn forward_rules(entry_chain: &AdminChain) -> Vec<Vec<Expr>> {
+    let table = entry_chain.table();
+    let accept = Expr::Verdict(Verdict::Accept);
     let mut rules = vec![vec![jump(STAGE_1)]];
-    for any in [IpAddr::from([0; 4]), IpAddr::from([0; 16])].into_iter().filter(|any| place.sees(*any)) {
+    for any in ANY_V4_V6.into_iter().filter(|any| entry_chain.sees(*any)) {
         let (set, _) = set_of(any);
-        let accept = Expr::Verdict(Verdict::Accept);
-        rules.push([family(table, any), in_set(saddr(any), set), vec![accept.clone()]].concat());
-        rules.push([family(table, any), in_set(daddr(any), set), ct_established_related(), vec![accept]].concat());
+        let from_container = in_set(saddr(any), set);
+        let reply_to_container = [in_set(daddr(any), set), ct_established_related()].concat();
+        rules.push([match_family(table, any), from_container, vec![accept.clone()]].concat());
+        rules.push([match_family(table, any), reply_to_container, vec![accept.clone()]].concat());
     }
     rules
 }
 
-fn interface(matched: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
-    matched
-        .ok_or_else(|| Error::new(format!("failed to match interface {bridge}"), Cause::text("the name is too long")))
+/// Returns the expressions of a match of `bridge`; fails if there are none because the name is too
+/// long for an interface.
+fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
+    exprs.ok_or_else(|| Error::new(format!("failed to match interface {bridge}"), Cause::text("the name is too long")))
 }
 
-/// The rules of both stages for one bridge, each with its chain.
-fn isolation(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> {
+/// Returns the isolation rules of the policy's bridge, each with the chain that it belongs to; none
+/// for the policy `open`.
+fn isolation_rules(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> {
     let Some(bridge) = ingress.bridge() else { return Ok(Vec::new()) };
-    let (from, to) = (interface(iifname(bridge), bridge)?, interface(oifname(bridge), bridge)?);
+    let from_bridge = require_match(iifname(bridge), bridge)?;
+    let to_bridge = require_match(oifname(bridge), bridge)?;
     let drop = vec![Expr::Verdict(Verdict::Drop)];
     let mut rules = Vec::new();
     if matches!(ingress, Ingress::Isolated(_)) {
-        rules.push((STAGE_1, [from.clone(), to.clone(), drop.clone()].concat()));
+        rules.push((STAGE_1, [from_bridge.clone(), to_bridge.clone(), drop.clone()].concat()));
     }
-    rules.push((STAGE_1, [from, not(to.clone()), vec![jump(STAGE_2)]].concat()));
-    rules.push((STAGE_2, [to, drop].concat()));
+    rules.push((STAGE_1, [from_bridge, not(to_bridge.clone()), vec![jump(STAGE_2)]].concat()));
+    rules.push((STAGE_2, [to_bridge, drop].concat()));
     Ok(rules)
 }
 
-pub(super) fn owner_rule(table: Table<'_>, owned: &Owned) -> Result<Rule> {
-    let mut exprs = [family(table, owned.address), saddr(owned.address)].concat();
+/// Returns the rule without a verdict that records the owner and the policy of an address.
+pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule> {
+    let mut exprs = [match_family(table, owned.address), saddr(owned.address)].concat();
     if let Some(bridge) = owned.ingress.bridge() {
-        let to = interface(oifname(bridge), bridge)?;
-        exprs.extend(interface(iifname(bridge), bridge)?);
-        exprs.extend(if matches!(owned.ingress, Ingress::Isolated(_)) { to } else { not(to) });
+        let to_bridge = require_match(oifname(bridge), bridge)?;
+        exprs.extend(require_match(iifname(bridge), bridge)?);
+        exprs.extend(if matches!(owned.ingress, Ingress::Isolated(_)) { to_bridge } else { not(to_bridge) });
     }
     Ok(Rule::new(exprs).with_comment(owned.owner.clone()))
 }
 
-pub(crate) fn read(listed: &Listed) -> Option<Owned> {
-    // The address has one family; in the other's words it is nothing.
-    [route::Family::V4, route::Family::V6].into_iter().find_map(|family| {
-        let rule = rule_of_nft(family, listed.clone());
-        let (owner, address, ingress) = read_owner(&rule)?;
-        Some(Owned { owner: owner.to_owned(), address, ingress })
-    })
-}
-
-/// The tables in which there are owners, and these, each with the rule's handle.
-pub(crate) fn owners(nft: &mut Nft) -> Result<Vec<(Family, String, Vec<Listed>)>> {
-    let mut all = Vec::new();
-    for family in FAMILIES {
-        for (name, _) in nft.chains_where(family, |_, chain| chain.name == OWNERS)? {
-            let rules = nft.rules(Table { family, name: &name }, OWNERS)?;
-            all.push((family, name, rules));
+/// Reads a rule that [`owner_rule`] has written; `None` for other rules.
+pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
+    // Which family the address has is only known when reading the rule as one of the two succeeds.
+    for family in [route::Family::V4, route::Family::V6] {
+        let rule = rule_in_words(family, listed.clone());
+        if let Some((owner, address, ingress)) = read_owner(&rule) {
+            return Some(OwnedAddress { owner: owner.to_owned(), address, ingress });
         }
     }
-    Ok(all)
+    None
 }
 
-/// # Errors
-/// ENOENT if there is no such chain.
-fn must_exist(nft: &mut Nft, place: Option<&AdminChain>) -> Result<()> {
-    let Some(place) = place else { return Ok(()) };
-    match nft.find_chain(place.table(), &place.chain)? {
-        Some(_) => Ok(()),
-        None => Err(Error::new(format!("failed to find nft chain {place}"), Cause::from(nix::errno::Errno::ENOENT))),
+/// The chain [`OWNERS`] of one table.
+pub(crate) struct OwnersChain {
+    family: Family,
+    table: String,
+    rules: Vec<Listed>,
+}
+
+impl OwnersChain {
+    pub(crate) fn table(&self) -> Table<'_> {
+        Table { family: self.family, name: &self.table }
+    }
+
+    /// Returns the addresses that the rules record.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = OwnedAddress> {
+        self.rules.iter().filter_map(read_owner_rule)
     }
 }
 
-/// The addresses and bridges that an attachment had before an ADD.
-#[derive(Debug, Default)]
-pub(super) struct PreviousRules {
-    pub(super) owned: Vec<Owned>,
-    /// Where that was.
-    pub(super) place: Option<AdminChain>,
+/// Returns the chains [`OWNERS`] of all tables: earlier configurations may have named other tables.
+pub(crate) fn list_owners(nft: &mut Nft) -> Result<Vec<OwnersChain>> {
+    let mut chains = Vec::new();
+    for family in FAMILIES {
+        for (table, _) in nft.chains_where(family, |_, chain| chain.name == OWNERS)? {
+            let rules = nft.rules(Table { family, name: &table }, OWNERS)?;
+            chains.push(OwnersChain { family, table, rules });
+        }
+    }
+    Ok(chains)
 }
 
-/// Makes these the addresses of the attachment `owner`, in one transaction; what it had before is
-/// stored in `former`.
+/// Fails with ENOENT if an administrator's chain is configured and does not exist.
+fn check_exists(nft: &mut Nft, admin_chain: Option<&AdminChain>) -> Result<()> {
+    let Some(chain) = admin_chain else { return Ok(()) };
+    match nft.find_chain(chain.table(), &chain.chain)? {
+        Some(_) => Ok(()),
+        None => Err(Error::new(format!("failed to find nft chain {chain}"), Cause::from(nix::errno::Errno::ENOENT))),
+    }
+}
+
+/// The addresses that an attachment had before an ADD.
+#[derive(Debug, Default)]
+pub(super) struct PreviousRules {
+    pub(super) owned: Vec<OwnedAddress>,
+    /// The administrator's chain that led to their rules; `None` if they were in the own table.
+    pub(super) admin_chain: Option<AdminChain>,
+}
+
+/// Makes `addresses` the addresses of the attachment `owner`, in one transaction, which also
+/// removes those that it had before. The latter are stored in `previous`.
 ///
 /// # Errors
-/// ENOENT if there is no chain `place`.
+/// ENOENT if the chain `admin_chain` does not exist.
 pub(super) fn ensure(
     nft: &mut Nft,
     owner: &str,
-    wanted: &[Owned],
-    place: Option<&AdminChain>,
-    former: &RefCell<Option<PreviousRules>>,
+    addresses: &[OwnedAddress],
+    admin_chain: Option<&AdminChain>,
+    previous: &RefCell<Option<PreviousRules>>,
 ) -> Result<()> {
-    let own = AdminChain::own();
-    let place_of = |owned: &Owned| place_of(owned, place, &own);
-    must_exist(nft, place)?;
+    let own_chain = AdminChain::own();
+    let entry_chain_of = |address: &OwnedAddress| entry_chain_of(address, admin_chain, &own_chain);
+    check_exists(nft, admin_chain)?;
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut had = PreviousRules::default();
-        for (family, name, rules) in owners(nft)? {
-            let table = Table { family, name: &name };
-            let stays = |owned: &&Owned| place_of(owned).table() == table;
-            let here: Vec<Owned> = wanted.iter().filter(stays).cloned().collect();
-            let own: Vec<Owned> = rules.iter().filter_map(read).filter(|owned| owned.owner == owner).collect();
-            if !own.is_empty() {
-                had.place = place.filter(|place| place.table() == table).cloned();
-                had.owned.extend(own);
+        let mut existing = PreviousRules::default();
+        for owners in list_owners(nft)? {
+            let table = owners.table();
+            let staying: Vec<OwnedAddress> =
+                addresses.iter().filter(|address| entry_chain_of(address).table() == table).cloned().collect();
+            let existing_here: Vec<OwnedAddress> = owners.addresses().filter(|owned| owned.owner == owner).collect();
+            if !existing_here.is_empty() {
+                existing.admin_chain = admin_chain.filter(|chain| chain.table() == table).cloned();
+                existing.owned.extend(existing_here);
             }
-            let is_gone = |owned: &Owned| owned.owner == owner && !here.contains(owned);
-            forget(nft, &mut batch, table, &rules, &Leaving { is_gone: &is_gone, still: &here })?;
+            let is_removed = |owned: &OwnedAddress| owned.owner == owner && !staying.contains(owned);
+            remove_addresses(nft, &mut batch, &owners, &is_removed, &staying)?;
         }
-        former.replace(Some(had));
-        for place in [place, Some(&own)].into_iter().flatten() {
-            let here: Vec<&Owned> = wanted.iter().filter(|owned| place_of(owned) == place).collect();
+        previous.replace(Some(existing));
+        for entry_chain in [admin_chain, Some(&own_chain)].into_iter().flatten() {
+            let here: Vec<&OwnedAddress> =
+                addresses.iter().filter(|address| entry_chain_of(address) == entry_chain).collect();
             if !here.is_empty() {
-                add(nft, &mut batch, place, &here)?;
+                add_addresses(nft, &mut batch, entry_chain, &here)?;
             }
         }
         nft.commit(batch)
     })
 }
 
-/// Adds what is missing in one table.
-fn add(nft: &mut Nft, batch: &mut Batch, place: &AdminChain, wanted: &[&Owned]) -> Result<()> {
-    let table = place.table();
-    if place.is_own() {
-        batch.ensure_table(table, Some(OWN_COMMENT));
-        if !nft.has_base_chain(table, ENTRY, BASE)? {
-            batch.ensure_base_chain(table, ENTRY, BASE, None);
+/// Adds to `batch` all that is missing in the table of `entry_chain`: chains, sets, their shared
+/// rules, and the elements and rules for `addresses`.
+fn add_addresses(
+    nft: &mut Nft,
+    batch: &mut Batch,
+    entry_chain: &AdminChain,
+    addresses: &[&OwnedAddress],
+) -> Result<()> {
+    let table = entry_chain.table();
+    if entry_chain.is_in_own_table() {
+        batch.ensure_table(table, Some(OWN_TABLE_COMMENT));
+        if !nft.has_base_chain(table, OWN_CHAIN, BASE)? {
+            batch.ensure_base_chain(table, OWN_CHAIN, BASE, None);
         }
     }
     for chain in [OWNERS, STAGE_2, STAGE_1, FORWARD] {
         nft.add_missing_chain(batch, table, chain)?;
     }
-    let expected = forward_rules(place);
-    for any in [IpAddr::from([0; 4]), IpAddr::from([0; 16])].into_iter().filter(|any| place.sees(*any)) {
+    for any in ANY_V4_V6.into_iter().filter(|any| entry_chain.sees(*any)) {
         let (set, kind) = set_of(any);
         batch.ensure_set(table, set, kind);
     }
-    if !nft.rules(table, FORWARD)?.iter().map(|listed| &listed.rule.exprs).eq(&expected) {
+    if !has_forward_rules(nft, entry_chain)? {
         batch.flush_chain(table, FORWARD);
-        for exprs in expected {
+        for exprs in forward_rules(entry_chain) {
             batch.append_rule(table, FORWARD, &Rule::new(exprs));
         }
     }
-    if !leads_on(nft, place)? {
-        batch.insert_rule(table, &place.chain, &Rule::new(vec![jump(FORWARD)]).with_comment(JUMP_COMMENT));
+    if !leads_to_forward(nft, entry_chain)? {
+        batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(FORWARD)]).with_comment(JUMP_COMMENT));
     }
-    let there: Vec<Owned> = nft.rules(table, OWNERS)?.iter().filter_map(read).collect();
-    let mut isolated: Vec<(&str, Vec<Expr>)> = Vec::new();
-    for owned in wanted {
-        if !there.contains(owned) {
+    let recorded: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
+    let mut isolation: Vec<(&str, Vec<Expr>)> = Vec::new();
+    for owned in addresses {
+        if !recorded.contains(owned) {
             batch.append_rule(table, OWNERS, &owner_rule(table, owned)?);
         }
-        batch.ensure_element(table, set_of(owned.address).0, owned.address);
-        for rule in isolation(&owned.ingress)? {
-            if !isolated.contains(&rule) {
-                isolated.push(rule);
+        let (set, _) = set_of(owned.address);
+        batch.ensure_element(table, set, owned.address);
+        for rule in isolation_rules(&owned.ingress)? {
+            if !isolation.contains(&rule) {
+                isolation.push(rule);
             }
         }
     }
-    for (chain, exprs) in isolated {
+    for (chain, exprs) in isolation {
         if !nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs) {
             batch.append_rule(table, chain, &Rule::new(exprs));
         }
@@ -290,77 +339,93 @@ fn add(nft: &mut Nft, batch: &mut Batch, place: &AdminChain, wanted: &[&Owned]) 
     Ok(())
 }
 
-/// Whether a rule of the chain leads to ours, wherever the administrator has put it.
-fn leads_on(nft: &mut Nft, place: &AdminChain) -> Result<bool> {
-    let leads = |listed: &Listed| {
-        let to_ours =
-            |expr: &Expr| matches!(expr, Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to)) if to == FORWARD);
-        listed.rule.exprs.last().is_some_and(to_ours)
-    };
-    let found = nft.rules_where(place.table(), &place.chain, |rule| nft::mentions(rule, FORWARD))?;
-    Ok(found.iter().any(leads))
+/// Whether [`FORWARD`], in the table of `entry_chain`, has exactly its [`forward_rules`].
+fn has_forward_rules(nft: &mut Nft, entry_chain: &AdminChain) -> Result<bool> {
+    let rules = nft.rules(entry_chain.table(), FORWARD)?;
+    Ok(rules.iter().map(|listed| &listed.rule.exprs).eq(&forward_rules(entry_chain)))
 }
 
-/// Removes what there is of the attachment.
+/// Whether a rule of `entry_chain` jumps or goes to [`FORWARD`], at whatever position the
+/// administrator has put it.
+fn leads_to_forward(nft: &mut Nft, entry_chain: &AdminChain) -> Result<bool> {
+    let rules = nft.rules_where(entry_chain.table(), &entry_chain.chain, |payload| nft::mentions(payload, FORWARD))?;
+    for listed in rules {
+        if let Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) = listed.rule.exprs.last()
+            && target == FORWARD
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Removes the attachment's addresses from all tables.
 pub(super) fn purge(nft: &mut Nft, owner: &str) -> Result<()> {
     remove(nft, &|owned| owned.owner == owner)
 }
 
-/// Removes what names the network and none of these owners.
+/// Removes the addresses of the network's attachments whose owner names are not in `valid`.
 pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[String]) -> Result<()> {
     let prefixes = owner::prefixes(network);
-    let is_of = |owner: &str| prefixes.iter().any(|prefix| owner.starts_with(prefix));
-    remove(nft, &|owned| is_of(&owned.owner) && !valid.contains(&owned.owner))
+    let is_of_network = |owner: &str| prefixes.iter().any(|prefix| owner.starts_with(prefix));
+    remove(nft, &|owned| is_of_network(&owned.owner) && !valid.contains(&owned.owner))
 }
 
-fn remove(nft: &mut Nft, is_gone: &dyn Fn(&Owned) -> bool) -> Result<()> {
+/// Removes the recorded addresses for which `is_removed` is true from all tables.
+fn remove(nft: &mut Nft, is_removed: &dyn Fn(&OwnedAddress) -> bool) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        for (family, name, rules) in owners(nft)? {
-            forget(nft, &mut batch, Table { family, name: &name }, &rules, &Leaving { is_gone, still: &[] })?;
+        for owners in list_owners(nft)? {
+            remove_addresses(nft, &mut batch, &owners, is_removed, &[])?;
         }
         nft.commit(batch)
     })
 }
 
-/// Which owners of a table go.
-struct Leaving<'a> {
-    is_gone: &'a dyn Fn(&Owned) -> bool,
-    /// The addresses that are about to be added.
-    still: &'a [Owned],
-}
-
-/// Removes the owners that are gone, addresses that have no owner then, and the isolation of
-/// bridges that no attachment asks for.
-fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], leaving: &Leaving<'_>) -> Result<()> {
-    let Leaving { is_gone, still } = leaving;
-    let all: Vec<(u64, Owned)> = rules.iter().filter_map(|listed| Some((listed.handle, read(listed)?))).collect();
-    let (gone, left): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, owned)| is_gone(owned));
-    if gone.is_empty() {
+/// Adds to `batch` the removal, in one table, of the records for which `is_removed` is true, of set
+/// elements without an owner then, and of isolation rules that no owner requires then. The
+/// addresses `staying` count as owned: the same batch adds them.
+fn remove_addresses(
+    nft: &mut Nft,
+    batch: &mut Batch,
+    owners: &OwnersChain,
+    is_removed: &dyn Fn(&OwnedAddress) -> bool,
+    staying: &[OwnedAddress],
+) -> Result<()> {
+    let table = owners.table();
+    let mut removed: Vec<IpAddr> = Vec::new();
+    let mut remaining: Vec<OwnedAddress> = staying.to_vec();
+    for listed in &owners.rules {
+        let Some(owned) = read_owner_rule(listed) else { continue };
+        if is_removed(&owned) {
+            batch.delete_rule(table, OWNERS, listed.handle);
+            removed.push(owned.address);
+        } else {
+            remaining.push(owned);
+        }
+    }
+    if removed.is_empty() {
         return Ok(());
     }
-    let left: Vec<&Owned> = left.iter().map(|(_, owned)| owned).chain(still.iter()).collect();
-    let mut free: Vec<IpAddr> = gone.iter().map(|(_, owned)| owned.address).collect();
-    free.sort();
-    free.dedup();
-    free.retain(|address| !left.iter().any(|owned| owned.address == *address));
-    for (handle, _) in &gone {
-        batch.delete_rule(table, OWNERS, *handle);
-    }
-    for address in free {
+    removed.sort();
+    removed.dedup();
+    for address in removed {
         let (set, _) = set_of(address);
-        if nft.has_element(table, set, address)? {
+        let has_owner = remaining.iter().any(|owned| owned.address == address);
+        if !has_owner && nft.has_element(table, set, address)? {
             batch.delete_element(table, set, address);
         }
     }
-    let mut asked_for = Vec::new();
-    for owned in left {
-        asked_for.extend(isolation(&owned.ingress)?);
+    let mut required_isolation = Vec::new();
+    for owned in &remaining {
+        required_isolation.extend(isolation_rules(&owned.ingress)?);
     }
     for chain in [STAGE_1, STAGE_2] {
         for listed in nft.rules(table, chain)? {
-            if !asked_for.iter().any(|(of, exprs)| *of == chain && *exprs == listed.rule.exprs) {
+            let is_required =
+                |(required_chain, exprs): &(&str, Vec<Expr>)| *required_chain == chain && *exprs == listed.rule.exprs;
+            if !required_isolation.iter().any(is_required) {
                 batch.delete_rule(table, chain, listed.handle);
             }
         }
@@ -368,38 +433,49 @@ fn forget(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, rules: &[Listed], 
     Ok(())
 }
 
-/// Returns a sentence for each element or rule that is missing.
-pub(super) fn check(nft: &mut Nft, wanted: &[Owned], place: Option<&AdminChain>) -> Result<Vec<String>> {
-    let own = AdminChain::own();
+/// Returns a sentence for each missing element or rule of `addresses`; empty if all are there.
+pub(super) fn check(
+    nft: &mut Nft,
+    addresses: &[OwnedAddress],
+    admin_chain: Option<&AdminChain>,
+) -> Result<Vec<String>> {
+    let own_chain = AdminChain::own();
     let mut missing = Vec::new();
-    for here in [place, Some(&own)].into_iter().flatten() {
-        let (wanted, place) = (wanted.iter().filter(|owned| place_of(owned, place, &own) == here), here);
-        let here: Vec<&Owned> = wanted.collect();
-        let table = place.table();
+    for entry_chain in [admin_chain, Some(&own_chain)].into_iter().flatten() {
+        let here: Vec<&OwnedAddress> = addresses
+            .iter()
+            .filter(|address| entry_chain_of(address, admin_chain, &own_chain) == entry_chain)
+            .collect();
         if here.is_empty() {
             continue;
         }
-        let expected = forward_rules(place);
-        if !nft.rules(table, FORWARD)?.iter().map(|listed| &listed.rule.exprs).eq(&expected) {
+        let table = entry_chain.table();
+        if !has_forward_rules(nft, entry_chain)? {
             missing.push(format!("nft chain {table} {FORWARD} is missing or has other rules than it should"));
             continue;
         }
-        let is_hooked_in = |chain: nft::Chain| !place.is_own() || chain.base == Some(BASE);
-        if !nft.find_chain(table, &place.chain)?.is_some_and(is_hooked_in) || !leads_on(nft, place)? {
-            missing.push(format!("nft chain {table} {} does not lead to {FORWARD}", place.chain));
+        let is_hooked_in = match nft.find_chain(table, &entry_chain.chain)? {
+            Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(BASE),
+            None => false,
+        };
+        if !is_hooked_in || !leads_to_forward(nft, entry_chain)? {
+            missing.push(format!("nft chain {table} {} does not lead to {FORWARD}", entry_chain.chain));
         }
         for owned in here {
             let (set, _) = set_of(owned.address);
             if !nft.has_element(table, set, owned.address)? {
                 missing.push(format!("nft set {table} {set} lacks {}", owned.address));
             }
-            for (chain, exprs) in isolation(&owned.ingress)? {
+            for (chain, exprs) in isolation_rules(&owned.ingress)? {
+                if nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs) {
+                    continue;
+                }
                 let bridge = owned.ingress.bridge().unwrap_or_default();
-                let lacks = format!("nft chain {table} {chain} lacks a rule of {bridge} for {}", owned.ingress.name());
-                if !nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs)
-                    && !missing.contains(&lacks)
-                {
-                    missing.push(lacks);
+                let policy = owned.ingress.name();
+                let sentence =
+                    format!("nft chain {table} {chain} lacks the rule of bridge {bridge} for ingressPolicy {policy}");
+                if !missing.contains(&sentence) {
+                    missing.push(sentence);
                 }
             }
         }
@@ -407,42 +483,41 @@ pub(super) fn check(nft: &mut Nft, wanted: &[Owned], place: Option<&AdminChain>)
     Ok(missing)
 }
 
-/// Whether the attachment has an address in some table.
-pub(super) fn holds(nft: &mut Nft, owner: &str) -> Result<bool> {
-    let all = owners(nft)?;
-    Ok(all.iter().flat_map(|(.., rules)| rules).filter_map(read).any(|owned| owned.owner == owner))
+/// Whether a table records an address of the attachment `owner`.
+pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
+    let chains = list_owners(nft)?;
+    Ok(chains.iter().flat_map(OwnersChain::addresses).any(|owned| owned.owner == owner))
 }
 
-/// Other tables that drop forwarded packets which they do not know, as `inet filter forward`.
-pub(super) fn dropping(nft: &mut Nft, place: Option<&AdminChain>) -> Result<Vec<String>> {
+/// Returns the base chains that drop unknown forwarded packets, as `inet filter forward`, except
+/// the chain `admin_chain`.
+pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&AdminChain>) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for family in FAMILIES {
-        let drops = |_: &str, chain: &nft::Chain| {
+        let drops_forwarded = |_: &str, chain: &nft::Chain| {
             chain.drops && chain.base.is_some_and(|base| base.hook == Hook::Forward && base.kind == Kind::Filter)
         };
-        for (table, chain) in nft.chains_where(family, drops)? {
-            let is_place = place.is_some_and(|place| {
-                (place.family, place.table.as_str(), place.chain.as_str()) == (family, &table, &chain.name)
-            });
-            if !is_place {
-                found.push(format!("{} {}", Table { family, name: &table }, chain.name));
+        for (table, chain) in nft.chains_where(family, drops_forwarded)? {
+            let chain = AdminChain { family, table, chain: chain.name };
+            if Some(&chain) != admin_chain {
+                found.push(chain.to_string());
             }
         }
     }
     Ok(found)
 }
 
-/// Whether rules could be made here.
-pub(super) fn probe(place: Option<&AdminChain>) -> Result<()> {
+/// Checks that [`ensure`] can work here; fails with the reason if it cannot. Nothing changes.
+pub(super) fn probe(admin_chain: Option<&AdminChain>) -> Result<()> {
     let mut nft = Nft::open()?;
-    must_exist(&mut nft, place)?;
-    let own = AdminChain::own();
-    let place = place.unwrap_or(&own);
-    if nft.find_chain(place.table(), FORWARD)?.is_some() && leads_on(&mut nft, place)? {
+    check_exists(&mut nft, admin_chain)?;
+    let own_chain = AdminChain::own();
+    let entry_chain = admin_chain.unwrap_or(&own_chain);
+    if nft.find_chain(entry_chain.table(), FORWARD)?.is_some() && leads_to_forward(&mut nft, entry_chain)? {
         return Ok(());
     }
     let mut batch = Batch::new();
-    add(&mut nft, &mut batch, place, &[])?;
+    add_addresses(&mut nft, &mut batch, entry_chain, &[])?;
     nft.rehearse(batch)
 }
 

@@ -1,22 +1,20 @@
-//! The owners of addresses: which attachment an address belongs to, and which bridge is isolated on
-//! its behalf.
+//! The owners of addresses: the attachment that an address belongs to, and the bridge that is
+//! isolated for this attachment.
 //!
-//! Neither backend's rules for an address can name an attachment: those of iptables are Go's, byte
-//! for byte, and those of nftables are elements of a set. So both backends have a chain to which
-//! nothing leads, with one rule without a verdict for each address and attachment. Packets never
-//! see these rules.
-//!
-//! A name is at most 128 bytes long: `nft` cannot read back a longer comment that it has listed
-//! itself.
+//! The rules that accept an address cannot name an attachment: those of iptables are Go's, byte for
+//! byte, and those of nftables are elements of a set. So both backends have a chain to which no
+//! rule leads, with one rule without a verdict for each address and attachment, whose comment is
+//! the owner's name. No packet reaches these rules.
 
 use std::net::IpAddr;
 
 use cni::AttachmentId;
 use cni::hash::sha512_hex;
 
-/// The longest comment that `nft` accepts.
+/// The longest comment that `nft` accepts: of a longer one, the output of `nft list ruleset` could
+/// not be loaded again.
 const NAME_MAX: usize = 128;
-const DIGITS: usize = 32;
+const HASH_DIGITS: usize = 32;
 
 /// Which other containers may open connections to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,7 +29,7 @@ pub enum Ingress {
 }
 
 impl Ingress {
-    /// The bridge that is isolated.
+    /// Returns the bridge that is isolated; `None` for [`Open`](Ingress::Open).
     pub fn bridge(&self) -> Option<&str> {
         match self {
             Ingress::Open => None,
@@ -39,7 +37,7 @@ impl Ingress {
         }
     }
 
-    /// Its name in configurations.
+    /// Returns the policy's name in configurations.
     pub fn name(&self) -> &'static str {
         match self {
             Ingress::Open => "open",
@@ -51,37 +49,40 @@ impl Ingress {
 
 /// One address of one attachment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Owned {
+pub(crate) struct OwnedAddress {
+    /// The attachment's [`name`].
     pub(crate) owner: String,
     pub(crate) address: IpAddr,
     pub(crate) ingress: Ingress,
 }
 
+/// Returns what replaces a network or a container ID in a name that would be too long.
 fn hashed(text: &str) -> String {
-    format!("#{}", sha512_hex(&[text.as_bytes()], DIGITS))
+    format!("#{}", sha512_hex(&[text.as_bytes()], HASH_DIGITS))
 }
 
-/// The attachment's name: its mark, or, where that is too long, its interface after hashes of
-/// network and container.
-pub(crate) fn name(mark: &AttachmentId) -> String {
-    let alias = mark.alias();
+/// Returns the attachment's name as an owner: its alias, `cni:NETWORK/CONTAINER/IFNAME`, or the
+/// same with hashes of network and container if the alias is longer than [`NAME_MAX`].
+pub(crate) fn name(attachment: &AttachmentId) -> String {
+    let alias = attachment.alias();
     if alias.len() <= NAME_MAX {
         return alias;
     }
-    format!("cni:{}/{}/{}", hashed(&mark.network), hashed(&mark.container_id), mark.ifname)
+    format!("cni:{}/{}/{}", hashed(&attachment.network), hashed(&attachment.container_id), attachment.ifname)
 }
 
-/// The beginnings of the names of all attachments of a network: a name has one of these.
+/// Returns the two possible beginnings of the names of a network's attachments: with the network's
+/// name and with its hash.
 pub(super) fn prefixes(network: &str) -> [String; 2] {
     [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
 }
 
-/// Whether a comment is a name.
+/// Whether a rule's comment is the [`name`] of an attachment.
 pub(super) fn is_name(comment: &str) -> bool {
     AttachmentId::parse(comment).is_some()
 }
 
-/// An address as rules contain it.
+/// Returns the address's bytes in network byte order, as rules in the kernel contain them.
 pub(super) fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().to_vec(),

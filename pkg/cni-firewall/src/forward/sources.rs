@@ -1,49 +1,54 @@
-//! Which attachment an address belongs to that firewalld has in one of its zones.
+//! The records of the attachments that have an address in a zone of firewalld.
 //!
-//! firewalld does not know owners. So each address has a rule without a verdict in the chain
-//! `cni_firewalld` of the table `inet cni_firewall`, to which nothing leads, and the rule's comment
-//! is the owner's name. firewalld neither flushes that table when it reloads nor removes it when it
-//! stops.
+//! firewalld does not record owners. So for each address there is a rule without a verdict in the
+//! chain `cni_firewalld` of the table `inet cni_firewall`, whose comment is the owner's name; no
+//! rule leads to that chain. firewalld does not flush the table when it reloads or stops.
 
 use std::net::IpAddr;
 
-use super::nftables::{OWN, OWN_COMMENT, owner_rule, read};
-use super::owner::{self, Ingress, Owned};
+use super::nftables::{OWN_TABLE, OWN_TABLE_COMMENT, owner_rule, read_owner_rule};
+use super::owner::{self, Ingress, OwnedAddress};
 use crate::nft::{Batch, Family, Nft, Table};
 use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::Result;
 
 const SOURCES: &str = "cni_firewalld";
-const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN };
+const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
 
-/// Some of the attachments.
+/// A selection of attachments.
 #[derive(Clone, Copy, Debug)]
 pub enum AttachmentFilter<'a> {
-    /// This one.
-    Of(&'a AttachmentId),
-    /// All of a network but these (containerID, ifname).
+    /// One attachment.
+    One(&'a AttachmentId),
+    /// All attachments of a network except the valid ones.
     Garbage {
         /// The network's name.
         network: &'a str,
-        /// The attachments that are still valid.
+        /// The attachments that are still valid: container ID, interface name.
         valid: &'a [(&'a str, &'a str)],
     },
 }
 
 impl AttachmentFilter<'_> {
-    fn includes(&self) -> impl Fn(&Owned) -> bool {
-        let (exact, prefixes, valid) = match self {
-            AttachmentFilter::Of(mark) => (Some(owner::name(mark)), None, Vec::new()),
-            AttachmentFilter::Garbage { network, valid } => {
-                let name =
-                    |(container, ifname): &(&str, &str)| owner::name(&AttachmentId::new(*network, *container, *ifname));
-                (None, Some(owner::prefixes(network)), valid.iter().map(name).collect())
+    /// Returns a predicate: whether the attachment that owns an address is selected.
+    fn predicate(&self) -> Box<dyn Fn(&OwnedAddress) -> bool> {
+        match self {
+            AttachmentFilter::One(attachment) => {
+                let name = owner::name(attachment);
+                Box::new(move |owned| owned.owner == name)
             }
-        };
-        move |owned| {
-            let is_of_network = prefixes.iter().flatten().any(|prefix| owned.owner.starts_with(prefix));
-            exact.as_ref() == Some(&owned.owner) || is_of_network && !valid.contains(&owned.owner)
+            AttachmentFilter::Garbage { network, valid } => {
+                let prefixes = owner::prefixes(network);
+                let mut valid_names = Vec::new();
+                for (container, ifname) in *valid {
+                    valid_names.push(owner::name(&AttachmentId::new(*network, *container, *ifname)));
+                }
+                Box::new(move |owned| {
+                    let is_of_network = prefixes.iter().any(|prefix| owned.owner.starts_with(prefix));
+                    is_of_network && !valid_names.contains(&owned.owner)
+                })
+            }
         }
     }
 }
@@ -57,65 +62,73 @@ pub struct Sources {
     pub others: Vec<IpAddr>,
 }
 
-/// Returns what is recorded; nothing on a kernel without nf_tables.
+/// Returns the recorded addresses of the selected and of all other attachments; none on a kernel
+/// without nf_tables.
 ///
 /// # Errors
-/// The kernel's.
-pub fn find(whose: AttachmentFilter<'_>) -> Result<Sources> {
-    let recorded = match Nft::open().and_then(|mut nft| all(&mut nft)) {
+/// If the records cannot be read.
+pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
+    let records = match Nft::open().and_then(|mut nft| list(&mut nft)) {
         Err(error) if error.is_unsupported() => return Ok(Sources::default()),
-        recorded => recorded?,
+        records => records?,
     };
-    let is_own = whose.includes();
-    let (own, others): (Vec<Owned>, Vec<Owned>) = recorded.into_iter().partition(|owned| is_own(owned));
-    let addresses = |all: Vec<Owned>| all.into_iter().map(|owned| owned.address).collect();
-    Ok(Sources { own: addresses(own), others: addresses(others) })
+    let is_selected = selection.predicate();
+    let mut sources = Sources::default();
+    for owned in records {
+        let addresses = if is_selected(&owned) { &mut sources.own } else { &mut sources.others };
+        addresses.push(owned.address);
+    }
+    Ok(sources)
 }
 
-/// Returns all that is recorded.
-pub(crate) fn all(nft: &mut Nft) -> Result<Vec<Owned>> {
-    Ok(nft.rules(TABLE, SOURCES)?.iter().filter_map(read).collect())
+/// Returns all records.
+pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
+    Ok(nft.rules(TABLE, SOURCES)?.iter().filter_map(read_owner_rule).collect())
 }
 
-/// Makes these the recorded addresses of the attachment.
+/// Makes `addresses` the recorded addresses of the attachment; its other records are removed.
 ///
 /// # Errors
-/// The kernel's; EOPNOTSUPP and the like without nf_tables.
-pub fn record(mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-    let owner = owner::name(mark);
-    let owned = |address: &IpAddr| Owned { owner: owner.clone(), address: *address, ingress: Ingress::Open };
-    change(AttachmentFilter::Of(mark), &addresses.iter().map(owned).collect::<Vec<_>>())
+/// If records cannot be read or written, also because the kernel has no nf_tables.
+pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+    let owner = owner::name(attachment);
+    let mut records = Vec::new();
+    for address in addresses {
+        records.push(OwnedAddress { owner: owner.clone(), address: *address, ingress: Ingress::Open });
+    }
+    replace(AttachmentFilter::One(attachment), &records)
 }
 
-/// Removes the records of these attachments.
+/// Removes the records of the selected attachments.
 ///
 /// # Errors
-/// The kernel's.
-pub fn forget(whose: AttachmentFilter<'_>) -> Result<()> {
-    match change(whose, &[]) {
+/// If records cannot be read or removed. A kernel without nf_tables has no records.
+pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
+    match replace(selection, &[]) {
         Err(error) if error.is_unsupported() => Ok(()),
-        done => done,
+        result => result,
     }
 }
 
-fn change(whose: AttachmentFilter<'_>, wanted: &[Owned]) -> Result<()> {
+/// Replaces the records of the selected attachments with `records`, in one transaction.
+fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<()> {
     let mut nft = Nft::open()?;
-    let is_own = whose.includes();
+    let is_selected = selection.predicate();
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut there = Vec::new();
+        let mut existing = Vec::new();
         for listed in nft.rules(TABLE, SOURCES)? {
-            let Some(owned) = read(&listed) else { continue };
-            if wanted.contains(&owned) {
-                there.push(owned);
-            } else if is_own(&owned) {
+            let Some(owned) = read_owner_rule(&listed) else { continue };
+            if records.contains(&owned) {
+                existing.push(owned);
+            } else if is_selected(&owned) {
                 batch.delete_rule(TABLE, SOURCES, listed.handle);
             }
         }
-        let missing: Vec<&Owned> = wanted.iter().filter(|owned| !there.contains(owned)).collect();
+        let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !existing.contains(owned)).collect();
         if !missing.is_empty() {
-            batch.ensure_table(TABLE, Some(OWN_COMMENT));
+            batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
             nft.add_missing_chain(&mut batch, TABLE, SOURCES)?;
         }
         for owned in missing {

@@ -1,5 +1,5 @@
-//! Reads a table: chain by chain over netlink, or all at once from the list of a save
-//! program.
+//! Reads the chains of a table: each over netlink when it is first requested, or all at once from
+//! the output of a save program.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,115 +10,146 @@ use super::{Chain, Rule, Table, compat};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The chains of one table, family and variant. Of iptables-nft each chain is read when it is first
-/// asked for.
+/// The chains of one table, family and variant. With iptables-nft a chain is read when it is first
+/// requested.
 #[derive(Debug)]
 pub struct Chains<'a> {
     pub(super) table: Table,
     pub(super) family: Family,
-    /// Where what has not been read yet can be read.
+    /// The connection over which chains of iptables-nft are read; `None` for iptables-legacy, and
+    /// if the kernel has no nf_tables.
     pub(super) nft: Option<&'a mut Nft>,
-    pub(super) read: BTreeMap<String, Option<Chain>>,
+    /// The chains that have been read, by name; `None` for one that does not exist.
+    pub(super) read_chains: BTreeMap<String, Option<Chain>>,
 }
 
 impl Chains<'_> {
-    /// The family.
+    /// Returns the family of the table.
     pub fn family(&self) -> Family {
         self.family
     }
 
-    /// Whether the chain exists; without reading its rules.
-    pub fn has(&mut self, name: &str) -> Result<bool> {
-        match (self.read.get(name), &mut self.nft) {
+    /// Whether the chain exists. Does not read its rules.
+    pub fn has_chain(&mut self, name: &str) -> Result<bool> {
+        match (self.read_chains.get(name), &mut self.nft) {
             (Some(chain), _) => Ok(chain.is_some()),
-            (None, Some(nft)) => Ok(find_chain(nft, self.table.of(self.family), name)?.is_some()),
+            (None, Some(nft)) => Ok(find_chain(nft, self.table.in_nf_tables(self.family), name)?.is_some()),
             (None, None) => Ok(false),
         }
     }
 
-    /// The chain, if it exists.
+    /// Returns the chain with its rules; `None` if it does not exist.
     pub fn chain(&mut self, name: &str) -> Result<Option<&Chain>> {
-        if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
+        if !self.read_chains.contains_key(name)
+            && let Some(nft) = &mut self.nft
+        {
             let chain = read_chain(nft, self.table, self.family, name)?;
-            self.read.insert(name.to_owned(), chain);
+            self.read_chains.insert(name.to_owned(), chain);
         }
-        Ok(self.read.get(name).and_then(Option::as_ref))
+        Ok(self.read_chains.get(name).and_then(Option::as_ref))
     }
 
-    /// The chain's rules; none if it does not exist.
+    /// Returns the chain's rules; an empty slice if it does not exist.
     pub fn rules(&mut self, name: &str) -> Result<&[Rule]> {
         Ok(self.chain(name)?.map_or(&[], |chain| chain.rules.as_slice()))
     }
 
     /// Returns the chain's rules that jump to `target`. In a long chain this is much cheaper than
-    /// to search all rules.
-    pub fn leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
-        self.find(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
+    /// to search [`rules`](Chains::rules).
+    pub fn rules_leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
+        self.find_rules(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
     }
 
-    /// Returns the chain's rules, in order, for which `wanted` is true. Each such rule must contain
-    /// one of the `needles`, a text or an address in network byte order: rules without any are not
-    /// even decoded, which makes this cheap in a long chain.
-    pub fn find(&mut self, name: &str, needles: &[&[u8]], wanted: impl Fn(&Rule) -> bool) -> Result<Vec<Rule>> {
-        if let (false, Some(nft)) = (self.read.contains_key(name), &mut self.nft) {
-            let could_be = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
-            let found = match nft.rules_where(self.table.of(self.family), name, could_be) {
-                Err(error) if error.is_unsupported() => Vec::new(),
-                found => found?,
-            };
-            return Ok(found.into_iter().map(|listed| compat::rule(self.family, listed)).filter(wanted).collect());
-        }
-        Ok(self.rules(name)?.iter().filter(|rule| wanted(rule)).cloned().collect())
-    }
-
-    /// Returns the chain's rules that may concern one of these ports, or jump to `target`; perhaps
-    /// others too. Only for chains to which rules are appended: the answer lacks rules, so a
-    /// position counted in it would be wrong.
-    pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
-        if !self.read.contains_key(name)
+    /// Returns the chain's rules, in order, for which `is_wanted` is true. Each such rule must
+    /// contain one of the `needles`, a text or an address in network byte order: rules without any
+    /// are not even decoded, which makes this cheap in a long chain. A rule that contains one may
+    /// still be unwanted.
+    pub fn find_rules(
+        &mut self,
+        name: &str,
+        needles: &[&[u8]],
+        is_wanted: impl Fn(&Rule) -> bool,
+    ) -> Result<Vec<Rule>> {
+        if !self.read_chains.contains_key(name)
             && let Some(nft) = &mut self.nft
         {
-            // Matches of xtables have ports in the machine's order, those of nf_tables as on the
-            // wire.
-            let patterns: Vec<[u8; 2]> =
-                ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
-            let found = nft.rules_at_once(self.table.of(self.family), name, |rule| {
-                nft::occurs(rule, &patterns) || nft::mentions(rule, target)
-            });
-            return match found {
+            let has_needle = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
+            let listed = match nft.rules_where(self.table.in_nf_tables(self.family), name, has_needle) {
                 // A kernel without nf_tables has no rules in it.
-                Err(error) if error.is_unsupported() => Ok(Vec::new()),
-                found => Ok(found?.into_iter().map(|listed| compat::rule(self.family, listed)).collect()),
+                Err(error) if error.is_unsupported() => Vec::new(),
+                result => result?,
             };
+            let rules = listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed));
+            return Ok(rules.filter(is_wanted).collect());
         }
-        Ok(self.rules(name)?.to_vec())
+        Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns the chains with this name prefix to which rules of the chain `name` lead and whose
-    /// own rules could mention this address; perhaps others too. With iptables-nft no rule is
-    /// decoded, but each of the chains is requested. No
-    /// reading is repeated for long: beside a busy writer this fails.
+    /// Returns the chain's rules that contain one of these port numbers or the text `target`, and
+    /// perhaps others. The rules in between are left out, so a position counted in the result is
+    /// not a position in the chain.
+    pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
+        if self.read_chains.contains_key(name) {
+            return Ok(self.rules(name)?.to_vec());
+        }
+        let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
+        // Matches of xtables have ports in the machine's byte order, comparisons of nf_tables in
+        // network byte order.
+        let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
+        let is_candidate = |rule: &[u8]| nft::occurs(rule, &patterns) || nft::mentions(rule, target);
+        match nft.rules_at_once(self.table.in_nf_tables(self.family), name, is_candidate) {
+            // A kernel without nf_tables has no rules in it.
+            Err(error) if error.is_unsupported() => Ok(Vec::new()),
+            Err(error) => Err(error),
+            Ok(listed) => Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect()),
+        }
+    }
+
+    /// Returns the chains that rules of the chain `name` jump to, whose names begin with `prefix`
+    /// and whose own rules mention this address; perhaps others too. With iptables-nft no rule is
+    /// decoded, and each of the chains costs one request.
+    ///
+    /// # Errors
+    /// Also if other processes change rules all the time: the reading is repeated a few times only.
     pub fn list_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
-        let Some(nft) = &mut self.nft else {
-            let text = address.to_string();
-            let mut found: Vec<String> = Vec::new();
-            for target in self.rules(name)?.iter().filter_map(Rule::target).map(str::to_owned).collect::<Vec<_>>() {
-                let is_it = |rule: &Rule| rule.words.iter().any(|word| word.contains(&text));
-                if target.starts_with(prefix) && !found.contains(&target) && self.rules(&target)?.iter().any(is_it) {
-                    found.push(target);
-                }
+        match self.nft {
+            Some(_) => self.list_nft_chains_for_address(name, prefix, address),
+            None => self.list_legacy_chains_for_address(name, prefix, address),
+        }
+    }
+
+    /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, whose
+    /// table has been read.
+    fn list_legacy_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
+        let address = address.to_string();
+        let targets: Vec<String> = self.rules(name)?.iter().filter_map(Rule::target).map(str::to_owned).collect();
+        let mut found: Vec<String> = Vec::new();
+        for target in targets {
+            if !target.starts_with(prefix) || found.contains(&target) {
+                continue;
             }
-            return Ok(found);
-        };
+            let mentions_address = |rule: &Rule| rule.words.iter().any(|word| word.contains(&address));
+            if self.rules(&target)?.iter().any(mentions_address) {
+                found.push(target);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-nft. Looks for
+    /// names and addresses in the bytes of the rules.
+    fn list_nft_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
+        let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
         let octets = match address {
             IpAddr::V4(address) => address.octets().to_vec(),
             IpAddr::V6(address) => address.octets().to_vec(),
         };
-        let table = self.table.of(self.family);
+        let table = self.table.in_nf_tables(self.family);
         let found = nft.with_few_retries(|nft| {
+            // The closure that selects rules collects names instead, and selects none.
             let targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
-                targets.borrow_mut().extend(named(rule, prefix));
+                targets.borrow_mut().extend(names_with_prefix(rule, prefix));
                 false
             })?;
             let mut found = Vec::new();
@@ -130,17 +161,19 @@ impl Chains<'_> {
             Ok(found)
         });
         match found {
+            // A kernel without nf_tables has no chains in it.
             Err(error) if error.is_unsupported() => Ok(Vec::new()),
             found => found,
         }
     }
 
-    /// The names of all chains that begin so.
-    pub fn names(&mut self, prefix: &str) -> Result<Vec<String>> {
+    /// Returns the names of all chains that begin with `prefix`.
+    pub fn chain_names(&mut self, prefix: &str) -> Result<Vec<String>> {
         let mut names: Vec<String> = match &mut self.nft {
-            None => self.read.keys().cloned().collect(),
-            Some(nft) => match nft.chains(self.table.of(self.family)) {
+            None => self.read_chains.keys().cloned().collect(),
+            Some(nft) => match nft.chains(self.table.in_nf_tables(self.family)) {
                 Ok(chains) => chains.into_iter().map(|chain| chain.name).collect(),
+                // A kernel without nf_tables has no chains in it.
                 Err(error) if error.is_unsupported() => Vec::new(),
                 Err(error) => return Err(error),
             },
@@ -150,21 +183,30 @@ impl Chains<'_> {
     }
 }
 
-/// Returns every name in these bytes with this prefix; a comment may contain one too.
-fn named(bytes: &[u8], prefix: &str) -> Vec<String> {
-    let begins = |at: &usize| bytes.get(*at..).is_some_and(|rest| rest.starts_with(prefix.as_bytes()));
-    let name = |at: usize| bytes.iter().skip(at).take_while(|byte| byte.is_ascii_graphic());
-    (0..bytes.len()).filter(begins).map(|at| name(at).map(|byte| char::from(*byte)).collect()).collect()
+/// Returns every word of printable ASCII in these bytes that begins with `prefix`: the names of
+/// chains that a rule jumps to, and perhaps a part of its comment.
+fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    for start in 0..bytes.len() {
+        let rest = &bytes[start..];
+        if rest.starts_with(prefix.as_bytes()) {
+            let word = rest.iter().take_while(|byte| byte.is_ascii_graphic());
+            names.push(word.map(|byte| char::from(*byte)).collect());
+        }
+    }
+    names
 }
 
+/// Reads a chain of iptables-nft with its rules; `None` if it does not exist.
 fn read_chain(nft: &mut Nft, table: Table, family: Family, name: &str) -> Result<Option<Chain>> {
-    let table = table.of(family);
+    let table = table.in_nf_tables(family);
     let Some(chain) = find_chain(nft, table, name)? else { return Ok(None) };
-    let rules = nft.rules(table, name)?;
-    let rules = rules.into_iter().map(|listed| compat::rule(family, listed)).collect();
+    let listed = nft.rules(table, name)?;
+    let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect();
     Ok(Some(Chain { rules, handle: Some(chain.handle) }))
 }
 
+/// Returns a chain of nf_tables; `None` if it does not exist, or if the kernel has no nf_tables.
 pub(super) fn find_chain(nft: &mut Nft, table: nft::Table<'_>, name: &str) -> Result<Option<nft::Chain>> {
     match nft.find_chain(table, name) {
         Err(error) if error.is_unsupported() => Ok(None),

@@ -1,8 +1,8 @@
-//! What is to be changed in a table, and its text for `iptables-restore`.
+//! Collects the changes of a table, and writes them as a text for `iptables-restore`.
 //!
-//! Every word is quoted or refused here, so that no value can end its line and become a command of
-//! its own. What users may write themselves ([`check_conditions`]) is refused wherever it could be
-//! more than a match.
+//! Every word is quoted or refused here, so that no value can end its line and become a command.
+//! Words that users write themselves, as conditions of a rule, must be matches
+//! ([`check_conditions`]): anything else could change other rules of the host.
 
 use std::fmt::Write as _;
 
@@ -11,92 +11,97 @@ use super::rule::{Rule, quote};
 use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
 
-/// Changes that belong together. They are one transaction; only where the program of iptables-nft
-/// has to write the rules, what is removed or put back is another one, after it.
+/// Changes that belong together. They are one transaction. Only if `iptables-restore` of
+/// iptables-nft has to write the additions, the removals are a second transaction after it.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
     pub(crate) chains: Vec<(String, ChainCreation)>,
-    pub(crate) rules: Vec<Added>,
-    /// The rules that are removed because the same rule is added elsewhere in its chain.
+    pub(crate) rules: Vec<AddedRule>,
+    /// The rules that are removed because the same rule is added elsewhere in its chain; each with
+    /// the chain's name, as in the next fields.
     pub(crate) moved: Vec<(String, Rule)>,
     pub(crate) put_back: Vec<(String, Rule)>,
     pub(crate) deleted: Vec<(String, Rule)>,
+    /// The chain's name, and its number in nf_tables if it was read over netlink.
     pub(crate) deleted_chains: Vec<(String, Option<u64>)>,
 }
 
-/// How a chain comes to be.
+/// What to do if a chain that is created exists already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChainCreation {
-    /// It must not be there.
+    /// The edit fails.
     Created,
-    /// If it is there it is emptied.
+    /// The chain is emptied.
     Replaced,
 }
 
+/// A rule that is added to a chain.
 #[derive(Clone, Debug)]
-pub(crate) struct Added {
+pub(crate) struct AddedRule {
     pub(crate) chain: String,
     pub(crate) words: Vec<String>,
-    pub(crate) place: RulePosition,
+    pub(crate) position: RulePosition,
 }
 
 impl Edit {
-    /// No changes.
+    /// Returns an edit without changes.
     pub fn new() -> Edit {
         Edit::default()
     }
 
-    /// Makes a chain that was seen missing. If another process has made it meanwhile, nothing of
-    /// the edit is done and it is planned again. For chains that are shared.
+    /// Creates a chain that did not exist when the table was read. If another process has created
+    /// it since, the edit fails and is planned again, so that process's rules stay. For chains that
+    /// containers share.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), ChainCreation::Created));
     }
 
-    /// Makes a chain, or empties it. For chains of one container.
+    /// Creates a chain, or empties it. For chains of one container.
     pub fn replace_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), ChainCreation::Replaced));
     }
 
-    /// Puts a rule at the chain's end. The words are those of the command line, unquoted.
+    /// Adds a rule at the chain's end. The words are those of the command line, unquoted.
     pub fn append<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>) {
-        self.add(chain, words, RulePosition::Last);
+        self.add_rule(chain, words, RulePosition::Last);
     }
 
-    /// Puts a rule at the chain's beginning; of several the last one is the first then.
+    /// Adds a rule at the chain's beginning, before those that this edit has inserted already.
     pub fn insert<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>) {
-        self.add(chain, words, RulePosition::First);
+        self.add_rule(chain, words, RulePosition::First);
     }
 
-    /// Puts a rule at the chain's beginning and removes the same rule, read as `before`, from where
-    /// else it is. At no time is the chain without it.
-    pub fn move_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, before: &[Rule]) {
+    /// Adds a rule at the chain's beginning and removes its copies elsewhere in the chain,
+    /// `copies`, which were read. The chain is never without the rule.
+    pub fn move_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, copies: &[Rule]) {
         self.insert(chain, words);
-        self.moved.extend(before.iter().map(|rule| (chain.to_owned(), rule.clone())));
+        self.moved.extend(copies.iter().map(|rule| (chain.to_owned(), rule.clone())));
     }
 
-    fn add<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, place: RulePosition) {
+    /// Adds a rule at the chain's beginning or end.
+    fn add_rule<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, position: RulePosition) {
         let words = words.into_iter().map(Into::into).collect();
-        self.rules.push(Added { chain: chain.to_owned(), words, place });
+        self.rules.push(AddedRule { chain: chain.to_owned(), words, position });
     }
 
-    /// Removes a rule that was read. If it has gone meanwhile, all is planned again.
+    /// Removes a rule that was read. If it was removed since, the edit fails and is planned again.
     pub fn delete(&mut self, chain: &str, rule: &Rule) {
         self.deleted.push((chain.to_owned(), rule.clone()));
     }
 
-    /// Puts a rule that was read, and has been removed since, at the chain's end, with all there
-    /// was in it.
+    /// Adds a rule that was read before and has been removed since, at the chain's end. Over
+    /// netlink it gets all of its parts, also those without words.
     pub fn put_back(&mut self, chain: &str, rule: &Rule) {
         self.put_back.push((chain.to_owned(), rule.clone()));
     }
 
-    /// Removes a chain that was read, with all its rules. What leads there must be deleted in the
-    /// same edit.
+    /// Removes a chain that was read, with all its rules. The same edit must delete the rules that
+    /// jump to it.
     pub fn delete_chain(&mut self, name: &str, chain: &Chain) {
         self.deleted_chains.push((name.to_owned(), chain.handle));
     }
 
-    /// Takes over all changes of another edit, after its own.
+    /// Adds all changes of another edit after those of this one.
     pub fn extend(&mut self, other: Edit) {
         self.chains.extend(other.chains);
         self.rules.extend(other.rules);
@@ -106,90 +111,102 @@ impl Edit {
         self.deleted_chains.extend(other.deleted_chains);
     }
 
-    /// Whether there is nothing to do.
+    /// Whether the edit has no changes.
     pub fn is_empty(&self) -> bool {
-        !self.adds()
+        !self.has_additions()
             && self.moved.is_empty()
             && self.put_back.is_empty()
             && self.deleted.is_empty()
             && self.deleted_chains.is_empty()
     }
 
-    pub(crate) fn adds(&self) -> bool {
+    /// Whether the edit creates chains or adds rules. Rules that are put back do not count.
+    pub(crate) fn has_additions(&self) -> bool {
         !self.chains.is_empty() || !self.rules.is_empty()
     }
 
-    /// The additions in the form that `iptables-restore` reads.
-    pub(crate) fn additions(&self, table: Table) -> Result<String> {
-        self.additions_after(format!("*{}\n", table.name()))
+    /// Returns the created chains and added rules as `iptables-restore` reads them, without the
+    /// `COMMIT` at the end. Fails for a word that cannot be quoted.
+    pub(crate) fn additions_text(&self, table: Table) -> Result<String> {
+        let mut text = format!("*{}\n", table.name());
+        self.push_additions(&mut text)?;
+        Ok(text)
     }
 
-    fn additions_after(&self, mut text: String) -> Result<String> {
-        for (name, new) in &self.chains {
-            let name = word(name)?;
+    /// Appends the lines that create chains and add rules.
+    fn push_additions(&self, text: &mut String) -> Result<()> {
+        for (name, creation) in &self.chains {
+            let name = quoted(name)?;
             // Writing to a String cannot fail.
-            let _ = match new {
+            let _ = match creation {
                 ChainCreation::Created => writeln!(text, "-N {name}"),
                 ChainCreation::Replaced => writeln!(text, ":{name} - [0:0]"),
             };
         }
-        for Added { chain, words, place } in &self.rules {
-            let command = match place {
+        for AddedRule { chain, words, position } in &self.rules {
+            let command = match position {
                 RulePosition::First => "-I",
                 RulePosition::Last => "-A",
             };
-            line(&mut text, command, chain, words)?;
+            push_rule(text, command, chain, words)?;
         }
-        Ok(text)
+        Ok(())
     }
 
-    /// Everything in one text: what is added, then what is removed. A rule that is moved is removed
-    /// first: `-D` takes the first rule that looks like it, which would be the new one.
-    pub(crate) fn everything(&self, table: Table) -> Result<String> {
+    /// Returns all changes as `iptables-restore` reads them: additions, then removals. Only the old
+    /// copy of a moved rule is removed before them, because `-D` removes the first rule with the
+    /// same words, which would be the new copy. Fails for a word that cannot be quoted.
+    pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
         for (chain, rule) in &self.moved {
-            line(&mut text, "-D", chain, &rule.words)?;
+            push_rule(&mut text, "-D", chain, &rule.words)?;
         }
-        let mut text = self.additions_after(text)?;
+        self.push_additions(&mut text)?;
         for (chain, rule) in &self.put_back {
-            line(&mut text, "-A", chain, &rule.words)?;
+            push_rule(&mut text, "-A", chain, &rule.words)?;
         }
         for (chain, rule) in &self.deleted {
-            line(&mut text, "-D", chain, &rule.words)?;
+            push_rule(&mut text, "-D", chain, &rule.words)?;
         }
+        // All chains are emptied before any is removed, because one may jump to another.
         for command in ["-F", "-X"] {
             for (name, _) in &self.deleted_chains {
-                let _ = writeln!(text, "{command} {}", word(name)?);
+                let _ = writeln!(text, "{command} {}", quoted(name)?);
             }
         }
         Ok(text + "COMMIT\n")
     }
 }
 
-fn line(text: &mut String, command: &str, chain: &str, words: &[String]) -> Result<()> {
+/// Appends a line: the command, `-A` for example, with the quoted chain and the quoted words of a
+/// rule. Fails for a word that cannot be quoted, and if the line gets too long.
+fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) -> Result<()> {
     // iptables-restore reads lines of at most 10,239 bytes.
     const LINE_MAX: usize = 10_000;
     let start = text.len();
-    let _ = write!(text, "{command} {}", word(chain)?);
-    for one in words {
-        let _ = write!(text, " {}", word(one)?);
+    let _ = write!(text, "{command} {}", quoted(chain)?);
+    for word in words {
+        let _ = write!(text, " {}", quoted(word)?);
     }
     text.push('\n');
     if text.len() - start > LINE_MAX {
-        return Err(refused("the rule is longer than iptables-restore reads"));
+        return Err(refused("the rule is longer than the 10000 bytes that iptables-restore can read"));
     }
     Ok(())
 }
 
-fn word(word: &str) -> Result<String> {
+/// Quotes a word for `iptables-restore`. Fails if that is impossible.
+fn quoted(word: &str) -> Result<String> {
     quote(word).ok_or_else(|| refused(&format!("{word:?} contains a control character or is too long")))
 }
 
+/// Returns the error for a rule that cannot be written, with the reason.
 fn refused(why: &str) -> Error {
     Error::new("failed to write a rule for iptables", Cause::text(why))
 }
 
-/// Options of `iptables` itself; anything that begins one of them is taken for it.
+/// The long options of `iptables` itself, which are not matches. getopt also accepts them
+/// abbreviated: `--del`.
 const FORBIDDEN: [&str; 29] = [
     "append",
     "check",
@@ -222,34 +239,46 @@ const FORBIDDEN: [&str; 29] = [
     "zero",
 ];
 
-/// Whether these words of a user's can be nothing but matches.
+/// Checks that these words, which a user has configured as conditions, are only matches.
 ///
 /// # Errors
-/// The first word that can be more: a control character, `COMMIT`, an option of iptables' own but
-/// `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m`.
+/// The first word that is not: one with a control character, `COMMIT`, or an option of iptables
+/// itself other than `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m`.
 pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {
-    words.iter().map(AsRef::as_ref).find(|word| is_more_than_a_match(word)).map_or(Ok(()), |word| Err(word.to_owned()))
+    for word in words.iter().map(AsRef::as_ref) {
+        if !is_match_or_value(word) {
+            return Err(word.to_owned());
+        }
+    }
+    Ok(())
 }
 
-fn is_more_than_a_match(word: &str) -> bool {
+/// Whether this word of a rule can only be a match, an option of a match, or a value.
+fn is_match_or_value(word: &str) -> bool {
     if quote(word).is_none() || word.eq_ignore_ascii_case("commit") {
+        return false;
+    }
+    if let Some(long_option) = word.strip_prefix("--") {
+        let name = long_option.split_once('=').map_or(long_option, |(name, _)| name);
+        // `--set` of the match `recent` and `--pol` of the match `policy` look like abbreviations
+        // of `--set-counters` and `--policy`, but getopt prefers an option with exactly this name.
+        if ["set", "pol"].contains(&name) {
+            return true;
+        }
+        return !name.is_empty() && !FORBIDDEN.iter().any(|option| option.starts_with(name));
+    }
+    let Some(short_option) = word.strip_prefix('-') else { return true };
+    if short_option.starts_with(|char: char| char.is_ascii_digit()) {
+        // A negative number is a value. But `-4` and `-6` make iptables skip the line in the other
+        // family.
+        return !short_option.starts_with(['4', '6']);
+    }
+    // `-f` has no value, so letters after it would be another option: `-fjACCEPT`.
+    if short_option == "f" {
         return true;
     }
-    if let Some(long) = word.strip_prefix("--") {
-        let name = long.split_once('=').map_or(long, |(name, _)| name);
-        // These are the matches' `recent` and `policy` own, and getopt prefers what is written out.
-        return name.is_empty()
-            || (!["set", "pol"].contains(&name) && FORBIDDEN.iter().any(|option| option.starts_with(name)));
-    }
-    match word.strip_prefix('-') {
-        // A number; but `-4` and `-6` make iptables leave the line out.
-        Some(short) if short.starts_with(|char: char| char.is_ascii_digit()) => short.starts_with(['4', '6']),
-        // This one has no value, so what follows it in its word is the next option: `-fjACCEPT`.
-        Some("f") => false,
-        // iptables-restore takes a short option with a `t` in it for `-t`, whatever it is.
-        Some(short) => !short.starts_with(['s', 'd', 'p', 'i', 'o', 'm']) || short.contains('t'),
-        None => false,
-    }
+    // iptables-restore takes any short option whose word has a `t` in it for `-t`, the table.
+    short_option.starts_with(['s', 'd', 'p', 'i', 'o', 'm']) && !short_option.contains('t')
 }
 
 #[cfg(test)]
@@ -276,7 +305,7 @@ mod tests {
             -F CNI-OLD\n\
             -X CNI-OLD\n\
             COMMIT\n";
-        assert_eq!(edit.everything(Table::Nat).unwrap(), expected);
+        assert_eq!(edit.restore_text(Table::Nat).unwrap(), expected);
     }
 
     #[test]
@@ -286,8 +315,8 @@ mod tests {
         let mut edit = Edit::new();
         edit.move_first("FORWARD", words, &[rule]);
         let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";
-        assert_eq!(edit.everything(Table::Filter).unwrap(), all);
-        assert_eq!(edit.additions(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");
+        assert_eq!(edit.restore_text(Table::Filter).unwrap(), all);
+        assert_eq!(edit.additions_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");
     }
 
     #[test]
@@ -295,10 +324,10 @@ mod tests {
         for hostile in ["x\nCOMMIT\n*filter", "x\0", "x\r"] {
             let mut edit = Edit::new();
             edit.append("CNI-A", ["-m", "comment", "--comment", hostile]);
-            assert!(edit.everything(Table::Nat).is_err(), "{hostile:?}");
+            assert!(edit.restore_text(Table::Nat).is_err(), "{hostile:?}");
             let mut edit = Edit::new();
             edit.create_chain(hostile);
-            assert!(edit.everything(Table::Nat).is_err(), "{hostile:?}");
+            assert!(edit.restore_text(Table::Nat).is_err(), "{hostile:?}");
         }
     }
 

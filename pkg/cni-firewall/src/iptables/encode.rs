@@ -1,73 +1,88 @@
-//! A rule in the words of `iptables -S`, put into the expressions that iptables-nft itself writes:
-//! the other direction of [`compat`](super::compat).
+//! Puts rules in the words of `iptables -S` into the expressions of nf_tables that iptables-nft
+//! itself writes: the other direction of [`compat`](super::compat).
 //!
-//! Releases of iptables differ in what they can read. Protocol, interfaces and addresses are
-//! expressions of nf_tables, an address loaded whole, with a mask for a prefix; all else is a match
-//! or target of xtables. Releases from 1.8.4 on print the words of such a rule; what newer ones
-//! write themselves (shorter loads, ports and marks as expressions) 1.8.4 and 1.8.7 misread.
+//! The expressions are those that every release of iptables from 1.8.4 on can print. Protocol,
+//! interfaces and addresses are expressions of nf_tables, an address loaded whole, with a mask for
+//! a prefix; all else is a match or target of xtables. Newer releases write shorter loads, and
+//! ports and marks as expressions of nf_tables, which 1.8.4 and 1.8.7 misread.
 
 use std::collections::BTreeSet;
 use std::mem::offset_of;
 use std::net::IpAddr;
 
-use super::compat::{DESTINATION_PORTS, LOCAL, MAP_IPS, PROTO_SPECIFIED, STATE, STATES, protocol_number};
+use super::fields::{DESTINATION_PORTS, LOCAL, MAP_IPS, PROTO_SPECIFIED, STATE, STATES, protocol_number};
 use super::xt::{self, Addrtype, Conntrack, Extension, Mark, Multiport, NatV4, Range2, SetMark, Tcp};
 use crate::nft::expr::{self, CmpOp, Expr, MetaKey, Reg, Verdict};
 use cni_linux::route::Family;
 
-/// A rule as the kernel gets it.
+/// A rule as the kernel receives it.
 #[derive(Debug)]
 pub(super) struct Encoded {
     pub(super) exprs: Vec<Expr>,
-    /// The protocol that the rule asks for, 0 for any: matches of xtables want to know.
+    /// The protocol of the rule's `-p`, 0 for any. The kernel refuses some matches of xtables,
+    /// `tcp` for example, without it.
     pub(super) protocol: u8,
 }
 
-/// The rule of these words; `None` if plugins write no such words themselves.
+/// Encodes the rule of these words. `None` if one of them is not among those that plugins write
+/// themselves; `iptables-restore` has to write the rule then.
 pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
-    let mut encoder = Encoder { family, head: Vec::new(), matches: Vec::new(), protocol: 0, seen: BTreeSet::new() };
+    let mut encoder =
+        Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };
     let mut words = words.iter().map(String::as_str);
+    let mut target = Vec::new();
     while let Some(word) = words.next() {
         match word {
             "-j" | "-g" => {
-                let end = encoder.end(word, &mut words)?;
-                let counter = Expr::Other("counter".to_owned());
-                let exprs = [encoder.head, encoder.matches, vec![counter], end].concat();
-                return words.next().is_none().then_some(Encoded { exprs, protocol: encoder.protocol });
+                target = encoder.target(word, &mut words)?;
+                // Plugins write no words after the target's options.
+                if words.next().is_some() {
+                    return None;
+                }
             }
             "!" => encoder.option(words.next()?, &mut words, CmpOp::NE)?,
             option => encoder.option(option, &mut words, CmpOp::EQ)?,
         }
     }
-    let exprs = [encoder.head, encoder.matches, vec![Expr::Other("counter".to_owned())]].concat();
+    let counter = Expr::Other("counter".to_owned());
+    let exprs = [encoder.comparisons, encoder.matches, vec![counter], target].concat();
     Some(Encoded { exprs, protocol: encoder.protocol })
 }
 
+/// The expressions of a rule while its words are read.
 struct Encoder {
     family: Family,
-    head: Vec<Expr>,
+    /// Comparisons of addresses, interfaces and the protocol, which stand before the matches.
+    comparisons: Vec<Expr>,
     matches: Vec<Expr>,
     protocol: u8,
-    seen: BTreeSet<String>,
+    /// The options that have been read.
+    options: BTreeSet<String>,
 }
 
 impl Encoder {
+    /// Reads an option and its values from `words`. `None` if plugins do not write it.
     fn option<'w>(&mut self, option: &str, words: &mut impl Iterator<Item = &'w str>, op: CmpOp) -> Option<()> {
-        // An option that is given twice is an error of iptables.
-        if option != "-m" && !self.seen.insert(option.to_owned()) {
+        // iptables refuses an option that is given twice, except `-m`.
+        if option != "-m" && !self.options.insert(option.to_owned()) {
             return None;
         }
         match option {
-            "-s" => self.head.extend(address(self.family, words.next()?, expr::saddr, op)?),
-            "-d" => self.head.extend(address(self.family, words.next()?, expr::daddr, op)?),
-            "-i" => self.head.extend(interface(MetaKey::IIFNAME, words.next()?, op)?),
-            "-o" => self.head.extend(interface(MetaKey::OIFNAME, words.next()?, op)?),
+            "-s" => self.comparisons.extend(compare_address(self.family, words.next()?, expr::saddr, op)?),
+            "-d" => self.comparisons.extend(compare_address(self.family, words.next()?, expr::daddr, op)?),
+            "-i" => self.comparisons.extend(compare_interface(MetaKey::IIFNAME, words.next()?, op)?),
+            "-o" => self.comparisons.extend(compare_interface(MetaKey::OIFNAME, words.next()?, op)?),
             "-p" if op == CmpOp::EQ => {
-                self.protocol = protocol_number(words.next()?).filter(|number| *number != 0)?;
-                self.head.extend(expr::l4proto(self.protocol));
+                let protocol = protocol_number(words.next()?)?;
+                // `-p 0` means any protocol.
+                if protocol == 0 {
+                    return None;
+                }
+                self.protocol = protocol;
+                self.comparisons.extend(expr::l4proto(protocol));
             }
             "-m" if op == CmpOp::EQ => {
-                let (extension, info) = a_match(words.next()?, words)?;
+                let (extension, info) = encode_match(words.next()?, words)?;
                 let (name, revision) = (extension.name.to_owned(), extension.revision);
                 self.matches.push(Expr::XtMatch { name, revision, info });
             }
@@ -76,8 +91,9 @@ impl Encoder {
         Some(())
     }
 
-    /// Returns the expressions of the target: the verdict on packets that match.
-    fn end<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
+    /// Reads the target after `option`, which is `-j` or `-g`, and returns its expressions: a
+    /// verdict, or a target of xtables. A name that is not a known target is that of a chain.
+    fn target<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
         let target = words.next()?;
         if option == "-g" {
             return Some(vec![Expr::Verdict(Verdict::Goto(target.to_owned()))]);
@@ -86,26 +102,26 @@ impl Encoder {
             "ACCEPT" => return Some(vec![Expr::Verdict(Verdict::Accept)]),
             "DROP" => return Some(vec![Expr::Verdict(Verdict::Drop)]),
             "RETURN" => return Some(vec![Expr::Verdict(Verdict::Return)]),
-            // The number of ranges is one, which says nothing.
             "MASQUERADE" if self.family == Family::V4 => {
+                // The kernel wants exactly one NAT range, here without addresses and ports.
                 let mut info = Info::new(xt::MASQUERADE_V4);
                 info.put(offset_of!(NatV4, count), &1_u32.to_ne_bytes());
-                info.done()
+                info.into_parts()
             }
-            "MASQUERADE" => Info::new(xt::MASQUERADE_V6).done(),
+            "MASQUERADE" => Info::new(xt::MASQUERADE_V6).into_parts(),
             "DNAT" => {
-                let (address, port) = destination((words.next()? == "--to-destination").then(|| words.next())??)?;
+                let (address, port) = socket_address(value_after("--to-destination", words)?)?;
                 if address.is_ipv4() != (self.family == Family::V4) {
                     return None;
                 }
                 dnat(address, port)
             }
             "MARK" => {
-                let (value, mask) = masked((words.next()? == "--set-xmark").then(|| words.next())??)?;
+                let (value, mask) = value_and_mask(value_after("--set-xmark", words)?)?;
                 let mut info = Info::new(xt::SET_MARK);
                 info.put(offset_of!(SetMark, value), &value.to_ne_bytes());
                 info.put(offset_of!(SetMark, mask), &mask.to_ne_bytes());
-                info.done()
+                info.into_parts()
             }
             chain => return Some(vec![Expr::Verdict(Verdict::Jump(chain.to_owned()))]),
         };
@@ -113,85 +129,102 @@ impl Encoder {
     }
 }
 
-/// A structure being filled.
-struct Info(Extension, Vec<u8>);
+/// Returns the word after `option`; `None` if the next word is not this option.
+fn value_after<'w>(option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<&'w str> {
+    if words.next()? == option { words.next() } else { None }
+}
+
+/// The structure of an xtables match or target while it is filled. It begins with zeros.
+struct Info {
+    extension: Extension,
+    bytes: Vec<u8>,
+}
 
 impl Info {
     fn new(extension: Extension) -> Info {
-        Info(extension, vec![0; extension.size.next_multiple_of(xt::ALIGN)])
+        Info { extension, bytes: vec![0; extension.size.next_multiple_of(xt::ALIGN)] }
     }
 
-    fn put(&mut self, at: usize, bytes: &[u8]) {
-        if let Some(place) = self.1.get_mut(at..at + bytes.len()) {
-            place.copy_from_slice(bytes);
+    /// Writes a field.
+    fn put(&mut self, offset: usize, bytes: &[u8]) {
+        if let Some(field) = self.bytes.get_mut(offset..offset + bytes.len()) {
+            field.copy_from_slice(bytes);
         }
     }
 
-    fn done(self) -> (Extension, Vec<u8>) {
-        (self.0, self.1)
+    fn into_parts(self) -> (Extension, Vec<u8>) {
+        (self.extension, self.bytes)
     }
 }
 
-/// The match of this name with its one option.
-fn a_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<(Extension, Vec<u8>)> {
+/// Encodes the xtables match of this name with the one option and value that follow in `words`.
+/// `None` if plugins do not write it.
+fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<(Extension, Vec<u8>)> {
     let (option, value) = (words.next()?, words.next()?);
     let mut info;
     match (name, option) {
-        // iptables cuts a longer text; the last byte ends it.
+        // iptables cuts a longer comment, so it has to write it. The last byte is the NUL.
         ("comment", "--comment") if value.len() < xt::COMMENT.size && !value.contains('\0') => {
             info = Info::new(xt::COMMENT);
             info.put(0, value.as_bytes());
         }
         ("multiport", "--dports") => {
             let ports: Vec<u16> = value.split(',').map(decimal).collect::<Option<_>>()?;
-            let count = u8::try_from(ports.len()).ok().filter(|count| usize::from(*count) <= xt::PORTS)?;
+            if ports.len() > xt::PORTS {
+                return None;
+            }
+            let count = u8::try_from(ports.len()).ok()?;
+            let port_bytes: Vec<u8> = ports.iter().flat_map(|port| port.to_ne_bytes()).collect();
             info = Info::new(xt::MULTIPORT);
-            info.put(offset_of!(Multiport, kind), &[1]);
+            info.put(offset_of!(Multiport, kind), &[xt::MULTIPORT_DESTINATION]);
             info.put(offset_of!(Multiport, count), &[count]);
-            info.put(
-                offset_of!(Multiport, ports),
-                &ports.iter().flat_map(|port| port.to_ne_bytes()).collect::<Vec<_>>(),
-            );
+            info.put(offset_of!(Multiport, ports), &port_bytes);
         }
         ("addrtype", "--dst-type") if value == "LOCAL" => {
             info = Info::new(xt::ADDRTYPE);
             info.put(offset_of!(Addrtype, destination), &LOCAL.to_ne_bytes());
         }
         ("mark", "--mark") => {
-            let (value, mask) = masked(value)?;
+            let (value, mask) = value_and_mask(value)?;
             info = Info::new(xt::MARK);
             info.put(offset_of!(Mark, value), &value.to_ne_bytes());
             info.put(offset_of!(Mark, mask), &mask.to_ne_bytes());
         }
         ("conntrack", "--ctstate") => {
-            let bit = |name: &str| STATES.iter().find(|(_, known)| *known == name).map(|(bit, _)| *bit);
-            let states = value.split(',').map(bit).try_fold(0, |all, bit| Some(all | bit?))?;
+            let mut states = 0;
+            for name in value.split(',') {
+                let (bit, _) = STATES.iter().find(|(_, known)| *known == name)?;
+                states |= bit;
+            }
             info = Info::new(xt::CONNTRACK);
             info.put(offset_of!(Conntrack, matched), &STATE.to_ne_bytes());
             info.put(offset_of!(Conntrack, states), &states.to_ne_bytes());
         }
+        // Ports are ranges, from the first to the last; the structure of udp begins as that of tcp.
         ("tcp" | "udp", "--dport") => {
             let port: u16 = decimal(value)?;
             info = Info::new(if name == "tcp" { xt::TCP } else { xt::UDP });
-            info.put(offset_of!(Tcp, source_ports) + size_of::<u16>(), &u16::MAX.to_ne_bytes());
+            info.put(offset_of!(Tcp, source_ports), &[0, u16::MAX].map(u16::to_ne_bytes).concat());
             info.put(offset_of!(Tcp, ports), &[port, port].map(u16::to_ne_bytes).concat());
         }
         ("sctp", "--dport") => {
             let port: u16 = decimal(value)?;
             info = Info::new(xt::SCTP);
             info.put(offset_of!(xt::Sctp, ports), &[port, port].map(u16::to_ne_bytes).concat());
-            // No type of chunk; iptables compares these bytes too.
-            let no_chunk = [[u8::MAX, 0, 0]; 4].concat();
-            info.put(offset_of!(xt::Sctp, chunk_flags), &no_chunk);
+            // The four entries for flags of chunk types are unused: type 255. iptables fills them
+            // so, and compares them when it looks for a rule to delete.
+            let unused_chunk_flags = [[u8::MAX, 0, 0]; 4].concat();
+            info.put(offset_of!(xt::Sctp, chunk_flags), &unused_chunk_flags);
             info.put(offset_of!(xt::Sctp, matched), &DESTINATION_PORTS.to_ne_bytes());
         }
         _ => return None,
     }
-    Some(info.done())
+    Some(info.into_parts())
 }
 
-fn dnat(to: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
-    let address = match to {
+/// Encodes the target DNAT to one address, and to one port if there is one.
+fn dnat(address: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
+    let octets = match address {
         IpAddr::V4(address) => address.octets().to_vec(),
         IpAddr::V6(address) => address.octets().to_vec(),
     };
@@ -199,15 +232,15 @@ fn dnat(to: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
     let port = port.unwrap_or(0).to_be_bytes();
     let mut info = Info::new(xt::DNAT);
     info.put(offset_of!(Range2, flags), &flags.to_ne_bytes());
-    info.put(offset_of!(Range2, first), &address);
-    info.put(offset_of!(Range2, last), &address);
+    info.put(offset_of!(Range2, first), &octets);
+    info.put(offset_of!(Range2, last), &octets);
     info.put(offset_of!(Range2, first_port), &port);
     info.put(offset_of!(Range2, last_port), &port);
-    info.done()
+    info.into_parts()
 }
 
-/// `10.0.0.2:80`, `[fd00::2]:80`, or an address alone.
-fn destination(text: &str) -> Option<(IpAddr, Option<u16>)> {
+/// Reads `10.0.0.2:80`, `[fd00::2]:80`, or an address without a port.
+fn socket_address(text: &str) -> Option<(IpAddr, Option<u16>)> {
     if let Ok(address) = text.parse() {
         return Some((address, None));
     }
@@ -215,14 +248,15 @@ fn destination(text: &str) -> Option<(IpAddr, Option<u16>)> {
     Some((socket.ip(), Some(socket.port())))
 }
 
-/// A number in decimal digits; one that begins with 0 is octal for iptables.
+/// Reads a number in decimal digits. `None` for one that begins with 0, which is octal for
+/// iptables.
 fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
     let is_plain = text == "0" || (!text.starts_with('0') && text.bytes().all(|byte| byte.is_ascii_digit()));
     if is_plain { text.parse().ok() } else { None }
 }
 
-/// `0x2000/0x2000`, or a value that is compared whole.
-fn masked(text: &str) -> Option<(u32, u32)> {
+/// Reads a packet mark with its mask, `0x2000/0x3000`. Without a mask all bits are compared.
+fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     let number = |text: &str| match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
         None => decimal(text),
@@ -233,8 +267,9 @@ fn masked(text: &str) -> Option<(u32, u32)> {
     }
 }
 
-/// An address comparison: loaded whole, with a mask where the prefix is shorter.
-fn address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
+/// Compares an address with `cidr`. `load` returns the expressions for a whole address; a prefix
+/// gets a mask. `None` if `cidr` is invalid or of the other family.
+fn compare_address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
     let (address, prefix) = match cidr.split_once('/') {
         Some((address, prefix)) => (address, Some(decimal::<u32>(prefix)?)),
         None => (cidr, None),
@@ -251,31 +286,34 @@ fn address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op: CmpOp)
             Family::V4 => u32::MAX.checked_shl(32 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
             Family::V6 => u128::MAX.checked_shl(128 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
         };
+        // The comparison is the last expression. The mask goes before it, and clears its host bits.
         let Some(Expr::Cmp { data, .. }) = exprs.last_mut() else { return None };
         data.iter_mut().zip(&mask).for_each(|(byte, mask)| *byte &= mask);
         let bitwise = Expr::Bitwise { reg: Reg::R1, xor: vec![0; mask.len()], mask };
         exprs.insert(exprs.len() - 1, bitwise);
     }
-    Some(compared(exprs, op))
+    set_operator(&mut exprs, op);
+    Some(exprs)
 }
 
-/// An interface's name; one that ends in `+` is the beginning of a name, compared without the NUL
-/// at its end.
-fn interface(key: MetaKey, name: &str, op: CmpOp) -> Option<Vec<Expr>> {
-    let mut data = name.strip_suffix('+').unwrap_or(name).as_bytes().to_vec();
-    if !name.ends_with('+') {
-        data.push(0);
+/// Compares an interface name. `eth+` means all names that begin with `eth`: the NUL at the end is
+/// not compared then. `None` if the name is empty or too long.
+fn compare_interface(key: MetaKey, name: &str, op: CmpOp) -> Option<Vec<Expr>> {
+    let data = match name.strip_suffix('+') {
+        Some(beginning) => beginning.as_bytes().to_vec(),
+        None => [name.as_bytes(), &[0]].concat(),
+    };
+    if data.is_empty() || data.len() > libc::IFNAMSIZ {
+        return None;
     }
-    let fits = !data.is_empty() && data.len() <= libc::IFNAMSIZ;
-    let exprs = vec![Expr::Meta { key, to: Reg::R1 }, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }];
-    fits.then(|| compared(exprs, op))
+    Some(vec![Expr::Meta { key, to: Reg::R1 }, Expr::Cmp { op, reg: Reg::R1, data }])
 }
 
-fn compared(mut exprs: Vec<Expr>, wanted: CmpOp) -> Vec<Expr> {
+/// Sets the operator of the comparison at the end of the expressions.
+fn set_operator(exprs: &mut [Expr], new: CmpOp) {
     if let Some(Expr::Cmp { op, .. }) = exprs.last_mut() {
-        *op = wanted;
+        *op = new;
     }
-    exprs
 }
 
 #[cfg(test)]

@@ -1,21 +1,21 @@
-//! One writer of iptables per network namespace, among our processes.
+//! Locks iptables of a network namespace, so that one process of these plugins changes it at a
+//! time.
 //!
-//! What is read and then written with iptables is not one transaction, so a process that does that
-//! holds this lock: an `flock` of a file that root alone can open, named after the namespace
-//! (`/run/cni/iptables-<device>-<inode>.lock`). The namespace itself (`/proc/thread-self/ns/net`)
-//! could be locked too, but every process in it, of any user, can open that file and hold it
-//! forever. It is the fallback if the file cannot be used; then [`NetnsLock::remark`] says so.
+//! Reading and then writing iptables is not one transaction, so a process that does that holds this
+//! lock: an `flock` of a file that only root can open, named after the namespace
+//! (`/run/cni/iptables-<device>-<inode>.lock`). The namespace's own file
+//! (`/proc/thread-self/ns/net`) is locked only if that file cannot be used, because every process
+//! in the namespace, of any user, can open it and hold its lock forever. [`NetnsLock::remark`] then
+//! reports that.
 //!
-//! The lock excludes only processes of these plugins that see the same folder: Go's plugins do not
-//! take it, and iptables-legacy has a lock of its own for the length of one process.
+//! The lock excludes only processes of these plugins that see the same folder. Go's plugins do not
+//! take it, and iptables-legacy has a lock of its own, which each process holds while it runs.
 //!
-//! The empty file stays. There is one for each namespace in which iptables was ever changed, mostly
-//! one; /run is empty after the next boot; and the kernel uses the numbers of dead namespaces
-//! again, with the existing file. Removing it after use would make all waiting processes start over
-//! and lose their place in the queue.
+//! The empty file is not removed: removing it would make all waiting processes start over and lose
+//! their place in the queue. There is one for each namespace in which iptables was ever changed,
+//! usually one, until the next boot empties /run.
 //!
-//! A thread must not take it twice: the second call waits for the first. The folder may have been
-//! removed while a process waited, so the path is looked up again after the lock was granted.
+//! A thread must not take the lock twice: the second call would wait for the first.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -31,12 +31,12 @@ use nix::unistd::geteuid;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::flock::{self, Refused};
 
-/// The namespace of the calling thread, as a file.
+/// The file of the calling thread's network namespace.
 const NETNS: &str = "/proc/thread-self/ns/net";
-/// How often the folder is created again because it was gone when the file was to be created.
-const TRIES: usize = 8;
+/// How often the folder is created if another process keeps removing it.
+const FOLDER_ATTEMPTS: usize = 8;
 
-/// The lock. Dropping it lets the next one in.
+/// The lock. Dropping it releases it.
 #[derive(Debug)]
 pub struct NetnsLock {
     _file: File,
@@ -44,106 +44,106 @@ pub struct NetnsLock {
 }
 
 impl NetnsLock {
-    /// Locks iptables for this network namespace, and waits `limit` at most. Locks a file in
-    /// `folder`, and makes both. If that file cannot be used, locks the namespace's own file, and
-    /// [`remark`](NetnsLock::remark) has the reason.
+    /// Locks iptables of the calling thread's network namespace, and waits `limit` at most. The
+    /// lock is on a file in `folder`; both are created if necessary. If that file cannot be used,
+    /// the lock is on the namespace's own file, and [`remark`](NetnsLock::remark) returns the
+    /// reason.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], or [`Error::is_terminated`] if `on_sigterm` lets SIGTERM end the
-    /// wait. A rollback does not: the SIGTERM that caused it must not cut it short. Both name the
-    /// holder if it is known.
+    /// [`Error::is_deadline`] after `limit`, [`Error::is_terminated`] if `on_sigterm` lets SIGTERM
+    /// end the wait. Both name the process that holds the lock, if it is known.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
-        let broken = |error: io::Error| Error::new("failed to lock the network namespace for iptables", error);
-        let netns = File::open(NETNS).map_err(broken)?;
-        let id = netns.metadata().map_err(broken)?;
-        let name = format!("iptables-{}-{}.lock", id.dev(), id.ino());
+        let failed = |error: io::Error| Error::new("failed to lock the network namespace for iptables", error);
+        let netns = File::open(NETNS).map_err(failed)?;
+        let netns_metadata = netns.metadata().map_err(failed)?;
+        let name = format!("iptables-{}-{}.lock", netns_metadata.dev(), netns_metadata.ino());
         let path = folder.join(&name);
         loop {
-            let (file, place, remark) = match open(folder, &name) {
+            let (file, display_name, remark) = match open(folder, &name) {
                 Ok(file) => (file, path.display().to_string(), None),
                 Err(cause) => {
                     let remark = format!(
-                        "the lock for iptables is that of the network namespace, which any process in it can hold up, \
-                         because {} cannot be used: {cause}",
+                        "iptables is locked by the file of the network namespace, whose lock any process in it can \
+                         hold, because {} cannot be used: {cause}",
                         path.display()
                     );
-                    (netns.try_clone().map_err(broken)?, format!("the network namespace ({remark})"), Some(remark))
+                    (netns.try_clone().map_err(failed)?, format!("the network namespace ({remark})"), Some(remark))
                 }
             };
-            let locked = file.metadata().map_err(broken)?;
-            let until = flock::Limit { deadline, length: limit };
-            let file = flock::lock(file, machine, on_sigterm, until).map_err(|Refused { cause, holder }| {
-                let by = if cause.is_deadline() || cause.is_terminated() {
-                    format!(", held by {}", holder.as_deref().unwrap_or("a process that is not visible from here"))
-                } else {
-                    String::new()
-                };
-                Error::new(format_args!("failed to lock {place} for a change of iptables{by}"), cause)
+            let locked = file.metadata().map_err(failed)?;
+            let wait_limit = flock::Limit { deadline, length: limit };
+            let file = flock::lock(file, machine, on_sigterm, wait_limit).map_err(|Refused { cause, holder }| {
+                let mut what = format!("failed to lock {display_name} for a change of iptables");
+                if cause.is_deadline() || cause.is_terminated() {
+                    what += ", held by ";
+                    what += holder.as_deref().unwrap_or("a process that is not visible from here");
+                }
+                Error::new(what, cause)
             })?;
-            // The file may have been removed and made again during the wait: then the lock is on
-            // the wrong one.
-            let is_locked = |there: Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
-            if remark.is_some() || path.symlink_metadata().is_ok_and(is_locked) {
+            // If the file was removed and created again during the wait, the lock is on the removed
+            // one, which does not exclude the processes that open the path now.
+            let is_locked_file = |found: Metadata| (found.dev(), found.ino()) == (locked.dev(), locked.ino());
+            if remark.is_some() || path.symlink_metadata().is_ok_and(is_locked_file) {
                 return Ok(NetnsLock { _file: file, remark });
             }
             if machine.now() >= deadline {
-                let doing =
-                    format!("failed to lock {place} for a change of iptables: other processes keep removing the file");
-                return Err(Error::new(doing, Cause::deadline(limit)));
+                let what = format!(
+                    "failed to lock {display_name} for a change of iptables: other processes keep removing the file"
+                );
+                return Err(Error::new(what, Cause::deadline(limit)));
             }
         }
     }
 
-    /// A remark for the operator about how the lock was taken.
+    /// Returns a remark for the operator if the lock is on the namespace's own file; else `None`.
     pub fn remark(&self) -> Option<&str> {
         self.remark.as_deref()
     }
 }
 
-/// Opens the file, or makes it. No link is followed, and nothing is accepted that others could open
-/// or replace.
+/// Opens the file `name` in `folder`, and creates both if necessary. Fails for a symbolic link, and
+/// if another user could open or replace the file.
 fn open(folder: &Path, name: &str) -> Result<File, Cause> {
-    let mut tries = 1;
+    let mut attempt = 1;
     loop {
         DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
-        let flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
-        let opened = OpenOptions::new().read(true).custom_flags(flags).open(folder).and_then(|folder| {
-            let private = OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            // In case there is a FIFO.
-            let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | private;
-            trusted(&folder.metadata()?, "its folder", 0o022)?;
+        let folder_flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
+        let opened = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder).and_then(|folder| {
+            require_private(&folder.metadata()?, "its folder", 0o022)?;
+            // Without O_NONBLOCK, opening a FIFO of this name would wait for a writer.
+            let flags = OFlag::O_RDONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
             Ok(File::from(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
         });
         match opened {
-            // Removed between two of the calls.
-            Err(error) if error.kind() == io::ErrorKind::NotFound && tries < TRIES => tries += 1,
+            // Another process removed the folder after it was created here.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < FOLDER_ATTEMPTS => attempt += 1,
             Err(error) => return Err(error.into()),
             Ok(file) => {
                 let metadata = file.metadata()?;
                 if !metadata.is_file() {
                     return Err(Cause::text("it is not a regular file"));
                 }
-                trusted(&metadata, "it", 0o077)?;
+                require_private(&metadata, "it", 0o077)?;
                 return Ok(file);
             }
         }
     }
 }
 
-/// Checks that a file belongs to root or to this process's user, and that its mode has no bit of
-/// `forbidden`.
-fn trusted(metadata: &Metadata, what: &str, forbidden: u32) -> io::Result<()> {
-    if metadata.uid() != 0 && metadata.uid() != geteuid().as_raw() {
-        return Err(io::Error::other(format!("{what} must belong to root, but belongs to user {}", metadata.uid())));
+/// Fails unless the file or folder belongs to root or to this process's user, and its mode has none
+/// of the bits in `forbidden`. `subject` is the file's name in the error.
+fn require_private(metadata: &Metadata, subject: &str, forbidden: u32) -> io::Result<()> {
+    let owner = metadata.uid();
+    if owner != 0 && owner != geteuid().as_raw() {
+        return Err(io::Error::other(format!("{subject} must belong to root, but belongs to user {owner}")));
     }
-    match metadata.mode() & forbidden {
-        0 => Ok(()),
-        _ => {
-            let mode = metadata.mode() & 0o7777;
-            Err(io::Error::other(format!("{what} is open to others: its mode {mode:o} has bits of {forbidden:03o}")))
-        }
+    if metadata.mode() & forbidden != 0 {
+        let mode = metadata.mode() & 0o7777;
+        let message = format!("{subject} is open to others: its mode {mode:o} has bits of {forbidden:03o}");
+        return Err(io::Error::other(message));
     }
+    Ok(())
 }
 
 #[cfg(test)]

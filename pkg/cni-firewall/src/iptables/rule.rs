@@ -1,9 +1,8 @@
 //! A rule as the words that `iptables -S` prints after `-A CHAIN`, and how such words are quoted.
 //!
-//! Both ways of reading end here, so a search for a rule does not depend on them. Of a rule read
-//! over netlink only the parts that plugins write are put into words; if there are others,
-//! [`Rule::is_whole`] is false, but target and comment are always there. [`Rule::value`] minds a
-//! `!` before the option.
+//! Rules read over netlink and rules printed by a program have the same form here. Of a rule read
+//! over netlink only the parts that plugins write are put into words; if it has others,
+//! [`Rule::is_whole`] is false, but its target and its comment are always among the words.
 
 use crate::nft::Raw;
 
@@ -11,49 +10,53 @@ use crate::nft::Raw;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     pub(crate) words: Vec<String>,
-    /// Its number, where it was read over netlink.
+    /// The rule's number in nf_tables; `None` for a rule that a program printed.
     pub(crate) handle: Option<u64>,
+    /// Whether the words describe the whole rule.
     pub(crate) whole: bool,
-    /// Its bytes, where it was read over netlink.
+    /// The rule as the kernel sent it; `None` for a rule that a program printed.
     pub(crate) raw: Option<Raw>,
 }
 
 impl Rule {
-    /// The rule as `-S` prints it: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`, one word
-    /// each, unquoted.
+    /// Returns the rule as `-S` prints it: `-s 10.1.2.3/32 -m comment --comment COMMENT -j CHAIN`,
+    /// one word each, unquoted.
     pub fn words(&self) -> &[String] {
         &self.words
     }
 
-    /// Whether the words say all that the rule does.
+    /// Whether the words describe all that the rule does.
     pub fn is_whole(&self) -> bool {
         self.whole
     }
 
-    /// Returns the word after this option, unless the option is negated.
+    /// Returns the word after this option; `None` if the rule does not have the option, or has it
+    /// negated (`! -s`).
     pub fn value(&self, option: &str) -> Option<&str> {
-        let at = self.words.iter().position(|word| word == option)?;
-        let negated = at.checked_sub(1).and_then(|before| self.words.get(before)).is_some_and(|word| word == "!");
-        if negated { None } else { self.words.get(at + 1).map(String::as_str) }
+        let position = self.words.iter().position(|word| word == option)?;
+        if position > 0 && self.words[position - 1] == "!" {
+            return None;
+        }
+        self.words.get(position + 1).map(String::as_str)
     }
 
-    /// Where matching packets go: a chain or a target.
+    /// Returns where matching packets go, a chain or a target; `None` if the rule has neither.
     pub fn target(&self) -> Option<&str> {
         self.value("-j").or_else(|| self.value("-g"))
     }
 
-    /// The comment.
+    /// Returns the rule's comment, if it has one.
     pub fn comment(&self) -> Option<&str> {
         self.value("--comment")
     }
 
-    /// Whether it does what these words say, and nothing else.
+    /// Whether the rule consists of exactly these words.
     pub fn matches<W: AsRef<str>>(&self, words: &[W]) -> bool {
         self.whole && self.words.iter().map(String::as_str).eq(words.iter().map(AsRef::as_ref))
     }
 }
 
-/// The words of one line that `iptables-save` or `-S` wrote.
+/// Splits one line that `iptables-save` or `iptables -S` wrote into words, without the quotes.
 pub fn split(line: &str) -> Vec<String> {
     let mut words = Vec::new();
     let mut word: Option<String> = None;
@@ -73,15 +76,15 @@ pub fn split(line: &str) -> Vec<String> {
     words
 }
 
-/// One word so that `iptables-restore` reads it as that word. `None` if it cannot be: control
-/// characters, or a length that its buffer of 10,240 bytes might not take.
+/// Quotes a word so that `iptables-restore` reads it as one word. `None` if it has control
+/// characters, or is too long for the program's line of 10,240 bytes.
 pub fn quote(word: &str) -> Option<String> {
     const WORD_MAX: usize = 1024;
     if word.len() > WORD_MAX || word.chars().any(char::is_control) {
         return None;
     }
-    let plain = |char: char| char.is_ascii_alphanumeric() || "-_./:,=+@%!".contains(char);
-    if !word.is_empty() && word.chars().all(plain) {
+    let needs_no_quotes = |char: char| char.is_ascii_alphanumeric() || "-_./:,=+@%!".contains(char);
+    if !word.is_empty() && word.chars().all(needs_no_quotes) {
         return Some(word.to_owned());
     }
     let mut text = String::with_capacity(word.len() + 2);

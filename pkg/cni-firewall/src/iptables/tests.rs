@@ -106,8 +106,12 @@ fn both_variants_are_read_as_their_own_program_prints_them() {
         let rules = nat.rules("CNI-A").unwrap();
         assert_eq!(rules.iter().map(|rule| rule.words.clone()).collect::<Vec<_>>(), printed);
         assert!(rules.iter().all(Rule::is_whole));
-        assert_eq!(nat.names("CNI-").unwrap(), ["CNI-A", "CNI-B"]);
-        assert!(nat.has("CNI-B").unwrap() && !nat.has("CNI-C").unwrap() && nat.chain("CNI-C").unwrap().is_none());
+        assert_eq!(nat.chain_names("CNI-").unwrap(), ["CNI-A", "CNI-B"]);
+        assert!(
+            nat.has_chain("CNI-B").unwrap()
+                && !nat.has_chain("CNI-C").unwrap()
+                && nat.chain("CNI-C").unwrap().is_none()
+        );
     });
 }
 
@@ -142,7 +146,7 @@ fn an_edit_adds_and_removes_what_it_says_and_nothing_else() {
         let mut iptables = rig.iptables();
         let change = |nat: &mut Chains<'_>| {
             let mut edit = Edit::new();
-            if !nat.has("CNI-NEW")? {
+            if !nat.has_chain("CNI-NEW")? {
                 edit.create_chain("CNI-NEW");
                 edit.append("CNI-NEW", ["-m", "comment", "--comment", "it's \"quoted\" \\ $(id)", "-j", "ACCEPT"]);
                 edit.insert("POSTROUTING", ["-j", "CNI-NEW"]);
@@ -155,7 +159,7 @@ fn an_edit_adds_and_removes_what_it_says_and_nothing_else() {
             }
             Ok(edit)
         };
-        assert_eq!(iptables.holders(family, &["CNI-OLD"]).unwrap(), [variant]);
+        assert_eq!(iptables.variants_to_search(family, &["CNI-OLD"]).unwrap(), [variant]);
         iptables.change(family, variant, change).unwrap();
         let expected = [
             ":CNI-NEW - [0:0]",
@@ -184,7 +188,7 @@ fn another_table_is_changed_as_nat_is() {
         iptables
             .change(family, variant, |table| {
                 let mut edit = Edit::new();
-                if !table.has("CNI-FORWARD")? {
+                if !table.has_chain("CNI-FORWARD")? {
                     edit.create_chain("CNI-FORWARD");
                     edit.append("CNI-FORWARD", words);
                     edit.insert("FORWARD", ["-j", "CNI-FORWARD"]);
@@ -193,12 +197,12 @@ fn another_table_is_changed_as_nat_is() {
             })
             .unwrap();
         assert_eq!(filter(), ["-A FORWARD -j CNI-FORWARD", "-A CNI-FORWARD -m comment --comment x -j ACCEPT"]);
-        assert_eq!(iptables.holders(family, &["CNI-FORWARD"]).unwrap(), [variant]);
-        assert_eq!(open(Table::Nat).holders(family, &["CNI-FORWARD"]).unwrap(), []);
+        assert_eq!(iptables.variants_to_search(family, &["CNI-FORWARD"]).unwrap(), [variant]);
+        assert_eq!(open(Table::Nat).variants_to_search(family, &["CNI-FORWARD"]).unwrap(), []);
         iptables
             .change(family, variant, |table| {
                 let mut edit = Edit::new();
-                for rule in table.leading_to("FORWARD", "CNI-FORWARD")? {
+                for rule in table.rules_leading_to("FORWARD", "CNI-FORWARD")? {
                     edit.delete("FORWARD", &rule);
                 }
                 if let Some(chain) = table.chain("CNI-FORWARD")? {
@@ -217,7 +221,7 @@ fn looking_makes_no_table() {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
         for family in FAMILIES {
-            assert_eq!(iptables.holders(family, &["CNI-A", "POSTROUTING"]).unwrap(), []);
+            assert_eq!(iptables.variants_to_search(family, &["CNI-A", "POSTROUTING"]).unwrap(), []);
             for variant in VARIANTS {
                 assert!(iptables.read(family, variant).unwrap().rules("POSTROUTING").unwrap().is_empty());
                 iptables.change(family, variant, |_| Ok(Edit::new())).unwrap();
@@ -235,7 +239,7 @@ fn removing_over_netlink_needs_no_program() {
         let folders = Folders::only([]).with_locks(rig.locks.path());
         let mut iptables =
             Iptables::open_with(Table::Nat, &rig.machine, Notes::silent(), OnSigterm::Finish, folders).unwrap();
-        assert_eq!(iptables.chosen(Family::V4).unwrap(), None);
+        assert_eq!(iptables.chosen_variant(Family::V4).unwrap(), None);
         assert!(iptables.can_remove(Family::V4, Variant::Nft).unwrap());
         assert!(!iptables.can_remove(Family::V4, Variant::Legacy).unwrap());
         let remove = |nat: &mut Chains<'_>| {
@@ -266,7 +270,7 @@ fn a_chain_created_concurrently_is_seen_on_the_retry() {
         let plan = |nat: &mut Chains<'_>| {
             looks += 1;
             let mut edit = Edit::new();
-            if !nat.has("CNI-SHARED")? {
+            if !nat.has_chain("CNI-SHARED")? {
                 edit.create_chain("CNI-SHARED");
                 edit.append("CNI-SHARED", ["-j", "RETURN"]);
             }
@@ -363,7 +367,7 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                     let plan = |nat: &mut Chains<'_>| {
                         looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
                         let mut edit = Edit::new();
-                        if !nat.has("CNI-SHARED")? {
+                        if !nat.has_chain("CNI-SHARED")? {
                             edit.create_chain("CNI-SHARED");
                             edit.append("POSTROUTING", ["-j", "CNI-SHARED"]);
                         }

@@ -1,11 +1,11 @@
-//! Finding and running iptables' programs.
+//! Finds and runs the programs of iptables.
 //!
-//! Which variant a program belongs to is read off the file its name leads to, not asked of it: no
-//! process is spent on a question. Programs run through [`Machine::run`], without a shell, with a
-//! deadline; an error has its arguments, its status and what it wrote to stderr.
+//! The variant of a program is taken from the name of the file that its path links to, which needs
+//! no process. Programs run through [`Machine::run`], without a shell, with a deadline; an error
+//! has the program's arguments, its status and its stderr.
 //!
-//! A legacy program must not be run to look for rules: that makes the kernel create the legacy
-//! table.
+//! A legacy program must run only where the legacy table exists: reading the table makes the kernel
+//! create it.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -21,17 +21,20 @@ use cni_linux::route::Family;
 
 /// How long iptables-legacy waits for its own lock, in seconds.
 const XTABLES_WAIT: &str = "10";
-/// How long a program may take, its wait for that lock included.
+/// How long a program can run, its wait for that lock included.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The kinds of programs.
+/// What a program of iptables does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProgramKind {
+    /// Changes a table.
     Restore,
+    /// Prints a table.
     Save,
 }
 
 impl ProgramKind {
+    /// Returns the last part of the program's name.
     fn suffix(self) -> &'static str {
         match self {
             ProgramKind::Restore => "restore",
@@ -40,17 +43,18 @@ impl ProgramKind {
     }
 }
 
-/// Runs programs. Knows whether SIGTERM ends them.
+/// The means to run programs and to wait for the lock.
 #[derive(Clone, Copy)]
 pub(crate) struct Runner<'m> {
     pub(crate) machine: &'m dyn Machine,
+    /// Whether SIGTERM ends the wait for the lock. A program that runs is always finished.
     pub(crate) on_sigterm: OnSigterm,
 }
 
-/// Where the lock lies.
+/// The folder of the lock's file.
 const LOCKS: &str = "/run/cni";
 
-/// Where to look for programs, and where the lock lies.
+/// The folders in which programs are searched, and the folder of the lock's file.
 #[derive(Clone, Debug)]
 pub struct Folders {
     programs: Vec<PathBuf>,
@@ -58,28 +62,31 @@ pub struct Folders {
 }
 
 impl Folders {
-    /// Programs in those of `path` (as in the variable PATH), then in the system's; the lock in
-    /// /run/cni.
+    /// Searches programs in the folders of `path` (the value of the variable PATH), then in the
+    /// system's folders. The lock's file is in /run/cni.
     pub fn new(path: Option<OsString>) -> Folders {
         Folders::only(program::folders(path))
     }
 
-    /// Programs in these alone.
+    /// Searches programs in these folders only. The lock's file is in /run/cni.
     pub fn only(folders: impl IntoIterator<Item = PathBuf>) -> Folders {
         Folders { programs: folders.into_iter().collect(), locks: LOCKS.into() }
     }
 
-    /// The lock elsewhere. All who are to keep out each other must agree.
+    /// Puts the lock's file into another folder. Only processes with the same folder exclude each
+    /// other.
     #[cfg(test)]
     #[must_use]
     pub(crate) fn with_locks(self, folder: impl Into<PathBuf>) -> Folders {
         Folders { locks: folder.into(), ..self }
     }
 
+    /// Returns the folder of the lock's file.
     pub(crate) fn locks(&self) -> &Path {
         &self.locks
     }
 
+    /// Returns the path of the program with this name; `None` if it is not installed.
     fn find(&self, name: &str) -> Option<PathBuf> {
         program::find(&self.programs, name)
     }
@@ -92,51 +99,59 @@ pub(crate) struct Tool {
     pub(crate) variant: Variant,
 }
 
-fn base(family: Family) -> &'static str {
+/// Returns the first part of the programs' names.
+pub(super) fn program_prefix(family: Family) -> &'static str {
     match family {
         Family::V4 => "iptables",
         Family::V6 => "ip6tables",
     }
 }
 
-/// The program that the machine's owner has chosen: the one without a variant in its name, else
-/// whichever there is.
-pub(crate) fn chosen(folders: &Folders, runner: Runner<'_>, family: Family) -> Result<Option<Tool>> {
-    let plain = format!("{}-{}", base(family), ProgramKind::Restore.suffix());
-    if let Some(program) = folders.find(&plain) {
+/// Returns the restore program that the administrator has chosen: the one without a variant in its
+/// name (`iptables-restore`, usually a link), else the one of iptables-nft, else the one of
+/// iptables-legacy. `None` if none is installed.
+pub(crate) fn chosen_program(folders: &Folders, runner: Runner<'_>, family: Family) -> Result<Option<Tool>> {
+    let plain_name = format!("{}-{}", program_prefix(family), ProgramKind::Restore.suffix());
+    if let Some(program) = folders.find(&plain_name) {
         let variant = variant_of(&program, runner)?;
         return Ok(Some(Tool { program, variant }));
     }
     for variant in [Variant::Nft, Variant::Legacy] {
-        if let Some(program) = folders.find(&named(family, variant, ProgramKind::Restore)) {
+        if let Some(program) = folders.find(&program_name(family, variant, ProgramKind::Restore)) {
             return Ok(Some(Tool { program, variant }));
         }
     }
     Ok(None)
 }
 
-/// The program of one variant.
-pub(crate) fn find(
+/// Returns the program of one variant: the one with the variant in its name, else the one without,
+/// if it is of this variant. `None` if neither is installed.
+pub(crate) fn find_program(
     folders: &Folders,
     runner: Runner<'_>,
     family: Family,
     variant: Variant,
-    job: ProgramKind,
+    kind: ProgramKind,
 ) -> Result<Option<Tool>> {
-    if let Some(program) = folders.find(&named(family, variant, job)) {
+    if let Some(program) = folders.find(&program_name(family, variant, kind)) {
         return Ok(Some(Tool { program, variant }));
     }
-    let Some(program) = folders.find(&format!("{}-{}", base(family), job.suffix())) else { return Ok(None) };
-    Ok((variant_of(&program, runner)? == variant).then_some(Tool { program, variant }))
+    let plain_name = format!("{}-{}", program_prefix(family), kind.suffix());
+    let Some(program) = folders.find(&plain_name) else { return Ok(None) };
+    if variant_of(&program, runner)? != variant {
+        return Ok(None);
+    }
+    Ok(Some(Tool { program, variant }))
 }
 
-fn named(family: Family, variant: Variant, job: ProgramKind) -> String {
-    format!("{}-{variant}-{}", base(family), job.suffix())
+/// Returns the name of a program with the variant in it: `iptables-nft-restore`.
+fn program_name(family: Family, variant: Variant, kind: ProgramKind) -> String {
+    format!("{}-{variant}-{}", program_prefix(family), kind.suffix())
 }
 
-/// Returns the variant by the name of the file behind the links, `xtables-nft-multi` or
-/// `xtables-legacy-multi`. If a distribution names it otherwise, or a script is in its place, the
-/// program is asked.
+/// Returns the variant of a program, by the name of the file that its path links to,
+/// `xtables-nft-multi` or `xtables-legacy-multi`. A file with another name (a distribution's, or a
+/// script) is run with `--version`; fails if that fails.
 fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -146,25 +161,28 @@ fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     if name.contains("legacy") {
         return Ok(Variant::Legacy);
     }
-    let said = run(runner, program, &["--version"], b"")?;
-    // Before there were two there was only what is now called legacy.
-    Ok(if String::from_utf8_lossy(&said).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
+    let version = run(runner, program, &["--version"], b"")?;
+    // Releases before iptables-nft existed print no variant; they are what is now called legacy.
+    Ok(if String::from_utf8_lossy(&version).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
 }
 
-/// Feeds `text` to a restore program, which makes all of its changes or, if it fails, none.
+/// Runs a restore program with `text` as its input. It makes all changes of the text or, if it
+/// fails, none.
 pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()> {
     run(runner, &tool.program, &["--noflush", "-w", XTABLES_WAIT], text.as_bytes()).map(drop)
 }
 
-/// The table `nat`, as the save program writes it.
+/// Runs a save program and returns the table as it prints it.
 pub(crate) fn save(runner: Runner<'_>, tool: &Tool, table: Table) -> Result<String> {
     run(runner, &tool.program, &["-t", table.name()], b"").map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
+/// Runs a program and returns its stdout. Fails if it cannot be started, does not end within
+/// [`LIMIT`], or exits with another status than 0.
 fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Result<Vec<u8>> {
-    let doing = CommandContext { program, args };
+    let command = CommandContext { program, args };
     let args = args.iter().map(OsString::from).collect();
-    // Short, and wanted by rollbacks too: SIGTERM does not cut it off.
+    // SIGTERM does not end it: it is short, and rollbacks run programs after a SIGTERM too.
     let on_sigterm = OnSigterm::Finish;
     let child = Child { program: program.to_owned(), args, env: None, stdin, timeout: LIMIT, on_sigterm };
     let output = runner.machine.run(&child).map_err(|error| {
@@ -172,19 +190,21 @@ fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Resul
             RunError::Timeout(limit) => Cause::deadline(limit),
             RunError::Terminated => Cause::terminated(),
             RunError::Start(error) => error.into(),
-            RunError::Io(error) => Cause::text(format!("talking to it failed: {error}")),
+            RunError::Io(error) => {
+                Cause::text(format!("failed to write to the program or to read its output: {error}"))
+            }
         };
-        Error::new(&doing, cause)
+        Error::new(&command, cause)
     })?;
     if output.status == Exit::Status(0) {
         return Ok(output.stdout);
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let said: Vec<&str> = said.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    Err(Error::new(doing, Cause::text(format!("{}: {}", output.status, said.join(" / ")))))
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    Err(Error::new(command, Cause::text(format!("{}: {}", output.status, lines.join(" / ")))))
 }
 
-/// `failed to run PROGRAM ARGS`
+/// A command in an error, displayed as `failed to run PROGRAM ARGS`.
 struct CommandContext<'a> {
     program: &'a Path,
     args: &'a [&'a str],
@@ -208,7 +228,7 @@ mod tests {
     }
 
     fn chosen_in(folder: &tempfile::TempDir, family: Family) -> Option<Tool> {
-        with_runner(|runner| chosen(&in_folder(folder), runner, family).unwrap())
+        with_runner(|runner| chosen_program(&in_folder(folder), runner, family).unwrap())
     }
 
     fn folder_with(names: &[(&str, &str)]) -> tempfile::TempDir {
@@ -246,7 +266,9 @@ mod tests {
         let tool = chosen_in(&folder, Family::V4).unwrap();
         assert_eq!(tool.variant, Variant::Nft);
         let find = |variant| {
-            with_runner(|runner| find(&in_folder(&folder), runner, Family::V4, variant, ProgramKind::Restore).unwrap())
+            with_runner(|runner| {
+                find_program(&in_folder(&folder), runner, Family::V4, variant, ProgramKind::Restore).unwrap()
+            })
         };
         assert!(find(Variant::Nft).is_some() && find(Variant::Legacy).is_none());
     }

@@ -1,9 +1,4 @@
-//! What an [`Edit`] adds to a table of iptables-nft, as a transaction of nf_tables, without a
-//! program.
-//!
-//! `None` always means that `iptables-restore` has to do it: for rules in words that
-//! [`super::encode()`] does not know, for a table that was made with `nft`, and in a 32-bit
-//! program, whose structures may have another size than the kernel's.
+//! Turns the additions of an [`Edit`] into a transaction of nf_tables, without a program.
 
 use super::edit::{ChainCreation, Edit};
 use super::{Table, encode, xt};
@@ -11,7 +6,7 @@ use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The base chains that iptables makes in a table, in its order.
+/// Returns the base chains that iptables makes in a table, in its order.
 fn built_in(table: Table) -> &'static [(&'static str, BaseChain)] {
     const NAT: [(&str, BaseChain); 4] = [
         ("PREROUTING", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 }),
@@ -30,52 +25,62 @@ fn built_in(table: Table) -> &'static [(&'static str, BaseChain)] {
     }
 }
 
-/// Whether rules can be written without a program.
+/// Whether rules can be written over netlink: in a 64-bit program, on a kernel with the xtables
+/// match and target that plugins' rules need.
 pub(super) fn is_possible(nft: &mut Nft, table: Table, family: Family) -> Result<bool> {
+    // A 32-bit program cannot know the sizes of the structures in a 64-bit kernel.
     if cfg!(target_pointer_width = "32") {
         return Ok(false);
     }
     let masquerade = if family == Family::V4 { xt::MASQUERADE_V4 } else { xt::MASQUERADE_V6 };
-    let family = table.of(family).family;
+    let family = table.in_nf_tables(family).family;
     let mut has = |extension: xt::Extension, kind| nft.has_extension(family, extension.name, extension.revision, kind);
     Ok(has(xt::COMMENT, Extension::Match)? && (table != Table::Nat || has(masquerade, Extension::Target)?))
 }
 
-/// The changes that make the edit's chains and rules, and the table and base chains as iptables
-/// makes them where they are missing.
+/// Returns the changes that make the edit's chains and rules, and, where they are missing, the
+/// table and the base chains as iptables makes them. `None` if `iptables-restore` has to do it: for
+/// rules in words that [`encode`] does not know, for a table that was made with `nft`, and in a
+/// 32-bit program.
 pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
-    let rules = edit.rules.iter().map(|added| encode::rule(family, &added.words)).collect::<Option<Vec<_>>>();
-    let Some(rules) = rules.filter(|_| cfg!(target_pointer_width = "64")) else { return Ok(None) };
+    if cfg!(target_pointer_width = "32") {
+        return Ok(None);
+    }
+    let encoded: Option<Vec<_>> = edit.rules.iter().map(|added| encode::rule(family, &added.words)).collect();
+    let Some(encoded) = encoded else { return Ok(None) };
     let mut batch = Batch::new();
-    let in_nft = table.of(family);
-    let mut chains = None;
+    let nft_table = table.in_nf_tables(family);
+    let mut existing_chains = None;
     for (name, base) in built_in(table) {
-        // Existing chains are not named again: the kernel would delay the closing of the socket for
-        // them.
-        if edit.rules.iter().all(|added| added.chain != *name) || nft.find_chain(in_nft, name)?.is_some() {
+        // A base chain that exists must not be in the transaction: the kernel would delay the
+        // closing of the socket for it.
+        let is_used = edit.rules.iter().any(|added| added.chain == *name);
+        if !is_used || nft.find_chain(nft_table, name)?.is_some() {
             continue;
         }
-        if chains.is_none() {
-            chains = Some(nft.chains(in_nft)?);
+        if existing_chains.is_none() {
+            existing_chains = Some(nft.chains(nft_table)?);
         }
-        let chains = chains.as_deref().unwrap_or_default();
+        let existing_chains = existing_chains.as_deref().unwrap_or_default();
+        // A base chain that iptables would not make shows that the table was made with `nft`.
         let is_foreign = |chain: &Chain| chain.base.is_some_and(|base| !built_in(table).contains(&(&chain.name, base)));
-        if chains.iter().any(is_foreign) {
+        if existing_chains.iter().any(is_foreign) {
             return Ok(None);
         }
-        if chains.is_empty() {
-            batch.ensure_table(in_nft, None);
+        if existing_chains.is_empty() {
+            batch.ensure_table(nft_table, None);
         }
-        batch.ensure_base_chain(in_nft, name, *base, None);
+        batch.ensure_base_chain(nft_table, name, *base, None);
     }
-    for (name, new) in &edit.chains {
-        match new {
-            ChainCreation::Replaced if nft.find_chain(in_nft, name)?.is_some() => batch.flush_chain(in_nft, name),
-            ChainCreation::Created | ChainCreation::Replaced => batch.create_chain(in_nft, name, None),
+    for (name, creation) in &edit.chains {
+        if *creation == ChainCreation::Replaced && nft.find_chain(nft_table, name)?.is_some() {
+            batch.flush_chain(nft_table, name);
+        } else {
+            batch.create_chain(nft_table, name, None);
         }
     }
-    for (added, rule) in edit.rules.iter().zip(&rules) {
-        batch.add_xtables_rule((in_nft, &added.chain), &rule.exprs, rule.protocol, added.place);
+    for (added, rule) in edit.rules.iter().zip(&encoded) {
+        batch.add_xtables_rule((nft_table, &added.chain), &rule.exprs, rule.protocol, added.position);
     }
     Ok(Some(batch))
 }

@@ -1,12 +1,12 @@
-//! The structures of the matches and targets of xtables that plugins write, once for reading and
+//! Declares the structures of the xtables matches and targets that plugins write, for reading and
 //! writing.
 //!
-//! Their fields are bytes and numbers of fixed size: so they lie at the same places on every
-//! processor, and only the padding behind the last one differs ([`ALIGN`]).
+//! Their fields are bytes and numbers of fixed size, so each field has the same offset on every
+//! processor. Only the padding after the last field differs ([`ALIGN`]).
 
 use std::mem::size_of;
 
-/// A match or target with the size of its structure.
+/// A match or target of xtables, with the size of its structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extension {
     pub(super) name: &'static str,
@@ -14,14 +14,18 @@ pub(super) struct Extension {
     pub(super) size: usize,
 }
 
+/// Describes the match or target with the structure `T`.
 const fn extension<T>(name: &'static str, revision: u32) -> Extension {
     Extension { name, revision, size: size_of::<T>() }
 }
 
 /// The kernel and iptables round sizes up to this, except for 32-bit x86.
 pub(super) const ALIGN: usize = 8;
-/// The ports that a multiport match holds at most.
+/// The most ports of a multiport match.
 pub(super) const PORTS: usize = 15;
+
+/// The `kind` of a [`Multiport`] match of destination ports.
+pub(super) const MULTIPORT_DESTINATION: u8 = 1;
 
 pub(super) const COMMENT: Extension = extension::<[u8; 256]>("comment", 0);
 pub(super) const MULTIPORT: Extension = extension::<Multiport>("multiport", 1);
@@ -33,16 +37,18 @@ pub(super) const UDP: Extension = extension::<Udp>("udp", 0);
 pub(super) const SCTP: Extension = extension::<Sctp>("sctp", 0);
 pub(super) const MASQUERADE_V4: Extension = extension::<NatV4>("MASQUERADE", 0);
 pub(super) const MASQUERADE_V6: Extension = extension::<Range>("MASQUERADE", 0);
-/// iptables-nft reads a rule's structure as the newest revision that it and the kernel have.
+/// Revision 2, because iptables-nft reads every DNAT target as the newest revision that it and the
+/// kernel have.
 pub(super) const DNAT: Extension = extension::<Range2>("DNAT", 2);
 pub(super) const SET_MARK: Extension = extension::<SetMark>("MARK", 2);
 
-/// Declares structures as C lays them out, each with the size that the kernel has for it.
+/// Declares structures with C's layout, and checks that each has the size (`= N`) that it has in
+/// the kernel.
 macro_rules! structures {
     ($($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$about:meta])* $field:ident: $kind:ty),* $(,)? })*) => {$(
         $(#[$doc])*
         #[repr(C)]
-        #[allow(dead_code, reason = "only the places of its fields are used")]
+        #[allow(dead_code, reason = "only the offsets of its fields are used")]
         pub(super) struct $name { $($(#[$about])* pub(super) $field: $kind),* }
 
         const _: () = assert!(size_of::<$name>() == $size);
@@ -52,11 +58,11 @@ macro_rules! structures {
 structures! {
     /// `struct xt_multiport_v1`
     Multiport = 48 {
-        /// Which ports: 1 for the destination's.
+        /// The ports that are compared: 0 source, 1 destination, 2 either.
         kind: u8,
         count: u8,
         ports: [u16; PORTS],
-        /// Whether a range begins at this port.
+        /// By port: 1 if the next port is the end of a range that begins here.
         begins_range: [u8; PORTS],
         invert: u8,
     }
@@ -64,7 +70,7 @@ structures! {
     Addrtype = 8 { source: u16, destination: u16, flags: u32 }
     /// `struct xt_mark_mtinfo1`
     Mark = 12 { value: u32, mask: u32, invert: u8 }
-    /// `struct xt_conntrack_mtinfo3`, whose beginning is that of `2`.
+    /// `struct xt_conntrack_mtinfo3`, which begins as `xt_conntrack_mtinfo2`.
     Conntrack = 164 {
         addresses: [[u8; 16]; 8],
         expiry: [u32; 2],
@@ -88,11 +94,11 @@ structures! {
         chunk_match: u32,
         chunk_flags: [[u8; 3]; 4],
         chunk_flag_count: i32,
-        /// The kind of match: 2 for the destination's ports.
+        /// The set of compared fields: 2 for the destination ports.
         matched: u32,
         invert: u32,
     }
-    /// `struct nf_nat_ipv4_multi_range_compat`: its one range.
+    /// `struct nf_nat_ipv4_multi_range_compat`, with one range.
     NatV4 = 20 { count: u32, flags: u32, first: [u8; 4], last: [u8; 4], first_port: [u8; 2], last_port: [u8; 2] }
     /// `struct nf_nat_range`
     Range = 40 { flags: u32, first: [u8; 16], last: [u8; 16], first_port: [u8; 2], last_port: [u8; 2] }

@@ -1,20 +1,23 @@
-//! Masquerading in iptables' table `nat`, as Go has it, with C for `CNI-` and a hash of network and
-//! container, X for `name: "NETWORK" id: "CONTAINER"`, and one line of our own, the last:
+//! Masquerading in iptables' table `nat`, in the form of the Go plugins.
+//!
+//! `CNI-HASH` is `CNI-` and a hash of network and container, COMMENT is
+//! `name: "NETWORK" id: "CONTAINER"`. Only the last line is not written by Go:
 //! ```text
-//! -A POSTROUTING -s ADDRESS -m comment --comment X -j C
-//! -A C -d NETWORK -m comment --comment X -j ACCEPT
-//! -A C ! -d 224.0.0.0/4 -m comment --comment X -j MASQUERADE
-//! -A C -s ADDRESS -d NETWORK -m comment --comment cni:NETWORK/CONTAINER/IFNAME
+//! -A POSTROUTING -s ADDRESS -m comment --comment COMMENT -j CNI-HASH
+//! -A CNI-HASH -d NETWORK -m comment --comment COMMENT -j ACCEPT
+//! -A CNI-HASH ! -d 224.0.0.0/4 -m comment --comment COMMENT -j MASQUERADE
+//! -A CNI-HASH -s ADDRESS -d NETWORK -m comment --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! The chain belongs to the container, not to the interface. The last line, which has no target and
-//! is never reached, records whose the address is, so that two interfaces on one network can be
-//! removed one after the other. Go never reads it and removes it with the chain. Rules without it
-//! are Go's (older releases wrote `-s NETWORK` into POSTROUTING).
+//! The chain belongs to the container, not to one of its interfaces. The last line, the *tag*, has
+//! no target and is never reached; it records which attachment has the address, so that two
+//! interfaces on one network can be removed one after the other. Go never reads tags and removes
+//! them with the chain. Rules for an address without a tag were made by Go (older releases wrote
+//! `-s NETWORK` into POSTROUTING).
 //!
-//! With two networks of one family both ACCEPTs stand before MASQUERADE; Go appends the second
-//! where it is never reached.
+//! With two networks of one family both ACCEPTs are before MASQUERADE; Go appends the second after
+//! it, where it is never reached.
 //!
-//! Pure planning: these functions read a [`Chains`] and return an [`Edit`].
+//! These functions only plan: they read [`Chains`] and return an [`Edit`].
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -29,22 +32,23 @@ use cni_linux::route::Family;
 pub(crate) const POSTROUTING: &str = "POSTROUTING";
 const CHAIN_PREFIX: &str = "CNI-";
 const CHAIN_DIGITS: usize = 24;
-/// iptables takes 255 bytes.
+/// The longest comment, in bytes, that iptables accepts.
 const COMMENT_MAX: usize = 255;
 
-/// The container's chain in this network.
+/// Returns the name of the container's chain in this network.
 pub(super) fn chain_name(network: &str, container: &str) -> String {
     format!("{CHAIN_PREFIX}{}", sha512_hex(&[network.as_bytes(), container.as_bytes()], CHAIN_DIGITS))
 }
 
-/// `CNI-` and 24 hex digits: no other chain of CNI plugins looks so.
+/// Whether this is the name of a masquerading chain: `CNI-` and 24 hex digits. The names of other
+/// chains of CNI plugins have another form.
 pub(crate) fn is_chain_name(name: &str) -> bool {
     name.strip_prefix(CHAIN_PREFIX)
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
-/// The comment that Go's rules and ours bear. Neither name has characters that would have to be
-/// escaped.
+/// Returns the comment of the container's rules in this network, as Go writes it, cut to what
+/// iptables accepts. Valid names have no characters that would have to be escaped.
 pub(crate) fn comment(network: &str, container: &str) -> String {
     let mut comment = format!("name: \"{network}\" id: \"{container}\"");
     let mut end = COMMENT_MAX.min(comment.len());
@@ -55,220 +59,261 @@ pub(crate) fn comment(network: &str, container: &str) -> String {
     comment
 }
 
-/// Where nothing is ever masqueraded to.
+/// Returns the network and the container that a comment names; `None` if it was cut or is another
+/// program's.
+pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
+    comment.strip_prefix("name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
+}
+
+/// Returns the family's multicast addresses: packets to them are never masqueraded.
 pub(super) fn multicast(family: Family) -> Cidr {
     let network = match family {
         Family::V4 => Cidr::new(IpAddr::V4(Ipv4Addr::new(224, 0, 0, 0)), 4),
         Family::V6 => Cidr::new(IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0)), 8),
     };
+    // Never taken: both prefix lengths are valid.
     network.unwrap_or_else(|| Cidr::host(IpAddr::V4(Ipv4Addr::UNSPECIFIED)))
 }
 
-/// The rules of one container in one network.
-struct Shape {
+/// What the rules of an attachment consist of: the name and the comment of its container's chain,
+/// and the comment of its own tags.
+struct RuleNames {
     chain: String,
     comment: String,
-    tag: String,
+    tag_comment: String,
 }
 
-impl Shape {
-    fn new(mark: &AttachmentId) -> Shape {
-        Shape {
-            chain: chain_name(&mark.network, &mark.container_id),
-            comment: comment(&mark.network, &mark.container_id),
-            tag: mark.alias(),
+impl RuleNames {
+    fn new(attachment: &AttachmentId) -> RuleNames {
+        RuleNames {
+            chain: chain_name(&attachment.network, &attachment.container_id),
+            comment: comment(&attachment.network, &attachment.container_id),
+            tag_comment: attachment.alias(),
         }
     }
 
+    /// Returns the words of a rule: these matches, the container's comment, the target.
     fn commented(&self, matches: &[&str], target: &str) -> Vec<String> {
-        let tail = ["-m", "comment", "--comment", &self.comment, "-j", target];
-        matches.iter().chain(&tail).map(|word| (*word).to_owned()).collect()
+        let comment_and_target = ["-m", "comment", "--comment", &self.comment, "-j", target];
+        matches.iter().chain(&comment_and_target).map(|word| (*word).to_owned()).collect()
     }
 
+    /// Returns the rule of POSTROUTING that sends the address's packets to the container's chain.
     fn jump(&self, address: Cidr) -> Vec<String> {
         self.commented(&["-s", &Cidr::host(address.address()).to_string()], &self.chain)
     }
 
+    /// Returns the rule of the container's chain that leaves packets to `network` as they are.
     fn accept(&self, network: Cidr) -> Vec<String> {
         self.commented(&["-d", &network.to_string()], "ACCEPT")
     }
 
+    /// Returns the rule of the container's chain that masquerades all other unicast packets.
     fn masquerade(&self, family: Family) -> Vec<String> {
         self.commented(&["!", "-d", &multicast(family).to_string()], "MASQUERADE")
     }
 
+    /// Returns the rule without a target that records that the attachment has `address`.
     fn tag(&self, address: Cidr) -> Vec<String> {
         let source = Cidr::host(address.address()).to_string();
         let network = address.network().to_string();
-        ["-s", &source, "-d", &network, "-m", "comment", "--comment", &self.tag].map(str::to_owned).into()
+        ["-s", &source, "-d", &network, "-m", "comment", "--comment", &self.tag_comment].map(str::to_owned).into()
     }
 
-    /// Whether the rule of POSTROUTING leads this container's packets to its chain. The comment is
-    /// asked too: two pairs of network and container can have one chain (`ab`, `c` and `a`, `bc`).
+    /// Whether `rule`, of POSTROUTING, sends packets of this container to its chain. The target
+    /// alone does not decide: the hash has no separator, so network `ab` with container `c` and
+    /// network `a` with container `bc` have the same chain.
     fn is_jump(&self, rule: &Rule) -> bool {
         rule.target() == Some(&self.chain) && rule.comment() == Some(&self.comment)
     }
 }
 
-/// The rule's source.
+/// Returns the rule's source address or network, if it matches one.
 fn source(rule: &Rule) -> Option<Cidr> {
     rule.value("-s")?.parse().ok()
 }
 
-/// A tag: whose, for which address, in which network.
+/// A rule without a target, as read from a container's chain, that records an attachment's address.
 struct Tag {
     rule: Rule,
-    whose: String,
+    /// The attachment's alias, `cni:NETWORK/CONTAINER/IFNAME`.
+    attachment: String,
+    /// The address, as /32 or /128.
     source: Option<Cidr>,
+    /// The network that the address is in.
     network: Option<Cidr>,
 }
 
 impl Tag {
+    /// Reads a rule; `None` if it is not a tag.
     fn read(rule: &Rule) -> Option<Tag> {
-        let whose = rule.comment().filter(|comment| rule.target().is_none() && comment.starts_with("cni:"))?.to_owned();
+        let comment = rule.comment()?;
+        if rule.target().is_some() || !comment.starts_with("cni:") {
+            return None;
+        }
         let network = rule.value("-d").and_then(|network| network.parse().ok());
-        Some(Tag { rule: rule.clone(), whose, source: source(rule), network })
+        Some(Tag { rule: rule.clone(), attachment: comment.to_owned(), source: source(rule), network })
     }
 }
 
-/// Returns the edit that makes these the attachment's addresses, in the family of `nat`.
-pub(super) fn ensure(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
-    let (family, shape) = (nat.family(), Shape::new(mark));
-    let mut edit = Edit::new();
+/// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, in
+/// the family of `nat`.
+pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
+    let names = RuleNames::new(attachment);
     let mut networks: Vec<Cidr> = Vec::new();
     for network in addresses.iter().map(Cidr::network) {
         if !networks.contains(&network) {
             networks.push(network);
         }
     }
-    let Some(chain) = nat.chain(&shape.chain)?.cloned() else {
-        // Without the chain nothing can lead to it, and POSTROUTING, however long, need not be
-        // read.
-        edit.create_chain(&shape.chain);
-        for network in &networks {
-            edit.append(&shape.chain, shape.accept(*network));
-        }
-        edit.append(&shape.chain, shape.masquerade(family));
-        for address in addresses {
-            edit.append(&shape.chain, shape.tag(*address));
-            edit.append(POSTROUTING, shape.jump(*address));
-        }
-        return Ok(edit);
+    let Some(chain) = nat.chain(&names.chain)?.cloned() else {
+        return Ok(create(&names, nat.family(), addresses, &networks));
     };
-    let (own, others): (Vec<Tag>, Vec<Tag>) =
-        chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.whose == shape.tag);
+    let mut edit = Edit::new();
     let has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
-    // Before MASQUERADE, wherever that is.
+    // Inserted, not appended: they must be before MASQUERADE.
     for network in networks.iter().rev() {
-        let accept = shape.accept(*network);
+        let accept = names.accept(*network);
         if !has(&accept) {
-            edit.insert(&shape.chain, accept);
+            edit.insert(&names.chain, accept);
         }
     }
-    let masquerade = shape.masquerade(family);
+    let masquerade = names.masquerade(nat.family());
     if !has(&masquerade) {
-        edit.append(&shape.chain, masquerade);
+        edit.append(&names.chain, masquerade);
     }
     for address in addresses {
-        let tag = shape.tag(*address);
+        let tag = names.tag(*address);
         if !has(&tag) {
-            edit.append(&shape.chain, tag);
+            edit.append(&names.chain, tag);
         }
     }
-    let is_wanted = |source: Option<Cidr>| addresses.iter().any(|wanted| Some(Cidr::host(wanted.address())) == source);
-    let is_anothers = |source: Option<Cidr>| others.iter().any(|tag| tag.source == source);
-    for stale in own.iter().filter(|tag| !is_wanted(tag.source)) {
-        edit.delete(&shape.chain, &stale.rule);
+
+    let (own_tags, other_tags): (Vec<Tag>, Vec<Tag>) =
+        chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.attachment == names.tag_comment);
+    let is_requested =
+        |source: Option<Cidr>| addresses.iter().any(|address| Some(Cidr::host(address.address())) == source);
+    for stale in own_tags.iter().filter(|tag| !is_requested(tag.source)) {
+        edit.delete(&names.chain, &stale.rule);
     }
-    let mut there: Vec<Cidr> = Vec::new();
-    for jump in nat.leading_to(POSTROUTING, &shape.chain)?.iter().filter(|rule| shape.is_jump(rule)) {
-        let from = source(jump);
-        match from {
-            // Doubled by two ADDs of Go that raced.
-            Some(from) if there.contains(&from) => edit.delete(POSTROUTING, jump),
-            Some(from) => there.push(from),
-            None => {}
+    let mut existing_sources: Vec<Cidr> = Vec::new();
+    for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
+        let jump_source = source(jump);
+        if let Some(source) = jump_source {
+            if existing_sources.contains(&source) {
+                // Two simultaneous ADDs of the Go plugin can both append the same rule.
+                edit.delete(POSTROUTING, jump);
+            } else {
+                existing_sources.push(source);
+            }
         }
-        let stale = own.iter().any(|tag| tag.source == from) && !is_wanted(from) && !is_anothers(from);
-        if stale {
+        let is_own = own_tags.iter().any(|tag| tag.source == jump_source);
+        let is_anothers = other_tags.iter().any(|tag| tag.source == jump_source);
+        if is_own && !is_requested(jump_source) && !is_anothers {
             edit.delete(POSTROUTING, jump);
         }
     }
-    for address in addresses.iter().filter(|address| !there.contains(&Cidr::host(address.address()))) {
-        edit.append(POSTROUTING, shape.jump(*address));
+    for address in addresses {
+        if !existing_sources.contains(&Cidr::host(address.address())) {
+            edit.append(POSTROUTING, names.jump(*address));
+        }
     }
     Ok(edit)
 }
 
-/// The rules that an attachment had in one family before an ADD.
+/// Returns the edit that creates a container's chain and all rules for `addresses`. POSTROUTING,
+/// which can be long, is not read: a rule cannot jump to a chain that does not exist.
+fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cidr]) -> Edit {
+    let mut edit = Edit::new();
+    edit.create_chain(&names.chain);
+    for network in networks {
+        edit.append(&names.chain, names.accept(*network));
+    }
+    edit.append(&names.chain, names.masquerade(family));
+    for address in addresses {
+        edit.append(&names.chain, names.tag(*address));
+        edit.append(POSTROUTING, names.jump(*address));
+    }
+    edit
+}
+
+/// The addresses that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FamilyRules {
-    /// The addresses in its tags, with their networks.
+    /// The addresses in its tags, with the prefix lengths of their networks.
     tagged: Vec<Cidr>,
-    /// The sources of the jumps without a tag: rules that Go made.
+    /// The sources of jumps without a tag, which Go made, that cover an address of the ADD.
     untagged: Vec<Cidr>,
 }
 
 impl FamilyRules {
-    /// Reads the rules for the attachment and for the addresses that an ADD is about to give it.
-    pub(super) fn read(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<FamilyRules> {
-        let shape = Shape::new(mark);
-        let Some(chain) = nat.chain(&shape.chain)?.cloned() else { return Ok(FamilyRules::default()) };
+    /// Reads the rules that the attachment has, and Go's rules for `addresses`, which an ADD is
+    /// about to give to the attachment.
+    pub(super) fn read(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<FamilyRules> {
+        let names = RuleNames::new(attachment);
+        let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(FamilyRules::default()) };
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
-        let own = tags.iter().filter(|tag| tag.whose == shape.tag);
-        let with_network = |tag: &Tag| Cidr::new(tag.source?.address(), tag.network?.prefix());
-        let jumps = nat.leading_to(POSTROUTING, &shape.chain)?;
-        let untagged = jumps.iter().filter(|rule| shape.is_jump(rule)).filter_map(source).filter(|from| {
-            tags.iter().all(|tag| tag.source != Some(*from)) && addresses.iter().any(|ip| from.contains(ip.address()))
-        });
-        Ok(FamilyRules { tagged: own.filter_map(with_network).collect(), untagged: untagged.collect() })
+        let mut previous = FamilyRules::default();
+        for tag in tags.iter().filter(|tag| tag.attachment == names.tag_comment) {
+            if let (Some(source), Some(network)) = (tag.source, tag.network) {
+                previous.tagged.extend(Cidr::new(source.address(), network.prefix()));
+            }
+        }
+        for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
+            let Some(source) = source(jump) else { continue };
+            let is_tagged = tags.iter().any(|tag| tag.source == Some(source));
+            if !is_tagged && addresses.iter().any(|address| source.contains(address.address())) {
+                previous.untagged.push(source);
+            }
+        }
+        Ok(previous)
     }
 
-    /// Returns the edit that undoes an [`ensure`] of these addresses.
-    pub(super) fn put_back(&self, nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
+    /// Returns the edit that undoes an [`ensure`] of `addresses` and restores these rules.
+    pub(super) fn put_back(&self, nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
         if !self.tagged.is_empty() {
-            return ensure(nat, mark, &self.tagged);
+            return ensure(nat, attachment, &self.tagged);
         }
         if self.untagged.is_empty() {
-            return purge(nat, mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>());
+            return purge(nat, attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>());
         }
-        // Go's rules cover the address again once our tags are removed.
-        let shape = Shape::new(mark);
+        // Go had already masqueraded an address: its rules stay, and our tags and jumps go.
+        let names = RuleNames::new(attachment);
         let mut edit = Edit::new();
-        for rule in
-            nat.rules(&shape.chain)?.iter().filter(|rule| Tag::read(rule).is_some_and(|tag| tag.whose == shape.tag))
-        {
-            edit.delete(&shape.chain, rule);
+        for rule in nat.rules(&names.chain)? {
+            if Tag::read(rule).is_some_and(|tag| tag.attachment == names.tag_comment) {
+                edit.delete(&names.chain, rule);
+            }
         }
-        let added = |rule: &&Rule| source(rule).is_some_and(|from| !self.untagged.contains(&from));
-        let is_ours = |rule: &&Rule| addresses.iter().any(|ip| source(rule) == Some(Cidr::host(ip.address())));
-        let jumps = nat.leading_to(POSTROUTING, &shape.chain)?;
-        for jump in jumps.iter().filter(|rule| shape.is_jump(rule)).filter(added).filter(is_ours) {
-            edit.delete(POSTROUTING, jump);
+        for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
+            let Some(source) = source(jump) else { continue };
+            let was_added = addresses.iter().any(|address| source == Cidr::host(address.address()));
+            if was_added && !self.untagged.contains(&source) {
+                edit.delete(POSTROUTING, jump);
+            }
         }
         Ok(edit)
     }
 }
 
-/// Returns the edit that removes the attachment's rules.
-pub(super) fn purge(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
-    let shape = Shape::new(mark);
-    remove(
-        nat,
-        &shape.chain,
-        Some(&shape),
-        |whose| whose == shape.tag,
-        |source, anything_tagged| {
-            if !addresses.is_empty() {
-                return source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)));
-            }
-            // If there are marked rules, unmarked ones are not taken.
-            !anything_tagged
-        },
-    )
+/// Returns the edit that removes the attachment's rules. Jumps without a tag, made by Go, are the
+/// attachment's if they cover one of `addresses`; if no addresses are known, only where the
+/// attachment has no tags either.
+pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
+    let names = RuleNames::new(attachment);
+    let is_own = |attachment: &str| attachment == names.tag_comment;
+    let is_own_untagged = |source: Option<Cidr>, has_tags: bool| {
+        if addresses.is_empty() {
+            return !has_tags;
+        }
+        source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
+    };
+    remove(nat, &names.chain, Some(&names), is_own, is_own_untagged)
 }
 
-/// Returns the edit that removes the rules of attachments of `network` that are not in `valid`.
+/// Returns the edit that removes the rules of the attachments of `network` that are not in `valid`
+/// (container ID, interface name). Jumps without a tag stay while any interface of their container
+/// is valid.
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
     let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
     let valid_tags: Vec<String> =
@@ -276,116 +321,112 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
     let tag_prefix = AttachmentId::network_prefix(network);
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
-    let mut names = nat.names(CHAIN_PREFIX)?;
-    names.retain(|name| is_chain_name(name));
-    for name in names {
-        let leading: Vec<Rule> =
-            nat.rules(POSTROUTING)?.iter().filter(|rule| rule.target() == Some(&name)).cloned().collect();
-        let inside = nat.rules(&name)?.to_vec();
-        let mut comments = leading.iter().chain(&inside).filter_map(Rule::comment).peekable();
-        // It names another network, or none: not ours to judge.
-        if comments.peek().is_none()
-            || !comments.all(|comment| comment.starts_with(&comment_prefix) || comment.starts_with(&tag_prefix))
-        {
+    for chain in nat.chain_names(CHAIN_PREFIX)? {
+        if !is_chain_name(&chain) {
             continue;
         }
-        let container_is_valid = valid_chains.contains(&name);
-        let part =
-            remove(nat, &name, None, |whose| !valid_tags.iter().any(|tag| tag == whose), |_, _| !container_is_valid)?;
-        edit.extend(part);
+        let mut rules: Vec<Rule> =
+            nat.rules(POSTROUTING)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
+        rules.extend_from_slice(nat.rules(&chain)?);
+        let comments: Vec<&str> = rules.iter().filter_map(Rule::comment).collect();
+        let is_of_network = |comment: &&str| comment.starts_with(&comment_prefix) || comment.starts_with(&tag_prefix);
+        // The chain's name is only a hash: the comments decide which network it belongs to.
+        if comments.is_empty() || !comments.iter().all(is_of_network) {
+            continue;
+        }
+        let is_garbage = |attachment: &str| !valid_tags.iter().any(|tag| tag == attachment);
+        let container_is_valid = valid_chains.contains(&chain);
+        edit.extend(remove(nat, &chain, None, is_garbage, |_, _| !container_is_valid)?);
     }
     Ok(edit)
 }
 
-/// Removes from a container's chain, and from POSTROUTING, the attachments that `is_garbage` by
-/// their tags, and the jumps without a tag that are `unmarked_is_garbage`, given their source and
-/// whether any garbage was tagged. The chain is removed if no rule leads to it and it has no
-/// tags.
+/// Returns the edit that removes, from a container's `chain` and from POSTROUTING, the rules of the
+/// attachments for whose alias `is_garbage` is true, and the jumps without a tag for which
+/// `is_untagged_garbage` is true, given their source and whether the chain has tags of garbage.
+/// With `names`, only jumps with the comment of `names` are removed. The chain is removed when no
+/// jump and no tag of another attachment remains.
 fn remove(
     nat: &mut Chains<'_>,
-    name: &str,
-    shape: Option<&Shape>,
+    chain: &str,
+    names: Option<&RuleNames>,
     is_garbage: impl Fn(&str) -> bool,
-    unmarked_is_garbage: impl Fn(Option<Cidr>, bool) -> bool,
+    is_untagged_garbage: impl Fn(Option<Cidr>, bool) -> bool,
 ) -> Result<Edit> {
     let mut edit = Edit::new();
-    let Some(chain) = nat.chain(name)?.cloned() else { return Ok(edit) };
-    let (garbage, others): (Vec<Tag>, Vec<Tag>) =
-        chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.whose));
-    let (mut jumps_left, mut unmarked_left) = (0, 0);
-    let mut kept: Vec<Cidr> = Vec::new();
-    for jump in &nat.leading_to(POSTROUTING, name)? {
-        let from = source(jump);
-        let goes = if shape.is_some_and(|shape| !shape.is_jump(jump)) {
+    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(edit) };
+    let (garbage, remaining): (Vec<Tag>, Vec<Tag>) =
+        content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.attachment));
+    let (mut remaining_jumps, mut remaining_untagged) = (0, 0);
+    let mut remaining_sources: Vec<Cidr> = Vec::new();
+    for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
+        let source = source(jump);
+        let is_removed = if names.is_some_and(|names| !names.is_jump(jump)) {
             false
-        } else if others.iter().any(|tag| tag.source == from) {
-            // Another attachment's; one such rule is enough.
-            from.is_some_and(|from| kept.contains(&from))
-        } else if garbage.iter().any(|tag| tag.source == from) {
+        } else if remaining.iter().any(|tag| tag.source == source) {
+            // A remaining attachment needs this jump, but only once.
+            source.is_some_and(|source| remaining_sources.contains(&source))
+        } else if garbage.iter().any(|tag| tag.source == source) {
             true
         } else {
-            let goes = unmarked_is_garbage(from, !garbage.is_empty());
-            unmarked_left += usize::from(!goes);
-            goes
+            let is_removed = is_untagged_garbage(source, !garbage.is_empty());
+            remaining_untagged += usize::from(!is_removed);
+            is_removed
         };
-        if goes {
+        if is_removed {
             edit.delete(POSTROUTING, jump);
         } else {
-            kept.extend(from);
-            jumps_left += 1;
+            remaining_sources.extend(source);
+            remaining_jumps += 1;
         }
     }
-    if jumps_left == 0 && others.is_empty() {
-        edit.delete_chain(name, &chain);
+    if remaining_jumps == 0 && remaining.is_empty() {
+        edit.delete_chain(chain, &content);
         return Ok(edit);
     }
     for tag in &garbage {
-        edit.delete(name, &tag.rule);
+        edit.delete(chain, &tag.rule);
     }
-    // Their networks too, unless another attachment is in them; Go's rules do not say in which
-    // they are.
-    if unmarked_left == 0 {
-        let networks = garbage.iter().filter_map(|tag| tag.network);
-        let networks: Vec<Cidr> =
-            networks.filter(|network| !others.iter().any(|tag| tag.network == Some(*network))).collect();
-        let is_their_accept = |rule: &&Rule| {
-            let to = rule.value("-d").and_then(|to| to.parse::<Cidr>().ok());
-            rule.target() == Some("ACCEPT") && to.is_some_and(|to| networks.contains(&to))
-        };
-        for rule in chain.rules.iter().filter(is_their_accept) {
-            edit.delete(name, rule);
+    // A jump without a tag, made by Go, does not name its network: it may need any of the ACCEPTs.
+    if remaining_untagged > 0 {
+        return Ok(edit);
+    }
+    let unused_networks: Vec<Cidr> = garbage
+        .iter()
+        .filter_map(|tag| tag.network)
+        .filter(|network| !remaining.iter().any(|tag| tag.network == Some(*network)))
+        .collect();
+    for rule in content.rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
+        let destination: Option<Cidr> = rule.value("-d").and_then(|network| network.parse().ok());
+        if destination.is_some_and(|network| unused_networks.contains(&network)) {
+            edit.delete(chain, rule);
         }
     }
     Ok(edit)
 }
 
-/// Returns a sentence for each rule that is missing. Rules made by another program count.
-pub(super) fn check(nat: &mut Chains<'_>, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-    let (family, shape) = (nat.family(), Shape::new(mark));
-    let Some(chain) = nat.chain(&shape.chain)?.cloned() else {
-        return Ok(vec![format!("iptables chain {} is missing from table nat", shape.chain)]);
+/// Returns a sentence for each rule of the attachment that is missing in the family of `nat`; empty
+/// if all are there. Rules made by another program count.
+pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
+    let names = RuleNames::new(attachment);
+    let Some(chain) = nat.chain(&names.chain)?.cloned() else {
+        return Ok(vec![format!("iptables chain {} is missing from table nat", names.chain)]);
     };
-    let jumps: Vec<Cidr> = nat
-        .leading_to(POSTROUTING, &shape.chain)?
-        .iter()
-        .filter(|rule| shape.is_jump(rule))
-        .filter_map(source)
-        .collect();
+    let mut required: Vec<Vec<String>> = addresses.iter().map(|address| names.accept(address.network())).collect();
+    required.push(names.masquerade(nat.family()));
     let mut missing = Vec::new();
-    let mut want = |words: Vec<String>| {
+    for words in required {
         if !chain.rules.iter().any(|rule| rule.matches(&words)) {
-            missing.push(format!("iptables chain {} has no rule {}", shape.chain, words.join(" ")));
+            missing.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));
         }
-    };
-    for address in addresses {
-        want(shape.accept(address.network()));
     }
-    want(shape.masquerade(family));
+    let jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
+    let sources: Vec<Cidr> = jumps.iter().filter(|rule| names.is_jump(rule)).filter_map(source).collect();
     for address in addresses {
         let host = address.address();
-        // Or the network, as older releases of Go's had it.
-        if !jumps.iter().any(|source| *source == Cidr::host(host) || *source == address.network()) {
-            missing.push(format!("iptables chain {POSTROUTING} has no rule that sends {host} to {}", shape.chain));
+        // Older releases of Go wrote the network as the source.
+        if !sources.contains(&Cidr::host(host)) && !sources.contains(&address.network()) {
+            missing.push(format!("iptables chain {POSTROUTING} has no rule that sends {host} to {}", names.chain));
         }
     }
     Ok(missing)

@@ -1,13 +1,13 @@
-//! Masquerading: what leaves a container for outside its network goes with the host's address.
+//! Masquerading: packets from a container to addresses outside its network get the host's address
+//! as their source.
 //!
-//! [`Masquerade`] is what plugins see: one attachment ([`AttachmentId`]) and its addresses, kept by
-//! one of two [`Backend`]s in the shapes of the Go plugins. Where new rules go is chosen once, at
-//! ADD; everything else looks at both, since configuration and host may have changed since.
+//! Plugins use [`Masquerade`], which writes the rules of one attachment ([`AttachmentId`]) to one
+//! of two [`Backend`]s, in the form of the Go plugins. ADD chooses the backend; CHECK, DEL and GC
+//! look at both, since configuration and host may have changed since.
 //!
-//! Acts in the network namespace of the calling thread, which must be the host's. Removing needs no
-//! address, no program (except those of iptables-legacy, for rules there) and no knowledge of how
-//! the rules were made. An attachment without rules is not an error when removing: most calls end
-//! so.
+//! All calls act in the network namespace of the calling thread, which must be the host's. Removing
+//! needs no address, no program (except iptables-legacy, for rules there) and no knowledge of how
+//! the rules were made; an attachment without rules is not an error.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -29,15 +29,15 @@ pub(super) mod nftables;
 
 /// Masquerading in one network namespace.
 ///
-/// The kernel frees removed rules after an RCU grace period, for which the closing of a connection
-/// waits. Those that have removed something are kept until this is dropped:
-/// [`purge`](Masquerade::purge) before a link is deleted, which waits for one too, and drop this
-/// after.
+/// Closing a netlink connection that has removed rules waits for an RCU grace period, so such
+/// connections stay open until this value is dropped. Deleting a link waits for one too: call
+/// [`purge`](Masquerade::purge) before a link is deleted and drop this value after, and the two
+/// waits overlap.
 pub struct Masquerade<'m> {
     machine: &'m dyn Machine,
     notes: Notes,
     folders: Folders,
-    kept: RefCell<Kept<'m>>,
+    open: RefCell<OpenConnections<'m>>,
 }
 
 /// The rules that an attachment had before an ADD, in each backend and family that the ADD has
@@ -49,8 +49,9 @@ pub struct PreviousRules {
     iptables: RefCell<Vec<(Family, Variant, iptables::FamilyRules)>>,
 }
 
+/// The connections that have removed rules.
 #[derive(Default)]
-struct Kept<'m> {
+struct OpenConnections<'m> {
     nft: Vec<Nft>,
     iptables: Vec<Iptables<'m>>,
 }
@@ -62,160 +63,171 @@ impl fmt::Debug for Masquerade<'_> {
 }
 
 impl<'m> Masquerade<'m> {
-    /// Nothing is opened yet. Remarks for the operator go to `notes`.
+    /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Masquerade<'m> {
         Masquerade::with_folders(machine, notes, Folders::new(std::env::var_os("PATH")))
     }
 
-    /// The same with iptables' programs and lock in these folders.
+    /// As [`new`](Masquerade::new), with iptables' programs and lock in these folders.
     pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
-        Masquerade { machine, notes, folders, kept: RefCell::default() }
+        Masquerade { machine, notes, folders, open: RefCell::default() }
     }
 
-    /// Puts rules in force for the attachment's addresses, each with its network's prefix; what it
-    /// had before is replaced, and stored in `former`. Without a `backend`: iptables, or nftables
-    /// where iptables is not installed or does not work.
+    /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
+    /// Its existing rules are replaced, and stored in `previous`. Without a `backend`: iptables, or
+    /// nftables where iptables is not installed or does not work.
     ///
     /// # Errors
-    /// Some rules may be in force then; [`put_back`](Masquerade::put_back) removes them.
+    /// If the rules cannot be read or written. Some rules may be in force then;
+    /// [`put_back`](Masquerade::put_back) removes them.
     pub fn ensure(
         &self,
-        mark: &AttachmentId,
+        attachment: &AttachmentId,
         backend: Option<Backend>,
         addresses: &[Cidr],
-        former: &PreviousRules,
+        previous: &PreviousRules,
     ) -> Result<()> {
         match backend {
             Some(Backend::Iptables) => {
-                self.ensure_in_iptables(mark, addresses, former).map_err(|failure| failure.error)
+                self.ensure_in_iptables(attachment, addresses, previous).map_err(|failure| failure.error)
             }
-            Some(Backend::Nftables) => nftables::ensure(mark, addresses, &former.nftables),
-            None => {
-                let mut iptables = self.iptables(OnSigterm::Kill)?;
-                for family in families(addresses) {
-                    if iptables.chosen(family)?.is_none() {
-                        return nftables::ensure(mark, addresses, &former.nftables);
-                    }
-                }
-                let Err(failure) = self.ensure_in_iptables(mark, addresses, former) else { return Ok(()) };
-                if failure.error.is_deadline() || failure.error.is_terminated() {
-                    return Err(failure.error);
-                }
-                // A process to learn whether iptables works is started only here, where it is
-                // needed.
-                match iptables.probe(failure.family) {
-                    Ok(()) => Err(failure.error),
-                    Err(_) => {
-                        self.notes
-                            .note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
-                        // The addresses are given, so that a rule of another interface does not
-                        // count as a remainder of this one.
-                        self.purge_iptables(mark, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
-                        nftables::ensure(mark, addresses, &former.nftables)
-                    }
-                }
-            }
+            Some(Backend::Nftables) => nftables::ensure(attachment, addresses, &previous.nftables),
+            None => self.ensure_in_any(attachment, addresses, previous),
         }
     }
 
+    /// As [`ensure`](Masquerade::ensure) without a backend: tries iptables, then nftables if
+    /// iptables is not installed, or fails and [`Iptables::probe`] finds that it does not work.
+    fn ensure_in_any(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
+        let mut iptables = self.iptables(OnSigterm::Kill)?;
+        for family in families(addresses) {
+            if iptables.chosen_variant(family)?.is_none() {
+                return nftables::ensure(attachment, addresses, &previous.nftables);
+            }
+        }
+        let Err(failure) = self.ensure_in_iptables(attachment, addresses, previous) else { return Ok(()) };
+        if failure.error.is_deadline() || failure.error.is_terminated() {
+            return Err(failure.error);
+        }
+        // Only now, as this starts a process.
+        if iptables.probe(failure.family).is_ok() {
+            return Err(failure.error);
+        }
+        self.notes.note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
+        // With the addresses: without them, Go's rules for another interface of the container could
+        // be removed as well.
+        self.purge_iptables(attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
+        nftables::ensure(attachment, addresses, &previous.nftables)
+    }
+
+    /// As [`ensure`](Masquerade::ensure) in iptables, one family after the other, in the variant
+    /// that the host uses for the family.
     fn ensure_in_iptables(
         &self,
-        mark: &AttachmentId,
+        attachment: &AttachmentId,
         addresses: &[Cidr],
-        former: &PreviousRules,
+        previous: &PreviousRules,
     ) -> Result<(), Failure> {
         for family in families(addresses) {
-            let ensured = self.iptables(OnSigterm::Kill).and_then(|mut iptables| {
-                let Some(variant) = iptables.for_new_rules(family)? else {
-                    // The error is that of a program that cannot be found.
-                    return iptables.probe(family);
-                };
-                let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-                iptables.change(family, variant, |nat| {
-                    let mut all = former.iptables.borrow_mut();
-                    if !all.iter().any(|(known, ..)| *known == family) {
-                        all.push((family, variant, iptables::FamilyRules::read(nat, mark, &addresses)?));
-                    }
-                    iptables::ensure(nat, mark, &addresses)
-                })
-            });
-            ensured.map_err(|error| Failure { family, error })?;
+            let addresses: Vec<Cidr> = of_family(addresses, family).collect();
+            self.ensure_family_in_iptables(attachment, family, &addresses, previous)
+                .map_err(|error| Failure { family, error })?;
         }
         Ok(())
     }
 
+    /// Writes the rules for `addresses`, all of `family`, to iptables.
+    fn ensure_family_in_iptables(
+        &self,
+        attachment: &AttachmentId,
+        family: Family,
+        addresses: &[Cidr],
+        previous: &PreviousRules,
+    ) -> Result<()> {
+        let mut iptables = self.iptables(OnSigterm::Kill)?;
+        let Some(variant) = iptables.variant_for_new_rules(family)? else {
+            // Fails, as there is neither a program nor a usable kernel, with the reason.
+            return iptables.probe(family);
+        };
+        iptables.change(family, variant, |nat| {
+            let mut stored = previous.iptables.borrow_mut();
+            // This plan can run again after a conflict with another process; the first run has
+            // stored the rules.
+            if !stored.iter().any(|(stored_family, ..)| *stored_family == family) {
+                stored.push((family, variant, iptables::FamilyRules::read(nat, attachment, addresses)?));
+            }
+            iptables::ensure(nat, attachment, addresses)
+        })
+    }
+
     /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, complete or not: removes the
-    /// rules that it made, restores those that it replaced, and leaves earlier rules and those in
-    /// the other backend.
+    /// rules that it made and restores those that it replaced. A backend or family that it did not
+    /// touch stays as it is.
     ///
     /// # Errors
-    /// All that went wrong.
-    pub fn put_back(&self, mark: &AttachmentId, addresses: &[Cidr], former: &PreviousRules) -> Result<()> {
+    /// All failures, joined; each part is tried whatever the others do.
+    pub fn put_back(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
         let mut results = Vec::new();
-        if let Some(listed) = former.nftables.take() {
-            results.push(self.in_nftables(|nft| nftables::put_back(nft, mark, &listed)));
+        if let Some(rules) = previous.nftables.take() {
+            results.push(self.in_nftables(|nft| nftables::put_back(nft, attachment, &rules)));
         }
-        for (family, variant, had) in former.iptables.take() {
+        for (family, variant, rules) in previous.iptables.take() {
             let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-            results.push(
-                self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
-                    iptables.change(family, variant, |nat| had.put_back(nat, mark, &addresses))
-                }),
-            );
+            results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
+                iptables.change(family, variant, |nat| rules.put_back(nat, attachment, &addresses))
+            }));
         }
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Removes what there is of the attachment in both backends. `addresses` are those of the ADD's
-    /// result where they are known: they decide which rules of a Go plugin are this attachment's
-    /// and which belong to another interface of the container; without them all are removed.
+    /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
+    /// result, empty if unknown: they decide which rules of a Go plugin are this attachment's and
+    /// which belong to another interface of the container; without them all are removed.
     ///
     /// # Errors
-    /// All that went wrong. Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-        Error::join(
-            [self.in_nftables(|nft| nftables::purge(nft, mark)), self.purge_iptables(mark, addresses)]
-                .into_iter()
-                .filter_map(Result::err),
-        )
+    /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
+    pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        let results =
+            [self.in_nftables(|nft| nftables::purge(nft, attachment)), self.purge_iptables(attachment, addresses)];
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    fn purge_iptables(&self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-        let chain = iptables::chain_name(&mark.network, &mark.container_id);
-        self.clean(&[&chain], |nat| iptables::purge(nat, mark, addresses))
+    /// Removes the attachment's rules from all families and variants of iptables.
+    fn purge_iptables(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
+        self.clean(&[&chain], |nat| iptables::purge(nat, attachment, addresses))
     }
 
+    /// Runs `remove` on a connection to nf_tables, which stays open until this value is dropped. A
+    /// kernel without nf_tables has no rules to remove, so that is not an error.
     fn in_nftables(&self, remove: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
-        let removed = Nft::open().and_then(|mut nft| {
-            let removed = remove(&mut nft);
-            self.kept.borrow_mut().nft.push(nft);
-            removed
+        let result = Nft::open().and_then(|mut nft| {
+            let result = remove(&mut nft);
+            self.open.borrow_mut().nft.push(nft);
+            result
         });
-        match removed {
+        match result {
             Err(error) if error.is_unsupported() => Ok(()),
-            done => done,
+            result => result,
         }
     }
 
-    /// Removes the rules of `network` that belong to no attachment of `valid` (containerID,
-    /// ifname), in both backends.
+    /// Removes the rules of `network` that do not belong to an attachment in `valid` (container ID,
+    /// interface name), from both backends.
     ///
     /// # Errors
     /// As [`purge`](Masquerade::purge).
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        Error::join(
-            [
-                self.in_nftables(|nft| nftables::gc(nft, network, valid)),
-                // Without this chain no rule is reached.
-                self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
-            ]
-            .into_iter()
-            .filter_map(Result::err),
-        )
+        let results = [
+            self.in_nftables(|nft| nftables::gc(nft, network, valid)),
+            // All masquerading rules are reached from this chain.
+            self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
+        ];
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Plans a removal in every family and variant that may hold one of the chains, whatever
-    /// becomes of the others.
+    /// Applies the removal that `plan` returns in every family and variant of iptables that may
+    /// have one of the chains. A failure in one does not stop the others; all failures are joined.
     fn clean(
         &self,
         chains: &[&str],
@@ -225,58 +237,62 @@ impl<'m> Masquerade<'m> {
         let Cleaned { unreached, outcome } = iptables.clean(chains, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
-                "iptables-{variant} may have a table nat for {family:?}, and its programs are not installed: \
-                 masquerade rules may be left in it",
+                "masquerade rules may be left in table nat of iptables-{variant} for {family:?}: its programs, which \
+                 could read the table, are not installed"
             ));
         }
-        self.kept.borrow_mut().iptables.push(iptables);
+        self.open.borrow_mut().iptables.push(iptables);
         outcome
     }
 
-    /// Returns a sentence for each of the attachment's addresses that is not masqueraded; empty if
-    /// all is well. Accepts Go's rules, in whichever backend they are.
-    pub fn check(&self, mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
+    /// Returns a sentence for each missing rule of the attachment's addresses; empty if all are
+    /// masqueraded. Accepts Go's rules, in either backend.
+    ///
+    /// # Errors
+    /// If rules cannot be read.
+    pub fn check(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
             let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-            let mut worst = nftables::check(mark, &addresses)?;
-            if worst.is_empty() {
+            let mut missing_here = nftables::check(attachment, &addresses)?;
+            if missing_here.is_empty() {
                 continue;
             }
             let mut iptables = self.iptables(OnSigterm::Kill)?;
-            let chain = iptables::chain_name(&mark.network, &mark.container_id);
-            for variant in iptables.holders(family, &[&chain])? {
+            let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
+            for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
-                let lacking = iptables::check(&mut nat, mark, &addresses)?;
-                // Where the chain is, there the rules should be: what is said of that place is of
-                // use.
-                if lacking.is_empty() || nat.has(&chain)? {
-                    worst = lacking;
+                let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
+                // The variant with the container's chain is the one that the ADD used, so its
+                // missing rules are reported, not those of nftables.
+                if missing_in_variant.is_empty() || nat.has_chain(&chain)? {
+                    missing_here = missing_in_variant;
                 }
-                if worst.is_empty() {
+                if missing_here.is_empty() {
                     break;
                 }
             }
-            missing.extend(worst);
+            missing.extend(missing_here);
         }
         Ok(missing)
     }
 
-    /// Whether [`ensure`](Masquerade::ensure) can work here. No process: a program that is
-    /// installed counts.
+    /// Checks that [`ensure`](Masquerade::ensure) can work here, without starting a process: an
+    /// installed iptables is assumed to work.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why it cannot work.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let mut installed = false;
+        let mut is_installed = false;
         for family in FAMILIES {
-            installed |= iptables.chosen(family)?.is_some();
+            is_installed |= iptables.chosen_variant(family)?.is_some();
         }
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
-            _ if installed => Ok(()),
-            Some(Backend::Iptables) if iptables.for_new_rules(Family::V4)?.is_some() => Ok(()),
+            _ if is_installed => Ok(()),
+            // The kernel may be able to do without the program.
+            Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),
@@ -285,6 +301,7 @@ impl<'m> Masquerade<'m> {
         }
     }
 
+    /// Opens iptables' table nat.
     fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
         Iptables::open_with(Table::Nat, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
@@ -296,11 +313,12 @@ struct Failure {
     error: Error,
 }
 
-/// The families that occur.
+/// Returns the families of `addresses`, each once, IPv4 first.
 fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
     FAMILIES.into_iter().filter(|family| of_family(addresses, *family).next().is_some())
 }
 
+/// Returns those of `addresses` that are of `family`.
 fn of_family(addresses: &[Cidr], family: Family) -> impl Iterator<Item = Cidr> {
     addresses.iter().copied().filter(move |cidr| Family::of(cidr.address()) == family)
 }

@@ -1,4 +1,4 @@
-//! Masquerading in nf_tables, as Go has it:
+//! Masquerading in nf_tables, in the form of the Go plugins:
 //! ```text
 //! table inet cni_plugins_masquerade {
 //!     comment "Masquerading for plugins from github.com/containernetworking/plugins"
@@ -10,12 +10,11 @@
 //!         ip6 daddr ff00::/8 return
 //!         goto masq_checks                                                                                        }}
 //! ```
-//! KEY is two hashes, of the network and of interface and container, joined by a dash: it names the
-//! attachment, so no further tag is needed. The rest of the comment is for people,
-//! and cut where it is too long.
+//! KEY is two hashes, of the network and of interface and container, joined by a dash: it
+//! identifies the attachment. The rest of the comment is for people, and cut if it is too long.
 //!
-//! Go fills `postrouting` again at each ADD. This module leaves it alone while it is as it should
-//! be, for the reason given at [`Nft::has_base_chain`].
+//! Go writes the rules of `postrouting` again at each ADD. This module does so only if they differ
+//! from the above, for the reason given at [`Nft::has_base_chain`].
 
 use std::cell::RefCell;
 
@@ -35,30 +34,33 @@ const TABLE_COMMENT: &str = "Masquerading for plugins from github.com/containern
 pub(crate) const CHECKS: &str = "masq_checks";
 const CHECKS_COMMENT: &str = "Masquerade traffic from certain IPs to any (non-multicast) IP outside their subnet";
 const POSTROUTING: &str = "postrouting";
-/// `srcnat`
+/// The base chain; 100 is the priority that `nft` calls `srcnat`.
 const BASE: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
 /// The longest comment that `nft` accepts.
 const COMMENT_MAX: usize = 128;
 
-fn h16(text: &str) -> String {
+/// Returns 16 hex digits of the text's SHA-512, as Go shortens names.
+fn short_hash(text: &str) -> String {
     sha512_hex(&[text.as_bytes()], 16)
 }
 
 /// Returns the beginning of the comments of all rules of a network.
 fn network_key(network: &str) -> String {
-    format!("{}-", h16(network))
+    format!("{}-", short_hash(network))
 }
 
 /// Returns the beginning of the comments of an attachment's rules.
 pub(crate) fn key(network: &str, container: &str, ifname: &str) -> String {
-    format!("{}{}", network_key(network), h16(&format!("{ifname}:{container}")))
+    format!("{}{}", network_key(network), short_hash(&format!("{ifname}:{container}")))
 }
 
-fn comment(mark: &AttachmentId) -> String {
-    let clean = |text: &str| text.replace('"', "");
-    let AttachmentId { network, container_id: container, ifname } = mark;
+/// Returns the comment of the attachment's rules, as Go writes it, cut to what `nft` accepts.
+fn comment(attachment: &AttachmentId) -> String {
+    let unquoted = |text: &str| text.replace('"', "");
+    let AttachmentId { network, container_id: container, ifname } = attachment;
     let key = key(network, container, ifname);
-    let mut comment = format!("{key}, net: {}, if: {}, id: {}", clean(network), clean(ifname), clean(container));
+    let mut comment =
+        format!("{key}, net: {}, if: {}, id: {}", unquoted(network), unquoted(ifname), unquoted(container));
     let mut end = COMMENT_MAX.min(comment.len());
     while !comment.is_char_boundary(end) {
         end -= 1;
@@ -67,149 +69,155 @@ fn comment(mark: &AttachmentId) -> String {
     comment
 }
 
-fn is_of(listed: &Listed, key: &str) -> bool {
+/// Whether the rule's comment begins with `key`, of an attachment or a network.
+fn has_key(listed: &Listed, key: &str) -> bool {
     listed.rule.comment.as_deref().is_some_and(|comment| comment.starts_with(key))
 }
 
-/// The expressions that `nft` puts before the first address of a rule in an inet table.
-fn family(address: Cidr) -> Vec<Expr> {
+/// Returns the expressions that match packets of the address's family. `nft` puts them before the
+/// first address of a rule in an inet table, which sees packets of both families.
+fn match_family(address: Cidr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     nfproto(u8::try_from(number).unwrap_or_default())
 }
 
-/// `ip saddr ADDRESS ip daddr != NETWORK masquerade`
-fn rule(address: Cidr) -> Vec<Expr> {
+/// Returns the rule `ip saddr ADDRESS ip daddr != NETWORK masquerade`.
+fn masquerade_rule(address: Cidr) -> Vec<Expr> {
     let network = address.network();
-    let outside = not(masked(daddr(network.address()), network.prefix()));
-    [family(address), saddr(address.address()), outside, vec![Expr::Masquerade]].concat()
+    let is_outside = not(masked(daddr(network.address()), network.prefix()));
+    [match_family(address), saddr(address.address()), is_outside, vec![Expr::Masquerade]].concat()
 }
 
-/// The rules of the base chain.
+/// Returns the rules of the base chain: multicast packets of either family return, all others go to
+/// [`CHECKS`].
 fn base_rules() -> [Vec<Expr>; 3] {
-    let multicast = |family| {
+    let return_multicast = |family| {
         let network = super::iptables::multicast(family);
-        [
-            self::family(network),
-            masked(daddr(network.address()), network.prefix()),
-            vec![Expr::Verdict(Verdict::Return)],
-        ]
-        .concat()
+        let is_multicast = masked(daddr(network.address()), network.prefix());
+        [match_family(network), is_multicast, vec![Expr::Verdict(Verdict::Return)]].concat()
     };
-    let checks = vec![Expr::Verdict(Verdict::Goto(CHECKS.into()))];
-    [multicast(Family::V4), multicast(Family::V6), checks]
+    let goto_checks = vec![Expr::Verdict(Verdict::Goto(CHECKS.into()))];
+    [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Makes the attachment's rules in one transaction, which replaces its earlier rules; those are
-/// stored in `former`.
-pub(super) fn ensure(mark: &AttachmentId, addresses: &[Cidr], former: &RefCell<Option<Vec<Listed>>>) -> Result<()> {
+/// Writes the attachment's rules in one transaction, which also removes its existing rules; those
+/// are stored in `previous`.
+pub(super) fn ensure(
+    attachment: &AttachmentId,
+    addresses: &[Cidr],
+    previous: &RefCell<Option<Vec<Listed>>>,
+) -> Result<()> {
     let mut nft = Nft::open()?;
-    let (key, comment) = (key(&mark.network, &mark.container_id, &mark.ifname), comment(mark));
+    let (key, comment) = (key(&attachment.network, &attachment.container_id, &attachment.ifname), comment(attachment));
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        if !hooked_in(&mut nft)? {
+        if !is_hooked_in(&mut nft)? {
             add_shared_chains(&mut batch);
         }
-        let mut had = nft.rules_commented(TABLE, CHECKS, &key)?;
-        // The kernel-side search also finds comments that only begin with the key.
-        had.retain(|listed| is_of(listed, &key));
-        for old in &had {
-            batch.delete_rule(TABLE, CHECKS, old.handle);
+        let existing = nft.rules_commented(TABLE, CHECKS, &key)?;
+        for listed in &existing {
+            batch.delete_rule(TABLE, CHECKS, listed.handle);
         }
-        former.replace(Some(had));
+        previous.replace(Some(existing));
         for address in addresses {
-            batch.append_rule(TABLE, CHECKS, &Rule::new(rule(*address)).with_comment(comment.as_str()));
+            let rule = Rule::new(masquerade_rule(*address)).with_comment(comment.as_str());
+            batch.append_rule(TABLE, CHECKS, &rule);
         }
         nft.commit(batch)
     })
 }
 
-/// Table and chains, and the base chain's rules.
+/// Adds to `batch`: the table and the two chains, unless they exist, and the base chain's rules
+/// instead of the existing ones.
 fn add_shared_chains(batch: &mut Batch) {
     batch.ensure_table(TABLE, Some(TABLE_COMMENT));
     batch.ensure_chain(TABLE, CHECKS, Some(CHECKS_COMMENT));
     batch.ensure_base_chain(TABLE, POSTROUTING, BASE, None);
-    // In one transaction with its refilling, so that no packet sees it empty.
+    // The batch is one transaction, so no packet sees the chain without rules.
     batch.flush_chain(TABLE, POSTROUTING);
     for exprs in base_rules() {
         batch.append_rule(TABLE, POSTROUTING, &Rule::new(exprs));
     }
 }
 
-/// Whether the base chain exists and leads to the checks past multicast, also if Go's plugin wrote
-/// it.
-fn hooked_in(nft: &mut Nft) -> Result<bool> {
+/// Whether the base chain exists and has the [`base_rules`], written by these plugins or by Go.
+fn is_hooked_in(nft: &mut Nft) -> Result<bool> {
     if !nft.has_base_chain(TABLE, POSTROUTING, BASE)? {
         return Ok(false);
     }
-    // In words: releases of nft differ in how they write a prefix.
-    let in_words = |exprs: &[Expr]| [Family::V4, Family::V6].map(|family| words(family, exprs));
+    // Compared as text: releases of nft write the same prefix match with different expressions.
+    let as_text = |exprs: &[Expr]| [Family::V4, Family::V6].map(|family| words(family, exprs));
     let rules = nft.rules(TABLE, POSTROUTING)?;
-    Ok(rules.iter().map(|listed| in_words(&listed.rule.exprs)).eq(base_rules().iter().map(|exprs| in_words(exprs))))
+    Ok(rules.iter().map(|listed| as_text(&listed.rule.exprs)).eq(base_rules().iter().map(|exprs| as_text(exprs))))
 }
 
 /// Removes the attachment's rules. Table and chains stay, as with Go.
-pub(super) fn purge(nft: &mut Nft, mark: &AttachmentId) -> Result<()> {
-    let key = key(&mark.network, &mark.container_id, &mark.ifname);
+pub(super) fn purge(nft: &mut Nft, attachment: &AttachmentId) -> Result<()> {
+    let key = key(&attachment.network, &attachment.container_id, &attachment.ifname);
     remove(nft, &key, |_| true)
 }
 
-/// Undoes an [`ensure`] that found these rules: restores them, and removes all others of the
-/// attachment.
-pub(super) fn put_back(nft: &mut Nft, mark: &AttachmentId, had: &[Listed]) -> Result<()> {
-    let key = key(&mark.network, &mark.container_id, &mark.ifname);
+/// Undoes an [`ensure`] of the attachment that has replaced the rules `previous`: restores those
+/// that are missing, and removes all others of the attachment.
+pub(super) fn put_back(nft: &mut Nft, attachment: &AttachmentId, previous: &[Listed]) -> Result<()> {
+    let key = key(&attachment.network, &attachment.container_id, &attachment.ifname);
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut now = nft.rules_commented(TABLE, CHECKS, &key)?;
-        now.retain(|listed| is_of(listed, &key));
-        for new in now.iter().filter(|listed| had.iter().all(|old| old.handle != listed.handle)) {
-            batch.delete_rule(TABLE, CHECKS, new.handle);
+        let existing = nft.rules_commented(TABLE, CHECKS, &key)?;
+        let contains = |rules: &[Listed], handle| rules.iter().any(|listed| listed.handle == handle);
+        for listed in &existing {
+            if !contains(previous, listed.handle) {
+                batch.delete_rule(TABLE, CHECKS, listed.handle);
+            }
         }
-        for old in had.iter().filter(|old| now.iter().all(|listed| listed.handle != old.handle)) {
-            batch.put_back(TABLE, CHECKS, &old.raw, None);
+        for listed in previous {
+            if !contains(&existing, listed.handle) {
+                batch.put_back(TABLE, CHECKS, &listed.raw, None);
+            }
         }
         nft.commit(batch)
     })
 }
 
-/// Removes the rules of the network that belong to no valid attachment.
+/// Removes the rules of the network that do not belong to an attachment in `valid` (container ID,
+/// interface name).
 pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-    let all = network_key(network);
-    let valid: Vec<String> = valid.iter().map(|(container, ifname)| key(network, container, ifname)).collect();
-    remove(nft, &all, |listed| !valid.iter().any(|key| is_of(listed, key)))
+    let valid_keys: Vec<String> = valid.iter().map(|(container, ifname)| key(network, container, ifname)).collect();
+    remove(nft, &network_key(network), |listed| !valid_keys.iter().any(|key| has_key(listed, key)))
 }
 
-/// Removes the rules whose comments begin with `key` and that are garbage.
+/// Removes the rules whose comments begin with `key` and for which `is_garbage` is true.
 fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let rules = nft.rules_commented(TABLE, CHECKS, key)?;
-        for old in rules.iter().filter(|listed| is_of(listed, key) && is_garbage(listed)) {
-            batch.delete_rule(TABLE, CHECKS, old.handle);
+        for listed in nft.rules_commented(TABLE, CHECKS, key)?.iter().filter(|listed| is_garbage(listed)) {
+            batch.delete_rule(TABLE, CHECKS, listed.handle);
         }
         nft.commit(batch)
     })
 }
 
-/// Returns a sentence for each rule that is missing or differs. A kernel without nf_tables has none
-/// of the rules.
-pub(super) fn check(mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-    let key = key(&mark.network, &mark.container_id, &mark.ifname);
+/// Returns a sentence for each rule of the attachment that is missing or differs; empty if all are
+/// there. On a kernel without nf_tables all are missing.
+pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
+    let key = key(&attachment.network, &attachment.container_id, &attachment.ifname);
     let read = || {
         let mut nft = Nft::open()?;
-        Ok((hooked_in(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
+        Ok((is_hooked_in(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
     };
-    let (hooked_in, rules) = match read() {
+    let (is_hooked_in, rules) = match read() {
         Err(error) if cni_linux::Error::is_unsupported(&error) => (false, Vec::new()),
-        read => read?,
+        result => result?,
     };
     let mut missing = Vec::new();
     for address in addresses {
-        let (family, wanted) = (Family::of(address.address()), rule(*address));
-        let wanted = words(family, &wanted);
-        if !rules.iter().any(|listed| is_of(listed, &key) && words(family, &listed.rule.exprs) == wanted) {
+        let family = Family::of(address.address());
+        // Compared as text, as releases of nft write the same match with different expressions.
+        let expected = words(family, &masquerade_rule(*address));
+        if !rules.iter().any(|listed| words(family, &listed.rule.exprs) == expected) {
             missing.push(format!(
                 "there is no rule that masquerades {} outside {}",
                 address.address(),
@@ -217,17 +225,16 @@ pub(super) fn check(mark: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<Strin
             ));
         }
     }
-    // A missing jump is reported only if all rules are there.
-    if missing.is_empty() && !hooked_in {
+    if missing.is_empty() && !is_hooked_in {
         missing.push(format!("nft chain {TABLE} {POSTROUTING} does not lead to {CHECKS}"));
     }
     Ok(missing)
 }
 
-/// Whether rules could be made here.
+/// Checks that [`ensure`] can work here; fails with the reason if it cannot. Nothing changes.
 pub(super) fn probe() -> Result<()> {
     let mut nft = Nft::open()?;
-    if hooked_in(&mut nft)? {
+    if is_hooked_in(&mut nft)? {
         return Ok(());
     }
     let mut batch = Batch::new();

@@ -1,12 +1,11 @@
-//! One transaction: changes are collected here, each with the words that name it when the kernel
-//! refuses it.
+//! Collects the changes of one transaction, each with the text of the error if the kernel refuses
+//! it.
 //!
-//! Nothing touches the kernel before [`Nft::commit`](super::Nft::commit). `ensure` is idempotent in
-//! the kernel itself, so two processes that make the same table at once both succeed; `create`
-//! fails on what exists, which is how one of two racing processes learns that it lost.
+//! The kernel gets them with [`Nft::commit`](super::Nft::commit). An `ensure_` method has no effect
+//! on an object that exists, so two processes that create the same table at once both succeed; a
+//! `create_` method fails if the object exists, so the second of two processes notices the first.
 //!
-//! What an existing table or chain has is never changed: flags, policy and comment are sent for new
-//! ones only, by leaving them out where leaving them out is the kernel's default.
+//! Flags, policy and comment of existing tables and chains are never changed.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
@@ -22,7 +21,7 @@ use super::{Expr, Family, Generation, Raw, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::Message;
 
-/// Where a base chain is hooked in.
+/// The place of a base chain in the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BaseChain {
     /// Its type.
@@ -43,6 +42,7 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Returns the type's name, as `nft` and the kernel write it.
     fn name(self) -> &'static str {
         match self {
             Kind::Filter => "filter",
@@ -50,8 +50,9 @@ impl Kind {
         }
     }
 
-    pub(crate) fn by_name(wanted: &str) -> Option<Kind> {
-        [Kind::Filter, Kind::Nat].into_iter().find(|kind| kind.name() == wanted)
+    /// Returns the type of this name; `None` for types that are not used here.
+    pub(crate) fn by_name(name: &str) -> Option<Kind> {
+        [Kind::Filter, Kind::Nat].into_iter().find(|kind| kind.name() == name)
     }
 }
 
@@ -71,6 +72,7 @@ pub enum Hook {
 }
 
 impl Hook {
+    /// Returns the hook as the packet crate writes it.
     fn wire(self) -> wire::InetHookNumber {
         match self {
             Hook::Prerouting => wire::InetHookNumber::PreRouting,
@@ -81,13 +83,14 @@ impl Hook {
         }
     }
 
-    pub(crate) fn by_number(wanted: u32) -> Option<Hook> {
+    /// Returns the hook of this kernel number (`NF_INET_*`).
+    pub(crate) fn by_number(number: u32) -> Option<Hook> {
         let all = [Hook::Prerouting, Hook::Input, Hook::Forward, Hook::Output, Hook::Postrouting];
-        all.into_iter().find(|hook| u32::from(hook.wire()) == wanted)
+        all.into_iter().find(|hook| u32::from(hook.wire()) == number)
     }
 }
 
-/// The addresses that a set holds.
+/// The type of a set's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SetKind {
     /// `type ipv4_addr`
@@ -97,7 +100,8 @@ pub enum SetKind {
 }
 
 impl SetKind {
-    /// The number that `nft` has for the type, and the length of an element.
+    /// Returns the type's number, which only `nft` interprets, and the length of an element in
+    /// bytes.
     fn wire(self) -> (u32, u32) {
         match self {
             SetKind::Ipv4 => (7, 4),
@@ -106,14 +110,15 @@ impl SetKind {
     }
 }
 
-/// Where in a chain a rule is put.
+/// The position in a chain at which a rule is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RulePosition {
     First,
     Last,
 }
 
-/// The protocol that a rule asks for, for its matches of xtables.
+/// Returns the attribute with the protocol that a rule matches. The kernel reads it to check the
+/// rule's xtables matches: that of tcp ports, for example, requires protocol tcp.
 fn compat(protocol: u8) -> RuleAttribute {
     const NFTA_RULE_COMPAT_PROTO: u16 = 1;
     const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
@@ -121,7 +126,7 @@ fn compat(protocol: u8) -> RuleAttribute {
     RuleAttribute::Compat(vec![number(NFTA_RULE_COMPAT_PROTO, protocol.into()), number(NFTA_RULE_COMPAT_FLAGS, 0)])
 }
 
-/// The address as an element of the set.
+/// Returns the message body that names an address in a set.
 pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElementMessage {
     let key = match address {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -140,21 +145,24 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
 /// The meaning of an errno for a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ErrnoMeaning {
-    /// That of the errno itself.
+    /// Its usual meaning.
     Plain,
-    /// ENOENT: this kernel has no such type of chain for the family (the table is in the same
-    /// batch). EOPNOTSUPP: the chain exists and is hooked in elsewhere.
+    /// ENOENT: the kernel has no such type of chain for the family; the table cannot be missing, as
+    /// the same batch creates it. EOPNOTSUPP: the chain exists with another hook.
     BaseChain,
 }
 
-/// A change in words, in bytes.
+/// A change of a batch.
 #[derive(Debug)]
 pub(crate) struct Change {
+    /// The beginning of the error's text if the kernel refuses the change.
     pub(crate) what: String,
     pub(crate) meaning: ErrnoMeaning,
     /// `NLM_F_*`
     pub(crate) flags: u16,
+    /// The type of the netlink message.
     pub(crate) kind: u16,
+    /// What follows the netlink header.
     pub(crate) body: Vec<u8>,
 }
 
@@ -163,26 +171,26 @@ pub(crate) struct Change {
 pub struct Batch {
     changes: Vec<Change>,
     generation: Option<Generation>,
-    /// The first change that cannot even be written down.
+    /// The error of the first change that cannot be encoded.
     fault: Option<Error>,
 }
 
 impl Change {
-    /// The message of this number.
+    /// Appends the change's netlink message, with this sequence number, to `bytes`.
     pub(crate) fn write(&self, sequence: u32, bytes: &mut Vec<u8>) {
         Message { kind: self.kind, flags: self.flags, sequence, payload: &self.body }.write(bytes);
     }
 }
 
 impl Batch {
-    /// No changes.
+    /// Returns a batch without changes.
     pub fn new() -> Batch {
         Batch::default()
     }
 
-    /// Makes the transaction fail with ERESTART, at once and at no cost, if any rule of the
-    /// namespace has changed since `generation` was read. For decisions that depend on more than
-    /// the objects they change.
+    /// Makes the transaction fail with ERESTART, before anything is checked, if any rule of the
+    /// namespace has changed since `generation` was read. For changes that depend on other objects
+    /// than those they change.
     pub fn only_at(&mut self, generation: Generation) {
         self.generation = Some(generation);
     }
@@ -191,7 +199,7 @@ impl Batch {
         self.generation
     }
 
-    /// Makes the table unless it exists. The comment is for new ones.
+    /// Creates the table unless it exists. An existing table keeps its comment.
     pub fn ensure_table(&mut self, table: Table<'_>, comment: Option<&str>) {
         let what = format!("failed to add nft table {table}");
         let mut attributes = vec![TableAttribute::Name(table.name.into())];
@@ -200,8 +208,8 @@ impl Batch {
         self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
-    /// Makes the base chain, with policy accept, unless it exists. EEXIST: it exists with another
-    /// hook, type or priority.
+    /// Creates the base chain, with policy accept, unless it exists. The commit fails with EEXIST
+    /// if it exists with another hook, type or priority.
     pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain, comment: Option<&str>) {
         let what = format!("failed to add nft base chain {table} {name}");
         let mut attributes = vec![
@@ -218,16 +226,17 @@ impl Batch {
         self.push(what, ErrnoMeaning::BaseChain, table.family, NLM_F_CREATE, message);
     }
 
-    /// Makes the chain unless it exists. The comment is for new ones.
+    /// Creates the chain unless it exists. An existing chain keeps its comment.
     pub fn ensure_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
         self.new_chain(table, name, comment, NLM_F_CREATE);
     }
 
-    /// Makes the chain. EEXIST if it exists.
+    /// Creates the chain. The commit fails with EEXIST if it exists.
     pub fn create_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
         self.new_chain(table, name, comment, NLM_F_CREATE | NLM_F_EXCL);
     }
 
+    /// Adds the creation of a chain with these netlink flags.
     fn new_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>, flags: u16) {
         let what = format!("failed to add nft chain {table} {name}");
         let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
@@ -236,24 +245,26 @@ impl Batch {
         self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
     }
 
-    /// Removes every rule of the chain. ENOENT if there is no such chain.
+    /// Removes every rule of the chain. The commit fails with ENOENT if the chain does not exist.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         self.push(format!("failed to flush nft chain {table} {name}"), ErrnoMeaning::Plain, table.family, 0, message);
     }
 
-    /// Puts the rule at the chain's end. ENOENT if the chain, one it jumps to, or a set it uses is
-    /// missing.
+    /// Adds the rule at the chain's end. The commit fails with ENOENT if the chain, a chain that
+    /// the rule jumps to, or a set that it uses does not exist.
     pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
         self.new_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
     }
 
-    /// The same at the chain's beginning; of several the last one is the first then.
+    /// As [`append_rule`](Batch::append_rule), at the chain's beginning: of several rules the one
+    /// inserted last becomes the first.
     pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
         self.new_rule(table, chain, rule, NLM_F_CREATE);
     }
 
+    /// Adds the creation of a rule with these netlink flags.
     fn new_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
         let comment = rule.comment.as_deref();
         let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
@@ -267,15 +278,15 @@ impl Batch {
         self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
     }
 
-    /// The same for a rule as iptables-nft writes it, at the chain's beginning or end. `protocol`
-    /// (`IPPROTO_*`, 0 for any) is the one that the rule asks for, which matches of xtables
-    /// require.
+    /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
+    /// (`IPPROTO_*`, 0 for any) is the one that the rule matches, which the kernel needs to check
+    /// xtables matches.
     pub(crate) fn add_xtables_rule(
         &mut self,
         (table, chain): (Table<'_>, &str),
         exprs: &[Expr],
         protocol: u8,
-        place: RulePosition,
+        position: RulePosition,
     ) {
         let what = format!("failed to add a rule to iptables chain {table} {chain}");
         let attributes = vec![
@@ -285,16 +296,16 @@ impl Batch {
             compat(protocol),
         ];
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        let flags = match place {
+        let flags = match position {
             RulePosition::First => NLM_F_CREATE,
             RulePosition::Last => NLM_F_CREATE | NLM_F_APPEND,
         };
         self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
     }
 
-    /// Makes a set of addresses unless it exists.
+    /// Creates a set of addresses unless it exists.
     pub fn ensure_set(&mut self, table: Table<'_>, name: &str, kind: SetKind) {
-        // The number is valid only within this transaction.
+        // The kernel requires a number; it only has a meaning within this transaction.
         let id = u32::try_from(self.changes.len()).unwrap_or(u32::MAX);
         let (data_type, len) = kind.wire();
         let attributes = vec![
@@ -309,24 +320,26 @@ impl Batch {
         self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
-    /// Puts an address into a set, if it is not there. ENOENT if there is no such set.
+    /// Adds an address to a set unless the set contains it. The commit fails with ENOENT if the set
+    /// does not exist.
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::NewSetElement(element(table, set, address));
         let what = format!("failed to add {address} to nft set {table} {set}");
         self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
     }
 
-    /// Takes an address out of a set. ENOENT if it is not there.
+    /// Removes an address from a set. The commit fails with ENOENT if the set does not contain it.
     pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
         let what = format!("failed to delete {address} from nft set {table} {set}");
         self.push(what, ErrnoMeaning::Plain, table.family, 0, message);
     }
 
-    /// Puts a rule that was read, and has been removed since, at the chain's end. `protocol`
-    /// (`IPPROTO_*`) is the one that the rule asks for, which its matches of xtables require
-    /// and the kernel does not list. ENOENT if the chain, one it jumps to, or a
-    /// set it uses is missing: sets without a name go with their rule.
+    /// Adds a rule that was read earlier, and removed since, at the chain's end. `protocol`
+    /// (`IPPROTO_*`) is the one that the rule matches, which the kernel needs to check xtables
+    /// matches but does not return when it lists rules. The commit fails with ENOENT if the chain,
+    /// a chain that the rule jumps to, or a set that it uses does not exist; a set without a name
+    /// is removed with its rule.
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;
         const NLA_F_NESTED: u16 = 1 << 15;
@@ -345,7 +358,7 @@ impl Batch {
         self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
-    /// Removes one rule. ENOENT if it is gone.
+    /// Removes one rule. The commit fails with ENOENT if it does not exist any more.
     pub fn delete_rule(&mut self, table: Table<'_>, chain: &str, handle: u64) {
         let attributes = vec![
             RuleAttribute::Table(table.name.into()),
@@ -357,12 +370,12 @@ impl Batch {
         self.push(what, ErrnoMeaning::Plain, table.family, 0, message);
     }
 
-    /// Removes the chain with its rules. ENOENT if this very one is gone, even if there is a new
-    /// one of its name; EBUSY if rules outside it still jump to it.
+    /// Removes the chain with its rules. The commit fails with ENOENT if the chain of this handle
+    /// does not exist, even if another one has its name, and with EBUSY if a rule jumps to it.
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
         let attributes = vec![
             ChainAttribute::Table(table.name.into()),
-            // Kernels before 4.16 go by the name, newer ones by the handle.
+            // Kernels before 4.16 find the chain by its name, newer ones by the handle.
             ChainAttribute::Name(name.into()),
             ChainAttribute::Handle(handle),
         ];
@@ -370,7 +383,7 @@ impl Batch {
         self.push(format!("failed to delete nft chain {table} {name}"), ErrnoMeaning::Plain, table.family, 0, message);
     }
 
-    /// Removes the table with everything in it. ENOENT if there is none.
+    /// Removes the table with everything in it. The commit fails with ENOENT if it does not exist.
     #[cfg(test)]
     pub(crate) fn delete_table(&mut self, table: Table<'_>) {
         let attributes = vec![TableAttribute::Name(table.name.into())];
@@ -378,11 +391,12 @@ impl Batch {
         self.push(format!("failed to delete nft table {table}"), ErrnoMeaning::Plain, table.family, 0, message);
     }
 
-    /// Whether there is nothing to do.
+    /// Whether there are no changes.
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty() && self.fault.is_none()
     }
 
+    /// Returns the changes, or the error of the first one that could not be encoded.
     pub(crate) fn into_changes(self) -> Result<Vec<Change>> {
         match self.fault {
             Some(fault) => Err(fault),
@@ -390,6 +404,8 @@ impl Batch {
         }
     }
 
+    /// Encodes a comment and tags; `None` if there are none, or if they are too long, which becomes
+    /// the batch's fault.
     fn userdata(&mut self, what: &str, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
         if comment.is_none() && tags.is_empty() {
             return None;
@@ -404,6 +420,7 @@ impl Batch {
         bytes
     }
 
+    /// Adds a change; `what` begins its error's text.
     fn push(&mut self, what: String, meaning: ErrnoMeaning, family: Family, flags: u16, message: NfTablesMessage) {
         let (kind, body) = family.message(&message);
         self.changes.push(Change { what, meaning, flags: NLM_F_REQUEST | flags, kind, body });

@@ -1,30 +1,30 @@
-//! Bytes from the kernel into our types, without trust: no input makes it panic, what it does not
-//! know it skips.
+//! Decodes the kernel's nf_tables messages. No input makes it panic; unknown attributes are
+//! skipped.
 //!
-//! The packet crate is used for writing only. Its reader panics on a truncated nested attribute
-//! (0.4.0), and it knows more than is needed here: a rule's handle, comment, tags and the few
-//! expressions of [`Expr`].
+//! The packet crate is only used for writing: its reader (0.4.0) panics on a truncated nested
+//! attribute. In this module, numbers of attributes without a name are explained where they are
+//! used.
 
 use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
 use super::userdata;
 use super::{BaseChain, Chain, Hook, Kind, Listed, Raw, Rule};
 use cni_linux::netlink::wire::{attribute, attributes, number, text, u64_be};
 
-/// `struct nfgenmsg`: family, version, resource id.
+/// The length of `struct nfgenmsg`: family, version, resource id.
 const NFGENMSG: usize = 4;
 
-/// The low half of the ruleset's generation that a dumped object belongs to.
+/// Returns the lower 16 bits of the generation that a dumped object belongs to (its resource id).
 pub fn generation(payload: &[u8]) -> Option<u16> {
     Some(u16::from_be_bytes(payload.get(2..NFGENMSG)?.try_into().ok()?))
 }
 
-/// The whole of the generation, as the answer to the question for it has it.
+/// Returns the generation in the answer to `GetGen`.
 pub fn whole_generation(payload: &[u8]) -> Option<u32> {
     const NFTA_GEN_ID: u16 = 1;
     number(payload.get(NFGENMSG..)?, NFTA_GEN_ID)
 }
 
-/// A dumped chain and the table it is in.
+/// Decodes a dumped chain; returns its table's name and the chain.
 pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NFTA_CHAIN_TABLE: u16 = 1;
     const NFTA_CHAIN_HANDLE: u16 = 2;
@@ -39,12 +39,16 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     let name = text(attribute(bytes, NFTA_CHAIN_NAME)?);
     let handle = u64_be(attribute(bytes, NFTA_CHAIN_HANDLE)?)?;
     let (comment, _) = userdata::decode(attribute(bytes, NFTA_CHAIN_USERDATA).unwrap_or_default());
-    let base = attribute(bytes, NFTA_CHAIN_HOOK).and_then(|hook| base(hook, attribute(bytes, NFTA_CHAIN_TYPE)?));
+    let base = match (attribute(bytes, NFTA_CHAIN_HOOK), attribute(bytes, NFTA_CHAIN_TYPE)) {
+        (Some(hook), Some(kind)) => base_chain(hook, kind),
+        _ => None,
+    };
     let drops = number(bytes, NFTA_CHAIN_POLICY) == Some(NF_DROP);
     Some((table, Chain { name, handle, base, drops, comment }))
 }
 
-fn base(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
+/// Decodes a base chain's hook and type; `None` for those that are not used here.
+fn base_chain(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
     const NFTA_HOOK_HOOKNUM: u16 = 1;
     const NFTA_HOOK_PRIORITY: u16 = 2;
     Some(BaseChain {
@@ -58,27 +62,40 @@ const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
 const NFTA_RULE_HANDLE: u16 = 3;
 
-/// The table and the chain that a dumped rule is in, and its handle.
-pub fn place(payload: &[u8]) -> Option<(&[u8], &[u8], u64)> {
-    let bytes = payload.get(NFGENMSG..)?;
-    let name = |wanted| attribute(bytes, wanted)?.split(|byte| *byte == 0).next();
-    Some((name(NFTA_RULE_TABLE)?, name(NFTA_RULE_CHAIN)?, u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?))
+/// The place of a dumped rule.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    /// The table's name.
+    pub table: &'a [u8],
+    /// The chain's name.
+    pub chain: &'a [u8],
+    /// The rule's number in the table.
+    pub handle: u64,
 }
 
-/// The comment of a dumped rule; empty if it has none.
+/// Decodes only the place of a dumped rule.
+pub fn place(payload: &[u8]) -> Option<Place<'_>> {
+    let bytes = payload.get(NFGENMSG..)?;
+    let name = |kind| attribute(bytes, kind)?.split(|byte| *byte == 0).next();
+    Some(Place {
+        table: name(NFTA_RULE_TABLE)?,
+        chain: name(NFTA_RULE_CHAIN)?,
+        handle: u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?,
+    })
+}
+
+/// Returns the comment of a dumped rule; empty if it has none.
 pub fn comment(payload: &[u8]) -> &[u8] {
     const NFTA_RULE_USERDATA: u16 = 7;
     let userdata = payload.get(NFGENMSG..).and_then(|bytes| attribute(bytes, NFTA_RULE_USERDATA));
     userdata::comment(userdata.unwrap_or_default())
 }
 
-/// A dumped rule, with the table and the chain it is in.
-pub fn rule(payload: &[u8]) -> Option<(String, String, Listed)> {
+/// Decodes a dumped rule.
+pub fn rule(payload: &[u8]) -> Option<Listed> {
     const NFTA_RULE_EXPRESSIONS: u16 = 4;
     const NFTA_RULE_USERDATA: u16 = 7;
     let bytes = payload.get(NFGENMSG..)?;
-    let table = text(attribute(bytes, NFTA_RULE_TABLE)?);
-    let chain = text(attribute(bytes, NFTA_RULE_CHAIN)?);
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
     let raw = Raw {
         exprs: attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default().to_vec(),
@@ -86,16 +103,17 @@ pub fn rule(payload: &[u8]) -> Option<(String, String, Listed)> {
     };
     let exprs = attributes(&raw.exprs).map(|(_, element)| expr(element)).collect();
     let (comment, tags) = userdata::decode(&raw.userdata);
-    Some((table, chain, Listed { handle, rule: Rule { exprs, comment, tags }, raw }))
+    Some(Listed { handle, rule: Rule { exprs, comment, tags }, raw })
 }
 
-/// One element of a rule's expression list.
+/// Decodes one element of a rule's expression list; [`Expr::Other`] for expressions, or forms of
+/// them, that [`Expr`] does not have.
 fn expr(element: &[u8]) -> Expr {
     const NFTA_EXPR_NAME: u16 = 1;
     const NFTA_EXPR_DATA: u16 = 2;
     let name = text(attribute(element, NFTA_EXPR_NAME).unwrap_or_default());
     let data = attribute(element, NFTA_EXPR_DATA).unwrap_or_default();
-    let known = match name.as_str() {
+    let expr = match name.as_str() {
         "meta" => meta(data),
         "payload" => payload(data),
         "bitwise" => bitwise(data),
@@ -103,49 +121,58 @@ fn expr(element: &[u8]) -> Expr {
         "immediate" => immediate(data),
         "fib" => fib(data),
         "lookup" => lookup(data),
-        // 1: destination, 2: key. A direction or a source register makes it something else.
+        // More attributes than destination and key would select a direction, or write.
         "ct" if attributes(data).count() == 2 => ct(data),
         "nat" => nat(data),
         "match" => xt(data).map(|(name, revision, info)| Expr::XtMatch { name, revision, info }),
         "target" => xt(data).map(|(name, revision, info)| Expr::XtTarget { name, revision, info }),
-        // Port ranges and flags make it something else than a plain masquerade.
+        // An attribute would be a port range or a flag, which `Expr::Masquerade` does not have.
         "masq" if attributes(data).next().is_none() => Some(Expr::Masquerade),
         _ => None,
     };
-    known.unwrap_or(Expr::Other(name))
+    expr.unwrap_or(Expr::Other(name))
 }
 
+/// Returns the constant in a data attribute.
 fn value(data: &[u8]) -> Option<Vec<u8>> {
     const NFTA_DATA_VALUE: u16 = 1;
     attribute(data, NFTA_DATA_VALUE).map(<[u8]>::to_vec)
 }
 
 fn meta(data: &[u8]) -> Option<Expr> {
-    // 1: destination, 2: key. With a source register instead, `meta` writes.
+    // 1: destination, 2: key. An expression with a source register instead sets the key.
     Some(Expr::Meta { to: Reg(number(data, 1)?), key: MetaKey(number(data, 2)?) })
 }
 
 fn payload(data: &[u8]) -> Option<Expr> {
+    // 1: destination, 2: base, 3: offset, 4: length.
     let (to, base) = (Reg(number(data, 1)?), Base(number(data, 2)?));
     Some(Expr::Payload { to, base, offset: number(data, 3)?, len: number(data, 4)? })
 }
 
 fn bitwise(data: &[u8]) -> Option<Expr> {
-    // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation (absent on old kernels; 0
-    // is mask and xor).
-    let (from, to) = (number(data, 1)?, number(data, 2)?);
+    // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation, absent on old kernels.
+    const MASK_AND_XOR: u32 = 0;
+    let (source, destination) = (number(data, 1)?, number(data, 2)?);
     let (mask, xor) = (value(attribute(data, 4)?)?, value(attribute(data, 5)?)?);
-    (from == to && number(data, 6).unwrap_or(0) == 0).then_some(Expr::Bitwise { reg: Reg(to), mask, xor })
+    let operation = number(data, 6).unwrap_or(MASK_AND_XOR);
+    if source != destination || operation != MASK_AND_XOR {
+        return None;
+    }
+    Some(Expr::Bitwise { reg: Reg(destination), mask, xor })
 }
 
 fn cmp(data: &[u8]) -> Option<Expr> {
+    // 1: source, 2: operator, 3: constant.
     Some(Expr::Cmp { reg: Reg(number(data, 1)?), op: CmpOp(number(data, 2)?), data: value(attribute(data, 3)?)? })
 }
 
+/// Decodes `immediate`, which either loads a constant or ends the rule with a verdict.
 fn immediate(data: &[u8]) -> Option<Expr> {
     const NFTA_DATA_VERDICT: u16 = 2;
     const NFTA_VERDICT_CODE: u16 = 1;
     const NFTA_VERDICT_CHAIN: u16 = 2;
+    // 1: destination, 2: data.
     let (to, constant) = (number(data, 1)?, attribute(data, 2)?);
     match attribute(constant, NFTA_DATA_VERDICT) {
         Some(verdict) => {
@@ -157,29 +184,39 @@ fn immediate(data: &[u8]) -> Option<Expr> {
 }
 
 fn fib(data: &[u8]) -> Option<Expr> {
+    // 1: destination, 2: result, 3: flags.
     Some(Expr::Fib { to: Reg(number(data, 1)?), result: number(data, 2)?, flags: number(data, 3)? })
 }
 
 fn lookup(data: &[u8]) -> Option<Expr> {
     const NFTA_LOOKUP_FLAGS: u16 = 5;
-    // 1: set, 2: register, 3: a map's result. Flags invert it.
-    let plain = attribute(data, 3).is_none() && number(data, NFTA_LOOKUP_FLAGS).unwrap_or(0) == 0;
-    plain.then_some(Expr::Lookup { set: text(attribute(data, 1)?), reg: Reg(number(data, 2)?) })
+    const NFTA_LOOKUP_DREG: u16 = 3;
+    // A destination register makes it the lookup of a map; a flag inverts the lookup.
+    if attribute(data, NFTA_LOOKUP_DREG).is_some() || number(data, NFTA_LOOKUP_FLAGS).unwrap_or(0) != 0 {
+        return None;
+    }
+    // 1: set, 2: source.
+    Some(Expr::Lookup { set: text(attribute(data, 1)?), reg: Reg(number(data, 2)?) })
 }
 
 fn ct(data: &[u8]) -> Option<Expr> {
+    // 1: destination, 2: key.
     Some(Expr::Ct { to: Reg(number(data, 1)?), key: number(data, 2)? })
 }
 
-/// A match or a target of xtables: 1: name, 2: revision, 3: its structure.
+/// Decodes an xtables match or target: its name, its revision and its C structure.
 fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
     Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
 }
 
 fn nat(data: &[u8]) -> Option<Expr> {
     const NAT_DNAT: u32 = 1;
-    let (family, addr) = (number(data, 2)?, Reg(number(data, 3)?));
-    (number(data, 1)? == NAT_DNAT).then_some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
+    // 1: source or destination NAT, 2: family, 3: register of the address, 5: that of the port.
+    let (kind, family, addr) = (number(data, 1)?, number(data, 2)?, Reg(number(data, 3)?));
+    if kind != NAT_DNAT {
+        return None;
+    }
+    Some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
-//! What a rule is made of: expressions over registers, and how they are written for the kernel.
+//! The expressions that a rule consists of, and how they are encoded for the kernel.
 //!
-//! The vocabulary is the kernel's, kept to what the plugins' shapes need. The same [`Expr`] is what
-//! [`decode`](super::decode) reads back, so a rule is checked by comparing two lists. To get the
-//! very rules that `nft` makes, the functions below use the register and the form `nft` uses; each
-//! has its `nft` text above it.
+//! The kernel evaluates a rule's expressions in order: an expression loads a value into a register,
+//! changes it there, or compares it. [`Expr`] has those that the plugins' rules need, and
+//! [`decode`](super::decode) returns the same type, so rules are compared as lists. The functions
+//! below return the expressions, with the registers, that `nft` writes for the text above each.
 //!
 //! Attribute numbers are big-endian. A register's contents are as the kernel loads them: packet
-//! bytes as on the wire, marks and families in the machine's order.
+//! bytes as on the wire, marks and families in the host's byte order.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_netfilter::nftables as wire;
@@ -17,9 +17,9 @@ use std::net::IpAddr;
 pub struct Reg(pub u32);
 
 impl Reg {
-    /// The register that every simple match loads into and compares.
+    /// The register that matches load into and compare; NAT reads the address from here.
     pub const R1: Reg = Reg(1);
-    /// The second one; NAT takes the port from here.
+    /// The register that NAT reads the port from.
     pub const R2: Reg = Reg(2);
 
     fn wire(self) -> wire::Register {
@@ -44,7 +44,7 @@ impl MetaKey {
     pub const L4PROTO: MetaKey = MetaKey(16);
 }
 
-/// Where `payload` counts its offset from, by the kernel's number.
+/// The header at which `payload` starts to count its offset, by the kernel's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base(pub u32);
 
@@ -57,7 +57,7 @@ impl Base {
     pub const TRANSPORT: Base = Base(2);
 }
 
-/// How `cmp` compares, by the kernel's number.
+/// The operator of `cmp`, by the kernel's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CmpOp(pub u32);
 
@@ -71,15 +71,15 @@ impl CmpOp {
 /// The verdict on a packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Done with this hook: the packet goes on.
+    /// Ends the base chain: the packet goes on.
     Accept,
-    /// The packet is gone.
+    /// Drops the packet.
     Drop,
-    /// Back to the calling chain.
+    /// Continues after the jump that led to this chain.
     Return,
-    /// To a chain, and back.
+    /// Continues in a chain, and returns here at its end.
     Jump(String),
-    /// To a chain, not back.
+    /// Continues in a chain, and does not return here at its end.
     Goto(String),
     /// Any other code, as the kernel numbers it.
     Other(u32),
@@ -116,89 +116,89 @@ impl Verdict {
     }
 }
 
-/// One step of a rule. The first comparison that fails ends the rule.
+/// An expression of a rule. The first comparison that fails ends the rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expr {
-    /// Loads something about the packet.
+    /// Loads a property of the packet that is not in its bytes.
     Meta {
-        /// What.
+        /// The property.
         key: MetaKey,
-        /// Whereto.
+        /// The register to load into.
         to: Reg,
     },
     /// Loads bytes of the packet.
     Payload {
-        /// Which header.
+        /// The header.
         base: Base,
-        /// Bytes from its start.
+        /// The offset in the header, in bytes.
         offset: u32,
-        /// Number of bytes.
+        /// The number of bytes.
         len: u32,
-        /// Whereto.
+        /// The register to load into.
         to: Reg,
     },
-    /// `to = (from & mask) ^ xor`, over as many bytes as the mask has.
+    /// `reg = (reg & mask) ^ xor`, over as many bytes as the mask has.
     Bitwise {
-        /// Operand and result.
+        /// The register of the operand and of the result.
         reg: Reg,
         /// The mask.
         mask: Vec<u8>,
         /// The bits that are flipped afterwards; as long as the mask.
         xor: Vec<u8>,
     },
-    /// Goes on only if the register compares so with the data.
+    /// Ends the rule unless the comparison is true.
     Cmp {
-        /// How.
+        /// The operator.
         op: CmpOp,
-        /// What.
+        /// The register of the left operand.
         reg: Reg,
-        /// With what.
+        /// The right operand.
         data: Vec<u8>,
     },
     /// Loads a constant.
     Load {
-        /// Whereto.
+        /// The register to load into.
         to: Reg,
         /// The constant.
         data: Vec<u8>,
     },
     /// Ends the rule with a verdict.
     Verdict(Verdict),
-    /// Looks the packet's addresses up in the routing tables.
+    /// Looks an address of the packet up in the routing tables and loads a part of the answer.
     Fib {
-        /// `NFTA_FIB_F_*`: which address.
+        /// The address to look up: `NFTA_FIB_F_*`.
         flags: u32,
-        /// `NFT_FIB_RESULT_*`: what of the answer.
+        /// The part of the answer: `NFT_FIB_RESULT_*`.
         result: u32,
-        /// Whereto.
+        /// The register to load into.
         to: Reg,
     },
-    /// Goes on only if the set of this name contains what the register holds.
+    /// Ends the rule unless the set contains the register's value.
     Lookup {
-        /// The set, in the rule's table.
+        /// The set's name, in the rule's table.
         set: String,
-        /// The register with the value that is looked up.
+        /// The register with the value to look up.
         reg: Reg,
     },
-    /// Loads something about the packet's tracked connection, by the kernel's number (`NFT_CT_*`).
+    /// Loads a property of the packet's tracked connection.
     Ct {
-        /// What.
+        /// The property: `NFT_CT_*`.
         key: u32,
-        /// Whereto.
+        /// The register to load into.
         to: Reg,
     },
-    /// Replaces the source address by the outgoing interface's.
+    /// Replaces the source address with the outgoing interface's.
     Masquerade,
     /// Replaces the destination (`dnat`).
     Dnat {
         /// `NFPROTO_*` of the address.
         family: u32,
-        /// Where the address is.
+        /// The register with the address.
         addr: Reg,
-        /// Where the port is, if that is replaced too.
+        /// The register with the port; `None` if the port is not replaced.
         port: Option<Reg>,
     },
-    /// A match of xtables (`comment`, `multiport`), as iptables-nft writes them.
+    /// An xtables match (`comment`, `multiport`), which iptables-nft uses.
     XtMatch {
         /// Its name.
         name: String,
@@ -207,7 +207,7 @@ pub enum Expr {
         /// The C structure of that name and revision.
         info: Vec<u8>,
     },
-    /// A target of xtables (`MASQUERADE`, `DNAT`), as iptables-nft writes them.
+    /// An xtables target (`MASQUERADE`, `DNAT`), which iptables-nft uses.
     XtTarget {
         /// Its name.
         name: String,
@@ -216,8 +216,8 @@ pub enum Expr {
         /// The C structure of that name and revision.
         info: Vec<u8>,
     },
-    /// Any other expression, by name alone. Read only: it is written as an expression without
-    /// attributes, which the kernel refuses for all but a few.
+    /// Any other expression, of which only the name is read. Not for writing: it would be written
+    /// without attributes, which the kernel refuses for most expressions.
     Other(String),
 }
 
@@ -234,7 +234,7 @@ const NFTA_NAT_REG_PROTO_MIN: u16 = 5;
 const NAT_DNAT: u32 = 1;
 
 impl Expr {
-    /// As the packet crate's element of a rule's expression list.
+    /// Returns the expression as the packet crate's element of a rule's expression list.
     pub(crate) fn wire(&self) -> wire::ListAttribute<wire::ExpressionAttribute> {
         match self {
             Expr::Meta { key, to } => wire::Expressions::Meta(vec![
@@ -290,13 +290,14 @@ impl Expr {
     }
 }
 
-/// An expression the packet crate has no type for, all of whose attributes are big-endian numbers.
+/// Returns an expression that the packet crate has no type for, whose attributes are all big-endian
+/// numbers.
 fn other(name: &str, attributes: &[(u16, u32)]) -> wire::Expressions {
     let attributes = attributes.iter().map(|(kind, value)| DefaultNla::new(*kind, value.to_be_bytes().to_vec()));
     wire::Expressions::Other { expression_type: name.to_owned(), attributes: attributes.collect() }
 }
 
-/// A match or target; both have their attributes at the same numbers.
+/// Returns an xtables `match` or `target` (`kind`), whose attributes have the same numbers.
 fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressions {
     const NFTA_NAME: u16 = 1;
     const NFTA_REV: u16 = 2;
@@ -309,22 +310,22 @@ fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressi
     wire::Expressions::Other { expression_type: kind.to_owned(), attributes }
 }
 
-/// Loads and compares for equality: nearly every match is that.
+/// Returns a match: `load` a value and compare it for equality.
 fn equal(load: Expr, data: Vec<u8>) -> Vec<Expr> {
     vec![load, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }]
 }
 
+/// Returns the load of packet bytes into register 1.
 fn payload(base: Base, offset: u32, len: u32) -> Expr {
     Expr::Payload { base, offset, len, to: Reg::R1 }
 }
 
 /// `iifname "NAME"`
 ///
-/// The whole register is compared, so the name is not a prefix. `None` if it is longer than an
-/// interface name can be.
+/// Matches the whole name, not a prefix. `None` if the name is too long for an interface.
 pub fn iifname(name: &str) -> Option<Vec<Expr>> {
     let mut data = vec![0; libc::IFNAMSIZ];
-    // The last byte stays NUL: a name of 16 bytes would match nothing, ever.
+    // An interface's name is at most 15 bytes: the last byte is always NUL.
     data[..libc::IFNAMSIZ - 1].get_mut(..name.len())?.copy_from_slice(name.as_bytes());
     Some(equal(Expr::Meta { key: MetaKey::IIFNAME, to: Reg::R1 }, data))
 }
@@ -338,7 +339,7 @@ pub fn oifname(name: &str) -> Option<Vec<Expr>> {
     Some(exprs)
 }
 
-/// The name in an [`iifname`] match, if the rule begins with one.
+/// Returns the name in an [`iifname`] match, if the rule begins with one.
 pub fn iifname_of(exprs: &[Expr]) -> Option<String> {
     match exprs {
         [Expr::Meta { key: MetaKey::IIFNAME, to }, Expr::Cmp { op: CmpOp::EQ, reg, data }, ..] if to == reg => {
@@ -349,21 +350,20 @@ pub fn iifname_of(exprs: &[Expr]) -> Option<String> {
     }
 }
 
-/// `ether saddr MAC`, in a bridge table; elsewhere the link layer must be matched first.
+/// `ether saddr MAC`, in a bridge table; tables of other families also need a match of the link
+/// type.
 pub fn ether_saddr(mac: [u8; 6]) -> Vec<Expr> {
     equal(payload(Base::LINK, 6, 6), mac.to_vec())
 }
 
 /// Returns the address in an [`ether_saddr`] match, if the rule begins with one.
 pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
-    let mac = exprs.iter().find_map(|expr| match expr {
-        Expr::Cmp { data, .. } => <[u8; 6]>::try_from(&data[..]).ok(),
-        _ => None,
-    })?;
-    exprs.starts_with(&ether_saddr(mac)).then_some(mac)
+    let [_, Expr::Cmp { data, .. }, ..] = exprs else { return None };
+    let mac = <[u8; 6]>::try_from(&data[..]).ok()?;
+    if exprs.starts_with(&ether_saddr(mac)) { Some(mac) } else { None }
 }
 
-/// `ip saddr ADDR` or `ip6 saddr ADDR`, in an ip or ip6 table; elsewhere [`nfproto`] must come
+/// `ip saddr ADDR` or `ip6 saddr ADDR`, in an ip or ip6 table; an inet table needs [`nfproto`]
 /// first.
 pub fn saddr(addr: IpAddr) -> Vec<Expr> {
     match addr {
@@ -380,7 +380,8 @@ pub fn daddr(addr: IpAddr) -> Vec<Expr> {
     }
 }
 
-/// `ip saddr @SET` or `ip6 saddr @SET` for what is in `exprs` a comparison with one address.
+/// `ip saddr @SET` and the like: turns the comparison with one address that ends `exprs` into a
+/// lookup in the set.
 pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
     if let Some(last) = exprs.last_mut() {
         *last = Expr::Lookup { set: set.to_owned(), reg: Reg::R1 };
@@ -401,12 +402,13 @@ pub fn ct_established_related() -> Vec<Expr> {
     ]
 }
 
-/// `meta nfproto ipv4` or `ipv6`: what `nft` puts silently before an address in an inet table.
+/// `meta nfproto ipv4` or `ipv6`, by `NFPROTO_*`. `nft` adds this itself before an address in an
+/// inet table.
 pub fn nfproto(family: u8) -> Vec<Expr> {
     equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![family])
 }
 
-/// `meta l4proto PROTO`: what `nft` puts silently before a port.
+/// `meta l4proto PROTO`. `nft` adds this itself before a port.
 pub fn l4proto(protocol: u8) -> Vec<Expr> {
     equal(Expr::Meta { key: MetaKey::L4PROTO, to: Reg::R1 }, vec![protocol])
 }
@@ -424,7 +426,7 @@ pub fn fib_daddr_local() -> Vec<Expr> {
     equal(load, u32::from(libc::RTN_LOCAL).to_ne_bytes().to_vec())
 }
 
-/// `dnat to ADDR:PORT`, in an ip or ip6 table.
+/// `dnat to ADDR:PORT`, in an ip or ip6 table; without a port, the packet's port stays.
 pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     let (family, bytes) = match addr {
         IpAddr::V4(addr) => (libc::NFPROTO_IPV4, addr.octets().to_vec()),
@@ -444,26 +446,27 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     exprs
 }
 
-/// Compares only the first `prefix` bits of an address match (`saddr`, `daddr`): `ip daddr
-/// NET/prefix`.
+/// `ip daddr NET/prefix`: turns an address match (`saddr`, `daddr`) into a match of its first
+/// `prefix` bits.
 ///
-/// As `nft` does (1.0 and later): whole bytes are a shorter load, other prefixes a mask. Older ones
-/// always mask.
+/// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load, any other prefix a
+/// mask. Older releases of `nft` always write a mask.
 pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
     let [.., Expr::Payload { len, .. }, Expr::Cmp { reg, data, .. }] = exprs.as_mut_slice() else { return exprs };
-    let mask: Vec<u8> = (0..data.len())
-        .map(|index| {
-            let bits = usize::from(prefix).saturating_sub(index * 8).min(8);
-            0xff_u8.checked_shl(u32::try_from(8 - bits).unwrap_or(8)).unwrap_or(0)
-        })
-        .collect();
     if prefix > 0 && prefix.is_multiple_of(8) {
         data.truncate(usize::from(prefix / 8));
         *len = (*len).min(u32::from(prefix / 8));
         return exprs;
     }
-    for (byte, mask) in data.iter_mut().zip(&mask) {
-        *byte &= mask;
+    let mut mask = Vec::new();
+    let mut remaining_bits = u32::from(prefix);
+    for byte in data.iter_mut() {
+        let bits = remaining_bits.min(8);
+        remaining_bits -= bits;
+        // The upper `bits` bits; a shift by 8 is None.
+        let byte_mask = 0xff_u8.checked_shl(8 - bits).unwrap_or(0);
+        *byte &= byte_mask;
+        mask.push(byte_mask);
     }
     let bitwise = Expr::Bitwise { reg: *reg, xor: vec![0; mask.len()], mask };
     exprs.insert(exprs.len() - 1, bitwise);

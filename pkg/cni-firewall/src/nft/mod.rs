@@ -1,15 +1,14 @@
-//! nf_tables without a process: one netlink socket, atomic transactions, short reads.
+//! Reads and changes nf_tables over one netlink socket, without running a program.
 //!
 //! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`],
-//! [`Nft::chains`] and [`Nft::find_chain`] read. Reads and writes are separate: a change that
-//! depends on what was read names handles or `create`s chains, so that the kernel refuses it if
-//! they have changed meanwhile; then the caller reads again ([`raced`]).
+//! [`Nft::chains`] and [`Nft::find_chain`] read. A change that depends on what was read names
+//! handles, or creates chains with `create_chain`, so that the kernel refuses it if another process
+//! has changed them meanwhile; the caller then reads again ([`raced`]).
 //!
-//! Needs CAP_NET_ADMIN. Never runs a program, never waits. The socket belongs to the network
-//! namespace of the thread that opened it, wherever that thread goes later. On a kernel
-//! without nf_tables every call fails with
-//! [`is_unsupported`](cni_linux::error::Error::is_unsupported); an empty list always means that
-//! there is nothing.
+//! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
+//! opened the socket. On a kernel without nf_tables every call fails with
+//! [`is_unsupported`](cni_linux::error::Error::is_unsupported): an empty list always means that
+//! there are no objects.
 
 use std::fmt;
 
@@ -29,12 +28,12 @@ pub use expr::{Expr, Verdict};
 pub(crate) use socket::Extension;
 pub use socket::{Generation, Nft, mentions, occurs, raced};
 
-/// nf_tables among the subsystems of netfilter.
+/// The netlink subsystem number of nf_tables.
 const NFNL_SUBSYS_NFTABLES: u16 = 10;
-/// The matches and targets of xtables in nf_tables.
+/// The netlink subsystem number of xtables extensions in nf_tables.
 const NFNL_SUBSYS_NFT_COMPAT: u16 = 11;
 
-/// Which packets a table sees.
+/// The packets that a table sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// IPv4 and IPv6.
@@ -48,14 +47,14 @@ pub enum Family {
 }
 
 impl Family {
-    /// A message's type and what follows its header: the family, the version, no resource, the
-    /// attributes.
+    /// Returns the netlink type of a message and its body: `struct nfgenmsg` (family, version 0,
+    /// resource id 0) and the attributes.
     fn message(self, message: &NfTablesMessage) -> (u16, Vec<u8>) {
         let kind = NFNL_SUBSYS_NFTABLES << 8 | u16::from(u8::from(message.message_type()));
         (kind, [&[self.number(), 0, 0, 0][..], &emitted(message)].concat())
     }
 
-    /// `NFPROTO_*`
+    /// Returns the family's kernel number, `NFPROTO_*`.
     fn number(self) -> u8 {
         u8::from(match self {
             Family::Inet => NetfilterProtoFamily::Inet,
@@ -66,7 +65,7 @@ impl Family {
     }
 }
 
-/// A table's full name. Displays as `nft` has it: `bridge nat`.
+/// A table's family and name. Displays as in `nft`: `bridge nat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Table<'a> {
     /// Its family.
@@ -76,7 +75,7 @@ pub struct Table<'a> {
 }
 
 impl Family {
-    /// As `nft` has it.
+    /// Returns the family's name in `nft`.
     pub fn name(self) -> &'static str {
         match self {
             Family::Inet => "inet",
@@ -93,19 +92,19 @@ impl fmt::Display for Table<'_> {
     }
 }
 
-/// A rule to be written, or as it was read.
+/// A rule that is to be written or was read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
     /// The expressions.
     pub exprs: Vec<Expr>,
     /// The comment that `nft` shows.
     pub comment: Option<String>,
-    /// Other entries of the userdata: type, value. Ours have types from 0x80 up.
+    /// Other entries of the userdata: type, value. These plugins use types from 0x80 up.
     pub tags: Vec<(u8, Vec<u8>)>,
 }
 
 impl Rule {
-    /// A rule of these steps.
+    /// Returns a rule without comment and tags.
     pub fn new(exprs: impl Into<Vec<Expr>>) -> Rule {
         Rule { exprs: exprs.into(), comment: None, tags: Vec::new() }
     }
@@ -124,9 +123,9 @@ impl Rule {
         self
     }
 
-    /// The value of the first tag of this type.
-    pub fn tag(&self, wanted: u8) -> Option<&[u8]> {
-        self.tags.iter().find(|(kind, _)| *kind == wanted).map(|(_, value)| value.as_slice())
+    /// Returns the value of the first tag of this type.
+    pub fn tag(&self, tag_type: u8) -> Option<&[u8]> {
+        self.tags.iter().find(|(kind, _)| *kind == tag_type).map(|(_, value)| value.as_slice())
     }
 }
 
@@ -137,11 +136,11 @@ pub struct Listed {
     pub handle: u64,
     /// The rule.
     pub rule: Rule,
-    /// All of it, with what [`Expr`] does not know.
+    /// The rule's bytes, with the parts that [`Expr`] does not represent.
     pub raw: Raw,
 }
 
-/// A rule's bytes as the kernel sent them, with which it can be put back ([`Batch::put_back`]).
+/// A rule's bytes as the kernel sent them, with which [`Batch::put_back`] restores it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Raw {
     pub(crate) exprs: Vec<u8>,
@@ -155,10 +154,10 @@ pub struct Chain {
     pub name: String,
     /// Its number, never used twice within a table.
     pub handle: u64,
-    /// Where it is hooked in; `None` for a regular chain, and for base chains of types and hooks
+    /// The base chain's place; `None` for a regular chain, and for base chains of types and hooks
     /// not used here.
     pub base: Option<BaseChain>,
-    /// Whether packets that reach its end are dropped.
+    /// Whether its policy is drop: packets that reach its end are dropped.
     pub drops: bool,
     /// The comment that `nft` shows.
     pub comment: Option<String>,

@@ -1,7 +1,7 @@
-//! The conversation with the kernel: transactions with their answers, dumps that are consistent.
+//! Sends transactions to the kernel and reads consistent lists from it.
 //!
-//! Nothing here ever waits: an answer that is not there when the request has been sent will not
-//! come, and is an error.
+//! Nothing here waits for an answer: the kernel has queued it when sending the request returns. If
+//! it is missing then, that is an error.
 
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
@@ -10,7 +10,7 @@ use netlink_packet_netfilter::nftables::{
 };
 use nix::errno::Errno;
 
-use super::batch::{Batch, ErrnoMeaning};
+use super::batch::{Batch, Change, ErrnoMeaning};
 use super::decode;
 use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -21,25 +21,28 @@ const NFNL_MSG_BATCH_BEGIN: u16 = 16;
 const NFNL_MSG_BATCH_END: u16 = 17;
 const NFNL_BATCH_GENID: u16 = 1;
 
-/// How often a list is read until two readings agree. Every change of the rules spoils at most two,
-/// so this is reached by an endless stream of changes only.
-const DUMPS: usize = 512;
-/// The same where an answer in time is worth more than an answer.
-const HURRIED: usize = 4;
+/// How often a list is read at most until two readings agree. A change of the rules invalidates at
+/// most two readings, so only a constant stream of changes reaches this bound.
+const READS_MAX: usize = 512;
+/// The bound for [`Nft::with_few_retries`].
+const FEW_READS_MAX: usize = 4;
+
+/// What failed, in the errors of a batch as a whole.
+const BATCH_FAILED: &str = "failed to change nftables";
 
 /// A connection to nf_tables in the network namespace it was opened in.
 #[derive(Debug)]
 pub struct Nft {
     socket: Socket,
-    /// Whether a list counts at its first reading: between [`Nft::wait_for_generation`] and the
-    /// next commit.
-    settled: bool,
-    /// How often a list is read.
-    dumps: usize,
+    /// Whether one reading of a list is enough, as the next commit fails if the list has changed:
+    /// from [`Nft::wait_for_generation`] to that commit.
+    reads_are_guarded: bool,
+    /// How often a list is read at most.
+    reads_max: usize,
 }
 
-/// Whether a change failed because another process changed the rules it was based on: read again
-/// and repeat, with a bound.
+/// Whether a change failed because another process changed the rules that it was based on. The
+/// caller then reads the rules again and repeats the change, a limited number of times.
 pub fn raced(error: &Error) -> bool {
     error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
 }
@@ -48,221 +51,235 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Whether one of these pairs stands anywhere in a rule as the kernel sends it, in one pass. Only
-/// even places are looked at: the kernel's attributes begin at multiples of four, and the
-/// structures of xtables in them have their ports at even places. What this costs is much of what a
-/// long chain costs.
-pub fn occurs(rule: &[u8], wanted: &[[u8; 2]]) -> bool {
-    rule.as_chunks::<2>().0.iter().any(|pair| wanted.contains(pair))
+/// Whether one of these byte pairs, as ports are, is at an even offset of a rule as the kernel
+/// sends it. Attributes begin at multiples of four, and the xtables structures in them have their
+/// ports at even offsets. One pass without decoding: reading a long chain mostly consists of this.
+pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
+    rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
 }
 
-/// Whether the rule contains the text, or an address in network byte order, at such a place.
+/// Whether a rule as the kernel sends it contains the text, or an address in network byte order, at
+/// an even offset. True for a text of less than two bytes.
 pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
-    let Some((first, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
-    let follows = |place: usize| rule.get(2 * place + 2..).is_some_and(|after| after.starts_with(rest));
-    rule.as_chunks::<2>().0.iter().enumerate().any(|(place, pair)| pair == first && follows(place))
+    let Some((first_pair, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
+    for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {
+        if pair == first_pair && rule.get(2 * index + 2..).is_some_and(|after| after.starts_with(rest)) {
+            return true;
+        }
+    }
+    false
 }
 
-/// A failure that [`Error::is_unsupported`] recognises, with the kernel's vaguer words kept.
+/// Returns an error that [`Error::is_unsupported`] recognises; the kernel's own, less specific
+/// `errno` is in its text.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
     Error::new(what, Cause::kernel(libc::EOPNOTSUPP, Some(format!("{why} ({errno})"))))
 }
 
 impl Nft {
-    /// Opens a socket in the calling thread's network namespace. A kernel without netfilter's
-    /// netlink: [`Error::is_unsupported`].
+    /// Opens a socket in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink.
     pub fn open() -> Result<Nft> {
         let socket = Socket::open(Protocol::Netfilter);
         let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
-        Ok(Nft { socket, settled: false, dumps: DUMPS })
+        Ok(Nft { socket, reads_are_guarded: false, reads_max: READS_MAX })
     }
 
-    /// Makes all changes of the batch, or none. The error names the first change that the kernel
-    /// refused, with its errno.
+    /// Makes all changes of the batch, or none.
+    ///
+    /// # Errors
+    /// The first change that the kernel refused, with its errno.
     pub fn commit(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Commit)
     }
 
-    /// Has the kernel check the batch and discard it: nothing changes, no notification is sent.
-    /// Discarding takes an RCU grace period, some 10 ms; so does a refused [`commit`](Nft::commit).
+    /// Makes the kernel check the batch and discard it: fails as [`commit`](Nft::commit) would, but
+    /// nothing changes and no notification is sent. Takes about 10 ms, as discarding waits for an
+    /// RCU grace period; so does a refused `commit`.
     pub fn rehearse(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Abort)
     }
 
+    /// Sends the batch, and reports the transaction to the step log.
     fn transact(&mut self, batch: Batch, ending: Ending) -> Result<()> {
         let step = Step::begin();
         let what = match ending {
             Ending::Commit => "nftables transaction",
             Ending::Abort => "nftables rehearsal",
         };
-        let mut refused = Vec::new();
-        let done = self.transact_unheard(batch, ending, &mut refused);
-        step.end_request(what, &done, || hex(&refused));
-        done
+        let mut refused_request = Vec::new();
+        let result = self.send_batch(batch, ending, &mut refused_request);
+        step.end_request(what, &result, || hex(&refused_request));
+        result
     }
 
-    /// `request` becomes the change that was refused, as it went out.
-    fn transact_unheard(&mut self, batch: Batch, ending: Ending, request: &mut Vec<u8>) -> Result<()> {
-        const WHOLE: &str = "failed to change nftables";
+    /// Sends the batch and reads the kernel's answers. If the kernel refuses a change, its message
+    /// is written to `refused_request`.
+    fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
         let generation = batch.generation();
-        self.settled = false;
+        self.reads_are_guarded = false;
         let mut changes = batch.into_changes()?;
         let Some(last) = changes.last_mut() else {
-            // An empty batch, too, is only valid if no rule has changed meanwhile.
+            // Without changes there is nothing to send, but the caller's decision to change nothing
+            // is only valid for that generation too.
             return match generation {
-                Some(wanted) if self.generation()? != wanted => Err(Error::new(WHOLE, Errno::ERESTART)),
+                Some(expected) if self.generation()? != expected => Err(Error::new(BATCH_FAILED, Errno::ERESTART)),
                 _ => Ok(()),
             };
         };
-        // One acknowledgement is enough, refusals come unasked. Older kernels never acknowledge
-        // the end itself.
+        // Only the last change is acknowledged: refusals come in any case, and older kernels never
+        // acknowledge the end message.
         last.flags |= NLM_F_ACK;
-        let begin = match generation {
+        let required_generation = match generation {
             Some(Generation(generation)) => wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()),
             None => Vec::new(),
         };
         let mut bytes = Vec::new();
-        let first = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin, &mut bytes);
+        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &required_generation, &mut bytes);
         for change in &changes {
             change.write(self.socket.next_sequence(), &mut bytes);
         }
         match ending {
             Ending::Commit => drop(self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)),
-            // Without its end the kernel checks a batch, answers, and rolls it back.
+            // The kernel checks a batch without an end message, answers, and rolls it back.
             Ending::Abort => {}
         }
-        self.socket.send(&bytes).map_err(|cause| Error::new(WHOLE, cause))?;
+        self.socket.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 
-        let (mut acknowledged, mut refused) = (false, None::<(usize, i32, Option<String>)>);
-        while let Some(datagram) = self.socket.receive().map_err(|cause| Error::new(WHOLE, cause))? {
+        let Some(refusal) = self.receive_refusal(first_sequence, changes.len())? else { return Ok(()) };
+        // Position 0 is the batch as a whole.
+        let Some(change) = refusal.position.checked_sub(1).and_then(|index| changes.get(index)) else {
+            return Err(Error::new(BATCH_FAILED, Cause::kernel(refusal.errno, refusal.text)));
+        };
+        let sequence = first_sequence.wrapping_add(u32::try_from(refusal.position).unwrap_or(0));
+        change.write(sequence, refused_request);
+        Err(refusal.into_error(change))
+    }
+
+    /// Receives the answers to a batch of `changes` changes; `None` if the kernel acknowledged it.
+    /// Of several refusals the one of the earliest change is returned: the others are often
+    /// consequences.
+    ///
+    /// # Errors
+    /// If the kernel neither acknowledged nor refused the batch.
+    fn receive_refusal(&mut self, first_sequence: u32, changes: usize) -> Result<Option<Refusal>> {
+        let (mut is_acknowledged, mut first_refusal) = (false, None::<Refusal>);
+        while let Some(datagram) = self.socket.receive().map_err(|cause| Error::new(BATCH_FAILED, cause))? {
             for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
-                let Some((errno, said)) = wire::outcome(&message) else { continue };
-                // 0: the batch as a whole. Then come the changes, then the end.
-                let at = usize::try_from(message.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
-                match errno {
-                    // A late answer to an earlier batch, which was given up on an overrun.
-                    _ if at > changes.len() + 1 => {}
-                    0 => acknowledged |= at == changes.len(),
-                    // A later refusal is often a consequence of the first.
-                    errno if refused.as_ref().is_none_or(|(before, ..)| at < *before) => {
-                        refused = Some((at, errno, said));
-                    }
-                    _ => {}
+                let Some((errno, text)) = wire::outcome(&message) else { continue };
+                let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
+                if position > changes + 1 {
+                    // A late answer to an earlier batch, during which the socket's buffer overran.
+                    continue;
+                }
+                if errno == 0 {
+                    is_acknowledged |= position == changes;
+                    continue;
+                }
+                match &first_refusal {
+                    Some(earlier) if earlier.position <= position => {}
+                    _ => first_refusal = Some(Refusal { position, errno, text }),
                 }
             }
         }
-        let Some((at, errno, said)) = refused else {
-            let silent = || Error::new(WHOLE, Cause::text("the kernel did not answer"));
-            return if acknowledged { Ok(()) } else { Err(silent()) };
-        };
-        let change = at.checked_sub(1).and_then(|at| changes.get(at));
-        let what = change.map_or(WHOLE, |change| change.what.as_str());
-        if let Some(change) = change {
-            change.write(first.wrapping_add(u32::try_from(at).unwrap_or(0)), request);
+        if first_refusal.is_none() && !is_acknowledged {
+            return Err(Error::new(BATCH_FAILED, Cause::text("the kernel did not answer")));
         }
-        Err(match (errno, change.map(|change| change.meaning)) {
-            (libc::ENOENT, Some(ErrnoMeaning::BaseChain)) => unsupported(what, "no such type of chain", Errno::ENOENT),
-            // Kernels differ in how they refuse to change a base chain's hook; on older ones it is
-            // EEXIST.
-            (libc::EOPNOTSUPP, Some(ErrnoMeaning::BaseChain)) => {
-                let ack = Some("with another hook, type or priority".into());
-                Error::new(what, Cause::kernel(libc::EEXIST, ack))
-            }
-            _ => Error::new(what, Cause::kernel(errno, said)),
-        })
+        Ok(first_refusal)
     }
 
-    /// The chain's rules, in order; none if there is no such chain. Only this chain is read,
-    /// however many others there are.
+    /// Returns the chain's rules, in order; none if the chain does not exist. The kernel sends only
+    /// this chain.
     pub fn rules(&mut self, table: Table<'_>, chain: &str) -> Result<Vec<Listed>> {
         self.rules_where(table, chain, |_| true)
     }
 
-    /// Returns the chain's rules, in order, whose comment begins so.
+    /// Returns the chain's rules, in order, whose comment begins with `beginning`.
     pub fn rules_commented(&mut self, table: Table<'_>, chain: &str, beginning: &str) -> Result<Vec<Listed>> {
         self.rules_where(table, chain, |rule| decode::comment(rule).starts_with(beginning.as_bytes()))
     }
 
-    /// Returns the chain's rules, in order, for whose bytes, as the kernel sends them, `wanted` is
+    /// Returns the chain's rules, in order, for whose bytes, as the kernel sends them, `matches` is
     /// true. The others are read too, but not decoded, which takes a fraction of the time.
     pub fn rules_where(
         &mut self,
         table: Table<'_>,
         chain: &str,
-        wanted: impl Fn(&[u8]) -> bool,
+        matches: impl Fn(&[u8]) -> bool,
     ) -> Result<Vec<Listed>> {
         let what = format!("failed to list nft chain {table} {chain}");
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
         let request = NfTablesMessage::GetRule(RuleMessage { attributes });
-        // Kernels that do not filter send everything of the family.
         let rules = self.dump(&what, table, request, |payload| {
-            let (in_table, in_chain, handle) = decode::place(payload)?;
-            if (in_table, in_chain) != (table.name.as_bytes(), chain.as_bytes()) {
+            let place = decode::place(payload)?;
+            // Old kernels send all rules of the family.
+            if (place.table, place.chain) != (table.name.as_bytes(), chain.as_bytes()) {
                 return None;
             }
-            Some((handle, wanted(payload).then(|| decode::rule(payload)).flatten().map(|(.., listed)| listed)))
+            // The handles of rules that do not match are compared too.
+            let rule = if matches(payload) { decode::rule(payload) } else { None };
+            Some((place.handle, rule))
         })?;
         Ok(rules.into_iter().flatten().collect())
     }
 
-    /// The same, read only once if no rule changes meanwhile. Not for chains into which
-    /// others put rules at the front, see [`wait_for_generation`](Nft::wait_for_generation).
+    /// As [`rules_where`](Nft::rules_where), but reads the chain only once if the ruleset does not
+    /// change meanwhile. Not for chains into which other processes insert rules at the beginning,
+    /// for the reason given at [`wait_for_generation`](Nft::wait_for_generation).
     pub fn rules_at_once(
         &mut self,
         table: Table<'_>,
         chain: &str,
-        wanted: impl Fn(&[u8]) -> bool,
+        matches: impl Fn(&[u8]) -> bool,
     ) -> Result<Vec<Listed>> {
         let what = format!("failed to list nft chain {table} {chain}");
-        self.at_once(&what, |nft| nft.rules_where(table, chain, &wanted))
-    }
-
-    /// Reads lists, each once, if the ruleset does not change meanwhile; else repeats all reads.
-    /// The restriction of [`rules_at_once`](Nft::rules_at_once) applies.
-    fn at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
-        for _ in 0..self.dumps {
+        for _ in 0..self.reads_max {
             let generation = self.wait_for_generation()?;
-            let found = read(self);
-            self.settled = false;
-            let found = found?;
+            let rules = self.rules_where(table, chain, &matches);
+            self.reads_are_guarded = false;
+            let rules = rules?;
             if self.generation()? == generation {
-                return Ok(found);
+                return Ok(rules);
             }
         }
-        Err(self.disturbed(what))
+        Err(self.too_many_changes(&what))
     }
 
-    /// Whether the chain has such a rule, by one reading of this chain alone. For a hint that is
-    /// read again before anything is done: a chain that takes the kernel more than one part may
-    /// hide a rule while it is changed.
-    pub fn has_rule(&mut self, table: Table<'_>, chain: &str, wanted: impl Fn(&[u8]) -> bool) -> Result<bool> {
-        let settled = std::mem::replace(&mut self.settled, true);
-        let found = self.rules_where(table, chain, wanted);
-        self.settled = settled;
-        Ok(!found?.is_empty())
+    /// Whether the chain has a rule for whose bytes `matches` is true, by a single reading. If the
+    /// chain is changed meanwhile, and so long that the kernel sends it in parts, a rule can be
+    /// missed: only for a hint that is checked before anything depends on it.
+    pub fn has_rule(&mut self, table: Table<'_>, chain: &str, matches: impl Fn(&[u8]) -> bool) -> Result<bool> {
+        let were_guarded = std::mem::replace(&mut self.reads_are_guarded, true);
+        let rules = self.rules_where(table, chain, matches);
+        self.reads_are_guarded = were_guarded;
+        Ok(!rules?.is_empty())
     }
 
-    /// Reads what is not worth a wait: a list that is changed a few times while it is read is an
-    /// error.
+    /// Calls `read`, within which reading a list fails soon if other processes keep changing it.
+    /// For information that is not worth waiting for.
     pub fn with_few_retries<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
-        self.dumps = HURRIED;
-        let found = read(self);
-        self.dumps = DUMPS;
-        found
+        self.reads_max = FEW_READS_MAX;
+        let result = read(self);
+        self.reads_max = READS_MAX;
+        result
     }
 
-    fn disturbed(&self, what: &str) -> Error {
-        Error::new(what, Cause::text(format!("the rules were changed under it {} times", self.dumps)))
+    /// Returns the error for a list that was changed during each of its readings.
+    fn too_many_changes(&self, what: &str) -> Error {
+        let text = format!("other processes changed the rules during each of {} readings", self.reads_max);
+        Error::new(what, Cause::text(text))
     }
 
-    /// The table's chains; none if there is no such table. The kernel sends the chains of the whole
-    /// family.
+    /// Returns the table's chains; none if the table does not exist. The kernel sends the chains of
+    /// the whole family.
     pub fn chains(&mut self, table: Table<'_>) -> Result<Vec<Chain>> {
         let chains = self.chains_where(table.family, |in_table, _| in_table == table.name)?;
         Ok(chains.into_iter().map(|(_, chain)| chain).collect())
     }
 
-    /// One chain by name.
+    /// Returns the chain of this name; `None` if it does not exist.
     pub fn find_chain(&mut self, table: Table<'_>, name: &str) -> Result<Option<Chain>> {
         let what = format!("failed to read nft chain {table} {name}");
         let attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
@@ -275,16 +292,16 @@ impl Nft {
         }
     }
 
-    /// Whether the chain exists and is hooked in like this. Callers ask before
-    /// [`Batch::ensure_base_chain`]: to name an existing chain in a transaction is a change of it,
-    /// whose memory the kernel frees after an RCU grace period, and closing the socket waits for
-    /// that (6.18: 12 ms).
+    /// Whether the chain exists and has this type, hook and priority. Callers check this before
+    /// [`Batch::ensure_base_chain`] because a transaction that names an existing chain changes it:
+    /// the kernel frees memory after an RCU grace period, and closing the socket waits for that
+    /// (12 ms on Linux 6.18).
     pub fn has_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain) -> Result<bool> {
         Ok(self.find_chain(table, name)?.is_some_and(|chain| chain.base == Some(base)))
     }
 
-    /// Adds the chain to the batch unless it exists, for the reason given at
-    /// [`has_base_chain`](Nft::has_base_chain).
+    /// Adds the chain's creation to the batch only if the chain does not exist, for the reason
+    /// given at [`has_base_chain`](Nft::has_base_chain).
     pub fn add_missing_chain(&mut self, batch: &mut Batch, table: Table<'_>, name: &str) -> Result<()> {
         if self.find_chain(table, name)?.is_none() {
             batch.ensure_chain(table, name, None);
@@ -292,21 +309,22 @@ impl Nft {
         Ok(())
     }
 
-    /// The chains of all tables of the family that are `wanted`, each with its table.
+    /// Returns the chains of the family for which `matches` is true, given the table's name and the
+    /// chain; each with its table's name.
     pub fn chains_where(
         &mut self,
         family: super::Family,
-        wanted: impl Fn(&str, &Chain) -> bool,
+        matches: impl Fn(&str, &Chain) -> bool,
     ) -> Result<Vec<(String, Chain)>> {
         let what = format!("failed to list the nft chains of family {}", family.name());
         let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
         self.dump(&what, Table { family, name: "" }, request, |payload| {
             let (table, chain) = decode::chain(payload)?;
-            wanted(&table, &chain).then_some((chain.handle, (table, chain)))
+            if matches(&table, &chain) { Some((chain.handle, (table, chain))) } else { None }
         })
     }
 
-    /// Whether the address is in the set; not if there is no such set.
+    /// Whether the set exists and contains the address.
     pub fn has_element(&mut self, table: Table<'_>, set: &str, address: std::net::IpAddr) -> Result<bool> {
         let what = format!("failed to read nft set {table} {set}");
         let request = NfTablesMessage::GetSetElement(super::batch::element(table, set, address));
@@ -317,8 +335,8 @@ impl Nft {
         }
     }
 
-    /// Whether rules of nf_tables can have this match or target of xtables; the kernel loads its
-    /// module if there is one.
+    /// Whether rules of nf_tables can contain this xtables match or target. The kernel loads the
+    /// extension's module if it is installed.
     pub(crate) fn has_extension(&mut self, family: Family, name: &str, revision: u32, kind: Extension) -> Result<bool> {
         const NFNL_MSG_COMPAT_GET: u16 = 0;
         const NFTA_COMPAT_NAME: u16 = 1;
@@ -337,50 +355,55 @@ impl Nft {
         .concat();
         match self.socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {}) {
             Ok(_) => Ok(true),
-            Err(cause) => match Error::new(format_args!("failed to ask for {name} of xtables"), cause) {
-                // EINVAL: a kernel without nft_compat.
-                error if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(false),
-                error => Err(error),
-            },
+            Err(cause) => {
+                match Error::new(format_args!("failed to ask the kernel for the xtables extension {name}"), cause) {
+                    // ENOENT: the kernel does not have the extension. EINVAL: it has no nft_compat.
+                    error if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(false),
+                    error => Err(error),
+                }
+            }
         }
     }
 
-    /// Where the ruleset stands, for [`Batch::only_at`], once the transaction that brought it there
-    /// is over. From here to the next commit lists are read once: whatever disturbs a reading also
-    /// takes the generation on, and that commit fails. Not for chains into which others put rules
-    /// at the front: if such a transaction is given up in the middle, it has shifted the list and
-    /// left no trace.
+    /// Waits until no transaction is running and returns the ruleset's generation, for
+    /// [`Batch::only_at`]. From here to the next commit each list is read only once: a change that
+    /// spoils a reading also increments the generation, so the commit fails.
+    ///
+    /// Not for chains into which other processes insert rules at the beginning: a transaction that
+    /// does so and is aborted shifts the list while it is read, but leaves the generation as it
+    /// was.
     pub fn wait_for_generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
-        // The kernel announces a generation before it has taken removed rules off its lists. A
-        // transaction without changes has to wait for the one at work, and is none itself.
+        // The kernel increments the generation before it has taken removed rules off its lists. An
+        // empty transaction waits for the running one, and does not increment the generation.
         let mut bytes = Vec::new();
         self.write_control(NFNL_MSG_BATCH_BEGIN, &[], &mut bytes);
         self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
         self.socket.send(&bytes).map_err(|cause| Error::new(WHAT, cause))?;
-        self.settled = true;
+        self.reads_are_guarded = true;
         Ok(generation)
     }
 
-    /// Where the ruleset of this network namespace stands.
+    /// Returns the current generation of the network namespace's ruleset.
     pub fn generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to read nftables' generation";
         let any = Table { family: super::Family::Inet, name: "" };
         let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
         let mut generation = None;
         self.ask(WHAT, any, &request, 0, |message| generation = decode::whole_generation(message.payload))?;
-        generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer does not have it")))
+        generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
     }
 
-    /// All of a list, as it was at one instant.
+    /// Returns a list as it was at one instant. `decode` returns an object's handle and its value,
+    /// or `None` to leave the object out.
     ///
-    /// The kernel sends a long list in parts and continues each by counting from the list's start.
-    /// It flags a transaction that began in between, and each object names its generation. But it
-    /// takes removed rules out of the list only after the new generation has begun, and puts those
-    /// of an unfinished transaction in before: then the count is off, and neither sign shows it
-    /// (6.18: rules missing in 1 of 1,200 reads beside a busy writer). So a list counts only if the
-    /// next reading finds the very same objects.
+    /// The kernel sends a long list in parts and finds the start of each part by counting objects.
+    /// If rules are added or removed meanwhile, the count is wrong, and not always does the kernel
+    /// flag the interruption or the objects' generations differ: removed rules leave the list only
+    /// after the new generation has begun, and rules of an unfinished transaction are in it before
+    /// (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer). So a list is
+    /// read until two successive readings have the same handles.
     fn dump<T>(
         &mut self,
         what: &str,
@@ -388,48 +411,52 @@ impl Nft {
         request: NfTablesMessage,
         decode: impl Fn(&[u8]) -> Option<(u64, T)>,
     ) -> Result<Vec<T>> {
-        let mut before = None;
-        for _ in 0..self.dumps {
-            let (mut handles, mut items, mut generation, mut whole) = (Vec::new(), Vec::new(), None, true);
-            let undisturbed = self.ask(what, table, &request, NLM_F_DUMP, |message| {
-                let seen = decode::generation(message.payload);
-                whole &= *generation.get_or_insert(seen) == seen;
-                if let Some((handle, item)) = decode(message.payload) {
+        let mut previous_handles = None;
+        for _ in 0..self.reads_max {
+            let (mut handles, mut values) = (Vec::new(), Vec::new());
+            let (mut first_generation, mut is_one_generation) = (None, true);
+            let is_uninterrupted = self.ask(what, table, &request, NLM_F_DUMP, |message| {
+                let generation = decode::generation(message.payload);
+                is_one_generation &= *first_generation.get_or_insert(generation) == generation;
+                if let Some((handle, value)) = decode(message.payload) {
                     handles.push(handle);
-                    items.push(item);
+                    values.push(value);
                 }
             })?;
-            if undisturbed && whole && (self.settled || before.as_ref() == Some(&handles)) {
-                return Ok(items);
+            let is_confirmed = self.reads_are_guarded || previous_handles.as_ref() == Some(&handles);
+            if is_uninterrupted && is_one_generation && is_confirmed {
+                return Ok(values);
             }
-            before = Some(handles);
+            previous_handles = Some(handles);
         }
-        Err(self.disturbed(what))
+        Err(self.too_many_changes(what))
     }
 
-    /// Sends one request and hands over each object of the answer. Returns whether the list was
-    /// read undisturbed.
+    /// Sends one request and calls `on_object` for each object of the answer. Returns `false` if
+    /// the kernel flags that a list was interrupted by a transaction. `what` begins an error's
+    /// text.
     fn ask(
         &mut self,
         what: &str,
         table: Table<'_>,
         request: &NfTablesMessage,
         flags: u16,
-        mut object: impl FnMut(&Message<'_>),
+        mut on_object: impl FnMut(&Message<'_>),
     ) -> Result<bool> {
         let (kind, body) = table.family.message(request);
-        let answer = self.socket.ask(kind, flags, &body, &mut object);
+        let answer = self.socket.ask(kind, flags, &body, &mut on_object);
         answer.map_err(|cause| match Error::new(what, cause) {
-            // Only a kernel without nf_tables rejects the form of these requests.
+            // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
             error if error.errno() == Some(libc::EINVAL) => unsupported(what, "no nf_tables", Errno::EINVAL),
             error => error,
         })
     }
 
-    /// Writes the beginning or the end of a transaction, and returns its number.
+    /// Appends the begin or end message of a transaction to `bytes`, and returns its sequence
+    /// number.
     fn write_control(&mut self, kind: u16, attributes: &[u8], bytes: &mut Vec<u8>) -> u32 {
         let sequence = self.socket.next_sequence();
-        // No family, no version; the subsystem, in the network's byte order.
+        // `struct nfgenmsg`: no family, version 0, the subsystem in network byte order.
         let [high, low] = NFNL_SUBSYS_NFTABLES.to_be_bytes();
         let payload = [&[0, 0, high, low][..], attributes].concat();
         Message { kind, flags: NLM_F_REQUEST, sequence, payload: &payload }.write(bytes);
@@ -442,6 +469,35 @@ impl Nft {
 pub(crate) enum Extension {
     Match,
     Target,
+}
+
+/// A change that the kernel refused.
+struct Refusal {
+    /// 0: the batch as a whole; n: its nth change, from 1; the number after the last change: the
+    /// batch's end.
+    position: usize,
+    errno: i32,
+    /// The kernel's explanation.
+    text: Option<String>,
+}
+
+impl Refusal {
+    /// Returns the error for the refused change. The errno for a base chain is replaced with the
+    /// one that callers know where kernels differ.
+    fn into_error(self, change: &Change) -> Error {
+        match (self.errno, change.meaning) {
+            (libc::ENOENT, ErrnoMeaning::BaseChain) => {
+                unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
+            }
+            // Older kernels answer EEXIST if the chain exists with another hook, newer ones
+            // EOPNOTSUPP.
+            (libc::EOPNOTSUPP, ErrnoMeaning::BaseChain) => {
+                let text = "the chain exists with another hook, type or priority".to_owned();
+                Error::new(&change.what, Cause::kernel(libc::EEXIST, Some(text)))
+            }
+            _ => Error::new(&change.what, Cause::kernel(self.errno, self.text)),
+        }
+    }
 }
 
 /// How a transaction ends.

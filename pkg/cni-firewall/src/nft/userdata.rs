@@ -1,23 +1,22 @@
-//! The bytes a rule, chain or table carries for user space: a comment, and tags of our own beside
-//! it.
+//! Encodes and decodes the userdata of a rule, chain or table: a comment, and these plugins' tags.
 //!
-//! The kernel keeps them unread, at most 256 bytes. Inside they are type, length and value, one
-//! byte each for the first two. `nft` knows type 0, the comment, and skips what it does not know;
-//! ours are from 0x80 up, so that `nft` will not reach them for a long time. `nft list ruleset |
-//! nft -f` loses them.
+//! The kernel stores up to 256 bytes without interpreting them: entries of type, length (one byte
+//! each) and value. `nft` knows type 0, the comment, and skips unknown ones; tags have types from
+//! 0x80 up, far from those that `nft` may add. Saving and loading the ruleset with `nft` loses
+//! them.
 
 /// The most bytes that the kernel stores with one object (`NFT_USERDATA_MAXLEN`).
 pub const MAX: usize = 256;
 /// `NFTNL_UDATA_RULE_COMMENT`, and the same number for chains and tables.
 const COMMENT: u8 = 0;
 
-/// How many bytes a comment takes.
+/// Returns how many bytes a comment takes in the userdata.
 pub const fn comment_len(comment: &str) -> usize {
     // type, length, NUL
     comment.len() + 3
 }
 
-/// A comment and tags as the kernel stores them; `None` if that does not fit.
+/// Returns a comment and tags (type, value) as the kernel stores them; `None` if they are too long.
 pub(crate) fn encode(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     if let Some(comment) = comment {
@@ -32,7 +31,8 @@ pub(crate) fn encode(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Ve
     (bytes.len() <= MAX).then_some(bytes)
 }
 
-/// The comment and all other entries, up to the first that does not fit.
+/// Returns the comment and all other entries (type, value), up to the first truncated one. A second
+/// comment, or one without its final NUL, counts as another entry.
 pub(crate) fn decode(mut bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
     let (mut comment, mut tags) = (None, Vec::new());
     while let [kind, len, rest @ ..] = bytes {
@@ -48,7 +48,7 @@ pub(crate) fn decode(mut bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
     (comment, tags)
 }
 
-/// The comment alone, without its NUL; empty if there is none.
+/// Returns only the comment, without its NUL; empty if there is none.
 pub(crate) fn comment(mut bytes: &[u8]) -> &[u8] {
     while let [kind, len, rest @ ..] = bytes {
         match (*kind, rest.split_at_checked(usize::from(*len))) {

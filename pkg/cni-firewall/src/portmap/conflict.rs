@@ -42,9 +42,9 @@ pub struct Holder {
     /// Its mark, if the rule has one.
     pub alias: Option<String>,
     /// Whether a link had that mark when the rule was made.
-    pub witnessed: bool,
+    pub had_link: bool,
     /// Whether the two rules look at other things too, and not the same ones.
-    pub apart: bool,
+    pub conditions_differ: bool,
     /// The port.
     pub claim: ClaimedPort,
 }
@@ -65,7 +65,7 @@ pub struct Conflicts {
     /// A living one: nothing may be changed then.
     pub held: Option<Holder>,
     /// Whether something dead is to be displaced, or has been.
-    pub dead: bool,
+    pub found_dead: bool,
     /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
 }
@@ -96,16 +96,16 @@ pub(super) struct LivenessProbe {
 }
 
 impl LivenessProbe {
-    pub(super) fn fate(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
+    pub(super) fn liveness_of(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
         let address = holder.claim.container.ip();
         let is_here = wanted.is_container(address);
         // A network gives an address to one container at a time.
-        if is_here && holder.network.as_deref() == Some(&wanted.mark.network) {
+        if is_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
             return Ok(Liveness::Dead);
         }
-        if let Some(mark) = holder.mark().filter(|_| holder.witnessed && (is_here || !holder.apart)) {
-            return Ok(match self.bearer(&mark)? {
-                Some(_) if holder.apart => Liveness::Unknown,
+        if let Some(mark) = holder.mark().filter(|_| holder.had_link && (is_here || !holder.conditions_differ)) {
+            return Ok(match self.find_host_link(&mark)? {
+                Some(_) if holder.conditions_differ => Liveness::Unknown,
                 Some(_) => Liveness::Alive,
                 None => Liveness::Dead,
             });
@@ -123,9 +123,9 @@ impl LivenessProbe {
     }
 
     /// Returns the link on the host that has this mark.
-    pub(super) fn bearer(&mut self, mark: &AttachmentId) -> Result<Option<String>> {
+    pub(super) fn find_host_link(&mut self, attachment: &AttachmentId) -> Result<Option<String>> {
         // An end without an alias may be one that is just being made.
-        Ok(self.host()?.find_host_end(mark)?.map(|link| link.name))
+        Ok(self.host()?.find_host_end(attachment)?.map(|link| link.name))
     }
 
     /// Whether packets to this address can leave the host by these interfaces only: in every table
@@ -169,7 +169,7 @@ impl Holder {
     }
 
     /// Returns the note about a rule that is removed.
-    pub(super) fn removal(&self, wanted: &Forwarding) -> String {
+    pub(super) fn removal_note(&self, wanted: &Forwarding) -> String {
         let address = self.claim.container.ip();
         match wanted.is_container(address) {
             true => format!("{self}, which is gone: the rule was displaced, as {address} is this container's now"),
@@ -178,12 +178,12 @@ impl Holder {
     }
 
     /// Returns the note about a rule for a wanted port that stays.
-    pub(super) fn rivalry(&self) -> String {
+    pub(super) fn port_taken_note(&self) -> String {
         format!("{self} already, which may go first as long as it is there")
     }
 
     /// Returns the note about a rule to the container's address that stays.
-    pub(super) fn doubt(&self) -> String {
+    pub(super) fn unknown_owner_note(&self) -> String {
         format!("{self}, of which nothing is known: the rule was left, and may lead to this container")
     }
 }

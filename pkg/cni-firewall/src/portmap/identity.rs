@@ -20,7 +20,7 @@ const TAG_MARK: u8 = 0x80;
 const TAG_HASHES: u8 = 0x81;
 /// Empty: when the rule was made, a link on the host had the mark. If none has it any more, the
 /// container is gone.
-const TAG_WITNESSED: u8 = 0x82;
+const TAG_HAD_LINK: u8 = 0x82;
 /// In a rule without expressions: the handles, 8 bytes each, of rules of the attachment that could
 /// not be tagged.
 const TAG_HANDLES: u8 = 0x83;
@@ -68,9 +68,9 @@ fn hashes(network: &str, alias: &str) -> Vec<u8> {
 }
 
 impl Identity {
-    pub(crate) fn new(mark: &AttachmentId) -> Identity {
-        let alias = mark.alias();
-        Identity { comment: comment(&mark.container_id), hashes: hashes(&mark.network, &alias), alias }
+    pub(crate) fn new(attachment: &AttachmentId) -> Identity {
+        let alias = attachment.alias();
+        Identity { comment: comment(&attachment.container_id), hashes: hashes(&attachment.network, &alias), alias }
     }
 
     /// Puts comment and tags on a rule.
@@ -82,7 +82,7 @@ impl Identity {
             false => rule.with_tag(TAG_HASHES, self.hashes.clone()),
         };
         match witnessed {
-            LinkMark::Yes => rule.with_tag(TAG_WITNESSED, []),
+            LinkMark::Yes => rule.with_tag(TAG_HAD_LINK, []),
             LinkMark::No => rule,
         }
     }
@@ -214,8 +214,8 @@ pub(super) fn names_no_network(rule: &Rule) -> bool {
 }
 
 /// Whether a link had the mark when the rule was made.
-pub(super) fn is_witnessed(rule: &Rule) -> bool {
-    rule.tag(TAG_WITNESSED).is_some()
+pub(super) fn had_link(rule: &Rule) -> bool {
+    rule.tag(TAG_HAD_LINK).is_some()
 }
 
 /// Whether the rule names `network`; a rule without a tag names none.
@@ -236,8 +236,8 @@ mod tests {
         Listed { handle, rule, raw: Raw::default() }
     }
 
-    fn signed(mark: &AttachmentId) -> Rule {
-        Identity::new(mark).sign(Rule::default(), LinkMark::Yes)
+    fn signed(attachment: &AttachmentId) -> Rule {
+        Identity::new(attachment).sign(Rule::default(), LinkMark::Yes)
     }
 
     #[test]
@@ -256,7 +256,7 @@ mod tests {
                     assert_eq!(Identity::new(other).owner(&rule), expected);
                 }
                 assert!(names_network(&rule, &one.network) && !names_network(&rule, "ne"));
-                assert!(is_witnessed(&rule));
+                assert!(had_link(&rule));
             }
             let gos = Rule::default().with_comment(comment(&id));
             assert_eq!(Identity::new(&marks[0]).owner(&gos), Ownership::Container);

@@ -90,7 +90,7 @@ pub enum SetMark {
 #[derive(Clone, Debug)]
 pub struct Forwarding {
     /// The attachment.
-    pub mark: AttachmentId,
+    pub attachment: AttachmentId,
     /// The container's addresses: at most one of each family, IPv4 first.
     pub containers: Vec<Cidr>,
     /// The mappings, in the order in which they were asked for.

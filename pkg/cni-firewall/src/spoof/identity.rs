@@ -1,53 +1,67 @@
-//! Whose spoof rules are: names and comments of an attachment, and the owner that rules name.
+//! The ID of an attachment's spoof rules, with the names made from it, and the owner that rules
+//! name.
 
 use std::fmt;
 
 use cni::hash::{sha512, sha512_hex};
 
-use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_LEN, PLAIN_ID_MAX, TAG_MARK, TAG_NETWORK};
+use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_LEN, PLAIN_ID_MAX, TAG_ALIAS, TAG_NETWORK};
 use crate::nft::expr::{iifname, iifname_of};
 use crate::nft::{Expr, Listed, Rule, Verdict};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 
-/// An attachment's key as it appears in names and comments.
+/// `<containerID>-<ifname>`, shortened if very long: the part of the names of chains and of the
+/// comments that identifies an attachment. Not unique ([`super`]).
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Id(pub(super) String);
 
 impl Id {
+    /// Returns the ID of an attachment. One longer than [`PLAIN_ID_MAX`] is cut, and ends in `-`
+    /// and a hash of the whole.
     pub(crate) fn new(container_id: &str, ifname: &str) -> Id {
-        const KEPT: usize = 83;
+        const CUT_LEN: usize = 83;
         let id = format!("{container_id}-{ifname}");
         if id.len() <= PLAIN_ID_MAX {
             return Id(id);
         }
         let hash = sha512_hex(&[id.as_bytes()], 32);
-        // Both parts are ASCII by their rules; a cut in the middle of a character must not panic if
-        // they are not.
-        let kept: String = id.chars().scan(0, |len, c| (*len += c.len_utf8(), (*len <= KEPT).then_some(c)).1).collect();
-        Id(format!("{kept}-{hash}"))
+        // Valid IDs and names are ASCII; others must not panic here.
+        let mut end = CUT_LEN;
+        while !id.is_char_boundary(end) {
+            end -= 1;
+        }
+        Id(format!("{}-{hash}", &id[..end]))
     }
 
+    /// Returns the name of the chain that the jump leads to.
     pub(super) fn chain(&self) -> String {
         format!("{CHAIN_PREFIX}{}", self.0)
     }
 
+    /// Returns the name of the chain that checks the MAC.
     pub(super) fn mac_chain(&self) -> String {
         format!("{CHAIN_PREFIX}{}{MAC_SUFFIX}", self.0)
     }
 
+    /// Returns the comment of all rules of this ID.
     pub(crate) fn comment(&self) -> String {
         format!("{COMMENT_PREFIX}{}", self.0)
     }
 
-    /// Whether a rule of PREROUTING is this attachment's: by its comment, as Go searches, or
-    /// because it leads into its chain, which must go too.
+    /// Whether a rule of PREROUTING belongs to this ID: by its comment, as Go searches, or because
+    /// it leads to the ID's chain, which the kernel does not remove before that rule.
     pub(super) fn owns(&self, rule: &Rule) -> bool {
-        rule.comment.as_deref() == Some(&self.comment())
-            || matches!(rule.exprs.last(), Some(Expr::Verdict(Verdict::Jump(to) | Verdict::Goto(to))) if *to == self.chain())
+        if rule.comment.as_deref() == Some(&self.comment()) {
+            return true;
+        }
+        match rule.exprs.last() {
+            Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) => *target == self.chain(),
+            _ => false,
+        }
     }
 
-    /// Returns the attachments of this key that the rules of PREROUTING name, one for each rule.
+    /// Returns the owners of this ID's jumps among the rules of PREROUTING, one for each jump.
     pub(super) fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = SpoofOwner> {
         let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
         owned.map(|rule| SpoofOwner {
@@ -57,15 +71,18 @@ impl Id {
         })
     }
 
-    /// The other attachment of this key that the rules of PREROUTING name; Go's rules name none.
-    pub(super) fn rival(&self, rules: &[Listed], mark: &AttachmentId) -> Option<SpoofOwner> {
+    /// Returns the first owner of this ID's jumps among the rules of PREROUTING that is certainly
+    /// not `attachment`. Go's rules do not name their owner.
+    pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
         self.owners(rules).find(|owner| match &owner.network {
-            Network::Marked(other) => *other != mark.alias(),
-            Network::Hashed(other) => *other != network_hash(&mark.network),
+            Network::Alias(other) => *other != attachment.alias(),
+            Network::Hash(other) => *other != network_hash(&attachment.network),
             Network::Unknown => false,
         })
     }
 
+    /// Returns the expressions of the jump for frames from `host_veth`. Fails if the name is too
+    /// long for an interface.
     pub(super) fn jump(&self, host_veth: &str) -> Result<Vec<Expr>> {
         let mut exprs = iifname(host_veth).ok_or_else(|| {
             Error::new(format!("failed to match interface {host_veth}"), Cause::text("the name is too long"))
@@ -74,31 +91,34 @@ impl Id {
         Ok(exprs)
     }
 
+    /// Returns the expressions of the only rule of [`chain`](Id::chain).
     pub(super) fn to_mac_chain(&self) -> Vec<Expr> {
         vec![Expr::Verdict(Verdict::Jump(self.mac_chain()))]
     }
 }
 
+/// Returns the network's hash as in a [`TAG_NETWORK`].
 pub(super) fn network_hash(network: &str) -> Vec<u8> {
     sha512(&[network.as_bytes()])[..NETWORK_LEN].to_vec()
 }
 
-/// Which network an attachment belongs to.
+/// What a jump's tag names of its attachment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Network {
-    /// The whole mark.
-    Marked(String),
-    /// The hash of its name.
-    Hashed(Vec<u8>),
-    /// Made by a Go plugin.
+    /// The attachment's alias, with the network's name.
+    Alias(String),
+    /// The hash of the network's name.
+    Hash(Vec<u8>),
+    /// Nothing: the Go plugin made the rule.
     Unknown,
 }
 
 impl Network {
+    /// Reads a jump's tags.
     pub(super) fn of(rule: &Rule) -> Network {
-        match (rule.tag(TAG_MARK), rule.tag(TAG_NETWORK)) {
-            (Some(mark), _) => Network::Marked(String::from_utf8_lossy(mark).into_owned()),
-            (None, Some(hash)) => Network::Hashed(hash.to_vec()),
+        match (rule.tag(TAG_ALIAS), rule.tag(TAG_NETWORK)) {
+            (Some(alias), _) => Network::Alias(String::from_utf8_lossy(alias).into_owned()),
+            (None, Some(hash)) => Network::Hash(hash.to_vec()),
             (None, None) => Network::Unknown,
         }
     }
@@ -107,9 +127,9 @@ impl Network {
 impl fmt::Display for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Network::Marked(mark) => f.write_str(mark),
-            Network::Hashed(_) => f.write_str("another network"),
-            Network::Unknown => f.write_str("a Go plugin"),
+            Network::Alias(alias) => f.write_str(alias),
+            Network::Hash(_) => f.write_str("an attachment of another network"),
+            Network::Unknown => f.write_str("an attachment by a Go plugin"),
         }
     }
 }
@@ -119,13 +139,12 @@ impl fmt::Display for Network {
 pub struct SpoofOwner {
     /// `<containerID>-<ifname>`, shortened if very long.
     pub id_ifname: String,
-    /// The interface whose frames are judged; `None` where chains are left but nothing leads to
-    /// them.
+    /// The interface whose frames are checked; `None` if there are chains without a jump.
     pub host_veth: Option<String>,
     pub(super) network: Network,
 }
 
-/// Displays the attachment for a message.
+/// Displays the attachment and its interface for a message.
 impl fmt::Display for SpoofOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} on {}", self.network, self.host_veth.as_deref().unwrap_or("no interface"))
@@ -133,23 +152,24 @@ impl fmt::Display for SpoofOwner {
 }
 
 impl SpoofOwner {
-    /// Whether it belongs to `network`; `None` if it does not say, because a Go plugin made it.
+    /// Whether the attachment belongs to `network`; `None` if unknown, as the Go plugin made the
+    /// rules.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.network {
-            Network::Marked(mark) => Some(mark.starts_with(&AttachmentId::network_prefix(network))),
-            Network::Hashed(hash) => Some(*hash == network_hash(network)),
+            Network::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
+            Network::Hash(hash) => Some(*hash == network_hash(network)),
             Network::Unknown => None,
         }
     }
 
-    /// Whether it is this attachment's.
+    /// Whether the rules have the ID of this attachment.
     pub fn matches(&self, container_id: &str, ifname: &str) -> bool {
         self.id_ifname == Id::new(container_id, ifname).0
     }
 
-    /// Whether GC of `network` removes it: it names the network and is none of the valid
-    /// attachments (container ID, interface name); or it names none, is not valid, and is dead for
-    /// sure: its interface is gone.
+    /// Whether GC of `network` removes the rules: they belong to none of the `valid` attachments
+    /// (container ID, interface name), and they name this network, or name none but guard an
+    /// interface for which `link_exists` is false.
     pub fn is_garbage(&self, network: &str, valid: &[(&str, &str)], link_exists: impl Fn(&str) -> bool) -> bool {
         if valid.iter().any(|(container_id, ifname)| self.matches(container_id, ifname)) {
             return false;
@@ -157,7 +177,7 @@ impl SpoofOwner {
         match (self.belongs_to(network), &self.host_veth) {
             (Some(belongs), _) => belongs,
             (None, Some(host_veth)) => !link_exists(host_veth),
-            // Go makes chains first and the way to them later: this may be an ADD at work.
+            // Go creates the chains before the jump: its ADD may be running.
             (None, None) => false,
         }
     }

@@ -20,16 +20,16 @@ const SHARED: &str = "table bridge nat {
 }
 ";
 
-fn mark(container: &str) -> AttachmentId {
+fn attachment(container: &str) -> AttachmentId {
     AttachmentId::new("net", container, "eth0")
 }
 
 fn ensure(container: &str) {
-    SpoofCheck::open().unwrap().ensure(&mark(container), "veth0", MAC).unwrap();
+    SpoofCheck::open().unwrap().ensure(&attachment(container), "veth0", MAC).unwrap();
 }
 
 fn purge(container: &str) {
-    assert_eq!(SpoofCheck::open().unwrap().purge(&mark(container)).unwrap(), None);
+    assert_eq!(SpoofCheck::open().unwrap().purge(&attachment(container)).unwrap(), None);
 }
 
 fn differences(container: &str) -> Vec<String> {
@@ -45,7 +45,7 @@ fn the_rules_are_those_that_go_makes() {
         let theirs = (ruleset(), shell("nft --debug=netlink list ruleset"));
         assert_eq!(SpoofCheck::open().unwrap().check("c1", "eth0", &host_veth, mac).unwrap(), Vec::<String>::new());
         nft("flush ruleset");
-        SpoofCheck::open().unwrap().ensure(&mark("c1"), &host_veth, mac).unwrap();
+        SpoofCheck::open().unwrap().ensure(&attachment("c1"), &host_veth, mac).unwrap();
         let ours = (ruleset(), shell("nft --debug=netlink list ruleset"));
         assert_eq!(ours.0, theirs.0);
         // In the kernel's terms too, but for the tag beside the first comment.
@@ -85,7 +85,7 @@ fn we_remove_what_go_made_also_twice() {
         let Some(go) = GoBridge::new("c1") else { return };
         go.run("ADD");
         let made = ruleset();
-        let kept = SpoofCheck::open().unwrap().purge(&mark("c1")).unwrap();
+        let kept = SpoofCheck::open().unwrap().purge(&attachment("c1")).unwrap();
         assert!(kept.is_some_and(|owner| owner.belongs_to("net").is_none()), "its interface exists");
         assert_eq!(ruleset(), made);
         delete_guarded();
@@ -115,7 +115,7 @@ fn ensuring_again_replaces_and_never_doubles() {
         assert_eq!(ruleset(), once);
         // Another container's interface and address come in place of the old.
         let mut spoof = SpoofCheck::open().unwrap();
-        spoof.ensure(&mark("c1"), "veth1", Mac([2, 0, 0, 0, 0, 0x0b])).unwrap();
+        spoof.ensure(&attachment("c1"), "veth1", Mac([2, 0, 0, 0, 0, 0x0b])).unwrap();
         assert_eq!(ruleset(), once.replace("veth0", "veth1").replace("00:0a", "00:0b"));
         // Also over what Go left double.
         nft(
@@ -138,8 +138,8 @@ fn every_verb_is_one_transaction_or_none() {
             work(&mut spoof);
             spoof.nft.generation().unwrap().0.wrapping_sub(before)
         };
-        let ensure = |spoof: &mut SpoofCheck| spoof.ensure(&mark("c1"), "veth0", MAC).unwrap();
-        let purge = |spoof: &mut SpoofCheck| drop(spoof.purge(&mark("c1")).unwrap());
+        let ensure = |spoof: &mut SpoofCheck| spoof.ensure(&attachment("c1"), "veth0", MAC).unwrap();
+        let purge = |spoof: &mut SpoofCheck| drop(spoof.purge(&attachment("c1")).unwrap());
         assert_eq!(transactions(&purge), 0, "nothing to remove, no table");
         assert_eq!(transactions(&|spoof| spoof.probe().unwrap()), 0);
         assert_eq!(transactions(&ensure), 1, "on a clean host");
@@ -160,7 +160,7 @@ fn while_the_rules_are_replaced_the_old_ones_hold() {
             scope.spawn(|| {
                 let mut spoof = SpoofCheck::open().unwrap();
                 while !stop.load(Ordering::Relaxed) {
-                    spoof.ensure(&mark("c1"), "veth0", MAC).unwrap();
+                    spoof.ensure(&attachment("c1"), "veth0", MAC).unwrap();
                 }
             });
             let mut nft = Nft::open().unwrap();
@@ -221,7 +221,7 @@ fn a_foreign_jump_to_our_chain_is_named_and_the_rest_removed() {
     on_a_host(|| {
         ensure("c1");
         nft("add chain bridge nat theirs\nadd rule bridge nat theirs jump cni-br-iface-c1-eth0-mac");
-        let error = SpoofCheck::open().unwrap().purge(&mark("c1")).unwrap_err();
+        let error = SpoofCheck::open().unwrap().purge(&attachment("c1")).unwrap_err();
         let text = error.to_string();
         assert!(text.starts_with("failed to delete nft chain bridge nat cni-br-iface-c1-eth0-mac: "), "{text}");
         assert_eq!(error.errno(), Some(libc::EBUSY));
@@ -382,8 +382,8 @@ fn worker() {
     // dying there.
     let mut spoof = SpoofCheck::open().unwrap();
     loop {
-        spoof.purge(&mark(&container)).unwrap();
-        spoof.ensure(&mark(&container), "veth0", MAC).unwrap();
+        spoof.purge(&attachment(&container)).unwrap();
+        spoof.ensure(&attachment(&container), "veth0", MAC).unwrap();
     }
 }
 
@@ -456,11 +456,11 @@ fn a_foreign_source_address_does_not_pass() {
             pinged == "yes\n"
         };
         let mut spoof = SpoofCheck::open().unwrap();
-        spoof.ensure(&mark("c0"), "veth0", Mac([2, 0, 0, 0, 0, 0])).unwrap();
+        spoof.ensure(&attachment("c0"), "veth0", Mac([2, 0, 0, 0, 0, 0])).unwrap();
         assert!(pings(10), "its own address passes");
         shell(&format!("{enter} ip link set eth0 address 02:00:00:00:00:0f"));
         assert!(!pings(1), "a forged one does not");
-        spoof.purge(&mark("c0")).unwrap();
+        spoof.purge(&attachment("c0")).unwrap();
         assert!(pings(10), "and without the rules everything does");
     });
 }
@@ -475,15 +475,15 @@ fn rules_of_a_living_interface_are_not_replaced_or_undone() {
         ensure("c1");
         let before = ruleset();
         let mut spoof = SpoofCheck::open().unwrap();
-        assert!(spoof.ensure(&mark("c1"), "veth1", MAC).is_err());
-        spoof.undo(&mark("c1"), "veth1").unwrap();
+        assert!(spoof.ensure(&attachment("c1"), "veth1", MAC).is_err());
+        spoof.undo(&attachment("c1"), "veth1").unwrap();
         assert_eq!(ruleset(), before);
-        assert!(spoof.find_conflicting_interface(&mark("c1"), "veth1").unwrap().is_some());
-        assert_eq!(spoof.find_conflicting_interface(&mark("c1"), "veth0").unwrap(), None, "the interface itself");
+        assert!(spoof.find_conflicting_interface(&attachment("c1"), "veth1").unwrap().is_some());
+        assert_eq!(spoof.find_conflicting_interface(&attachment("c1"), "veth0").unwrap(), None, "the interface itself");
         netlink.delete_link(first.index).unwrap();
-        assert_eq!(spoof.find_conflicting_interface(&mark("c1"), "veth1").unwrap(), None);
-        spoof.ensure(&mark("c1"), "veth1", MAC).unwrap();
-        spoof.undo(&mark("c1"), "veth1").unwrap();
+        assert_eq!(spoof.find_conflicting_interface(&attachment("c1"), "veth1").unwrap(), None);
+        spoof.ensure(&attachment("c1"), "veth1", MAC).unwrap();
+        spoof.undo(&attachment("c1"), "veth1").unwrap();
         assert_eq!(ruleset(), SHARED);
     });
 }

@@ -1,9 +1,8 @@
-//! The files of the folder, as Go writes and reads them.
+//! Reads and writes the files in the folder of reservations, in the Go plugin's format.
 //!
-//! One function per effect, each under the lock that the caller holds; no decisions. A reservation
-//! must never be visible before it is complete (Go never frees an empty file's address), so the
-//! file is written without a name and then linked. Nothing here waits for the disk, because no
-//! container survives a power loss.
+//! The caller holds the store's lock. A reservation must not be visible before it is complete,
+//! because the Go plugin never frees the address of an empty file. So a file is written without a
+//! name and then linked. Nothing is synced to the disk, because no container survives a power loss.
 
 use std::fs::{File, FileTimes, OpenOptions};
 use std::io::{self, Write};
@@ -22,35 +21,37 @@ use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 
 use crate::index::{Holder, LINKING, Record, hash, random_nanos};
 
-/// The open folder, its path for what needs one, and the sidecar's.
+/// The open folder of reservations.
 #[derive(Debug)]
 pub(crate) struct Folder {
     pub(crate) file: File,
     pub(crate) path: PathBuf,
+    /// The folder of these plugins' own files.
     pub(crate) sidecar: PathBuf,
 }
 
-/// How a reservation went.
+/// The outcome of creating a reservation.
 #[derive(Debug)]
 pub(crate) enum LinkOutcome {
-    /// It is ours now.
+    /// It was created.
     NewReservation(Record),
-    /// There is a file of that name.
+    /// A file with this name exists already.
     Exists,
 }
 
 impl Folder {
-    /// Makes a reservation, complete or not at all. `announce` hears of the file just before it
-    /// gets its name: what it writes down then is there even if we are killed right after.
+    /// Creates a reservation. `before_link` is called just before the file gets its name, with a
+    /// preliminary record, which it can store: if this process is killed right after, the record
+    /// exists.
     ///
     /// # Errors
-    /// Nothing is left behind.
+    /// The file cannot be written. No file with this name has been created then.
     pub(crate) fn create(
         &self,
         address: IpAddr,
         content: &str,
         boot: u64,
-        announce: &mut dyn FnMut(&Record),
+        before_link: &mut dyn FnMut(&Record),
     ) -> io::Result<LinkOutcome> {
         let step = Step::begin();
         let record = |file: &File| -> io::Result<Record> {
@@ -65,57 +66,60 @@ impl Folder {
             })
         };
         let name = address.to_string();
-        let placed = self.place(content, &name, &mut |file| {
+        let written = self.write_and_link(content, &name, &mut |file| {
             let record = record(file)?;
-            announce(&Record { ctime: (record.ctime.0, LINKING), ..record });
+            before_link(&Record { ctime: (record.ctime.0, LINKING), ..record });
             Ok(())
         });
-        let made = match placed {
+        let outcome = match written {
             Ok(Some(file)) => record(&file).map(LinkOutcome::NewReservation).inspect_err(|_| drop(self.unlink(&name))),
             Ok(None) => Ok(LinkOutcome::Exists),
             Err(error) => Err(error),
         };
-        let taken = if matches!(made, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
-        step.end(format_args!("create {}/{address}{taken}", self.path.display()), &made);
-        made
+        let suffix = if matches!(outcome, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
+        step.end(format_args!("create {}/{address}{suffix}", self.path.display()), &outcome);
+        outcome
     }
 
-    /// Writes a file and gives it its name, in the best of three ways; `None` if there is something
-    /// of that name.
-    fn place(
+    /// Writes a file and gives it its name. Tries, in this order, a file without a name
+    /// (O_TMPFILE), a temporary file in the sidecar, and writing under the final name as Go does.
+    /// Returns `None` if the name exists.
+    fn write_and_link(
         &self,
         content: &str,
         name: &str,
-        announce: &mut dyn FnMut(&File) -> io::Result<()>,
+        before_link: &mut dyn FnMut(&File) -> io::Result<()>,
     ) -> io::Result<Option<File>> {
-        let unnamed = self.unnamed(content).and_then(|file| {
-            announce(&file)?;
+        let unnamed = self.write_unnamed(content).and_then(|file| {
+            before_link(&file)?;
             self.link(&file, name).map(|()| file)
         });
-        let named = match unnamed {
-            // Out of space or of rights: another way to write would end the same.
+        let linked = match unnamed {
+            // After an error that is not final, such as a lack of space, another method may
+            // succeed.
             Err(error) if !is_final(&error) && error.kind() != io::ErrorKind::AlreadyExists => {
-                self.by_temporary(content, name, announce)
+                self.write_temporary(content, name, before_link)
             }
-            named => named,
+            outcome => outcome,
         };
-        match named {
+        match linked {
             Ok(file) => Ok(Some(file)),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
             Err(error) if is_final(&error) => Err(error),
-            Err(_) => self.as_go_does(content, name),
+            Err(_) => self.write_in_place(content, name),
         }
     }
 
-    fn unnamed(&self, content: &str) -> io::Result<File> {
+    /// Writes a file without a name.
+    fn write_unnamed(&self, content: &str) -> io::Result<File> {
         let file = OpenOptions::new().write(true).mode(0o600).custom_flags(O_TMPFILE).open(&self.path)?;
         fill(file, content)
     }
 
+    /// Gives an open file a name in the folder.
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Linking a descriptor directly wants CAP_DAC_READ_SEARCH; the way through /proc does
-            // not.
+            // Linking a descriptor directly needs CAP_DAC_READ_SEARCH. Through /proc it does not.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
@@ -124,19 +128,19 @@ impl Folder {
         }
     }
 
-    /// For file systems without O_TMPFILE: a named file, but in the sidecar, where a rebuild sweeps
-    /// up what a kill leaves.
-    fn by_temporary(
+    /// Writes a temporary file in the sidecar and links it, for file systems without O_TMPFILE. If
+    /// this process is killed, the next rebuild of the index removes the temporary file.
+    fn write_temporary(
         &self,
         content: &str,
         name: &str,
-        announce: &mut dyn FnMut(&File) -> io::Result<()>,
+        before_link: &mut dyn FnMut(&File) -> io::Result<()>,
     ) -> io::Result<File> {
         let temporary = self.sidecar.join(format!("new.{}", std::process::id()));
         let _ = std::fs::remove_file(&temporary);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         let linked = fill(file, content).and_then(|file| {
-            announce(&file)?;
+            before_link(&file)?;
             linkat(AT_FDCWD, &temporary, self.file.as_fd(), name, AtFlags::empty())?;
             Ok(file)
         });
@@ -144,9 +148,10 @@ impl Folder {
         linked
     }
 
-    /// The last resort. A kill in between leaves an empty file, which is free to us, though not to
-    /// Go.
-    fn as_go_does(&self, content: &str, name: &str) -> io::Result<Option<File>> {
+    /// Creates a file under its final name and then writes it, as the Go plugin does. If this
+    /// process is killed in between, an empty file remains, whose address only these plugins
+    /// consider free. Returns `None` if the name exists.
+    fn write_in_place(&self, content: &str, name: &str) -> io::Result<Option<File>> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let file = match openat(self.file.as_fd(), name, flags, Mode::from_bits_truncate(0o600)) {
             Ok(file) => File::from(file),
@@ -162,7 +167,7 @@ impl Folder {
         }
     }
 
-    /// Removes a name; `false` if it was not there.
+    /// Removes a file of the folder. Returns `false` if it did not exist.
     pub(crate) fn unlink(&self, name: &str) -> io::Result<bool> {
         let step = Step::begin();
         let removed = match unlinkat(self.file.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
@@ -174,7 +179,7 @@ impl Folder {
         removed
     }
 
-    /// Returns the address that a set's round robin allocated last; `None` if the file has no valid
+    /// Returns the address that was allocated last from a set, or `None` if its file has no valid
     /// address.
     pub(crate) fn last_reserved(&self, set: usize) -> Option<IpAddr> {
         match crate::index::read_name(&self.file, &last_reserved_name(set)) {
@@ -183,7 +188,7 @@ impl Folder {
         }
     }
 
-    /// Remembers where the round robin of a set stands.
+    /// Stores the address that was allocated last from a set.
     pub(crate) fn set_last_reserved(&self, set: usize, address: IpAddr) -> io::Result<()> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         let mode = Mode::from_bits_truncate(0o600);
@@ -192,14 +197,14 @@ impl Folder {
             return Err(io::Error::other("it is not a regular file"));
         }
         let text = address.to_string();
-        // The file is not truncated first: ext4 would start writing to the disk when such a file is
-        // closed.
+        // The file is not truncated before it is written, because ext4 writes such a file to the
+        // disk when it is closed.
         file.write_all(text.as_bytes())?;
         file.set_len(text.len() as u64)
     }
 
-    /// Returns what is unusual about an address's file: `its file has 70000 bytes, more than any
-    /// reservation`, `it is a directory`.
+    /// Returns what is unusual about an address's file, such as `it is a directory, not a
+    /// reservation`, or `None`.
     pub(crate) fn peculiarity(&self, address: IpAddr) -> Option<String> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
         let kind = metadata.file_type();
@@ -214,19 +219,21 @@ impl Folder {
         })
     }
 
-    /// When a reservation was made, by its file.
+    /// Returns the time of a reservation, which is its file's ctime.
     pub(crate) fn made_at(&self, address: IpAddr) -> Option<SystemTime> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
         u64::try_from(metadata.ctime()).ok().map(|seconds| UNIX_EPOCH + Duration::from_secs(seconds))
     }
 }
 
+/// Returns the name of the file with the address that was allocated last from a set.
 fn last_reserved_name(set: usize) -> String {
     format!("last_reserved_ip.{set}")
 }
 
-/// Writes the content and gives the file an mtime of this second but with random nanoseconds: if
-/// inode and times are found again, it is this file, unchanged, however fast inodes are reused.
+/// Writes the content, and sets the file's mtime to the current second with random nanoseconds. So
+/// a file with the same inode and times is this file, even if the file system uses inodes again
+/// quickly.
 fn fill(mut file: File, content: &str) -> io::Result<File> {
     file.write_all(content.as_bytes())?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -235,12 +242,15 @@ fn fill(mut file: File, content: &str) -> io::Result<File> {
     Ok(file)
 }
 
+/// Whether another method of writing would fail in the same way: no space, a full quota, a
+/// read-only or broken disk.
 fn is_final(error: &io::Error) -> bool {
     use nix::libc::{EDQUOT, EFBIG, EIO, ENOSPC, EROFS};
     matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO | EFBIG))
 }
 
-/// Removes what killed processes left in the sidecar. The lock excludes other processes.
+/// Removes the temporary files of killed processes from the sidecar. The caller holds the lock, so
+/// they do not belong to a running process.
 pub(crate) fn sweep(sidecar: &Path) {
     let Ok(entries) = std::fs::read_dir(sidecar) else { return };
     for entry in entries.flatten() {
@@ -251,7 +261,7 @@ pub(crate) fn sweep(sidecar: &Path) {
     }
 }
 
-/// Makes the sidecar's folder, for root alone.
+/// Creates the sidecar with access for root only.
 pub(crate) fn create_sidecar(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)

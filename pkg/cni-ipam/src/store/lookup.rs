@@ -1,28 +1,29 @@
-//! Finds an owner's reservations: by the index, each confirmed by its file.
+//! Finds an owner's reservations in the index, and confirms each by reading its file.
 //!
-//! Nothing is changed here. A file that cannot be read (a broken disk, no memory, missing
-//! permission) does not stop the work on the others, and its owner is unknown. If the index names
-//! the owner, the result is an error beside the readable reservations. A file that was never
-//! readable is tried by every verb but STATUS, and noted: an error would keep all containers of the
-//! network from ending.
+//! Nothing is changed here. The owner of a file that cannot be read (a broken disk, no memory,
+//! missing permission) is unknown, and the work on the other files continues. If the index says
+//! that the owner has that address, the result contains an error beside the other reservations.
+//! Every verb but STATUS tries again to read files that were unreadable when the index was built,
+//! and only notes that they still are: an error would make every DEL of the network fail.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use cni::{Code, Error, Result};
 
-use super::{Locked, Owner, Reservation, Told, Trouble};
+use super::{Locked, Noted, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
 use crate::index::{self, Content, Index};
 
-/// How many of the files that could not be read a verb tries again, and for how long.
-const TRIES: usize = 16;
-const PATIENCE: Duration = Duration::from_millis(200);
+/// How many of the unreadable files a verb tries to read again.
+const MAX_RETRIED: usize = 16;
+/// How long it tries.
+const RETRY_TIME: Duration = Duration::from_millis(200);
 
-/// All that is reserved, as far as it can be read.
+/// All reservations that can be read, and the files that cannot.
 #[derive(Debug)]
 pub struct Listed {
-    /// In the order of the addresses.
+    /// The reservations, sorted by address.
     pub reservations: Vec<Reservation>,
     /// The addresses whose files could not be read, and why.
     pub unread: Vec<(IpAddr, Error)>,
@@ -31,16 +32,20 @@ pub struct Listed {
     pub unusual: Vec<(IpAddr, String)>,
 }
 
-/// The reservations of one owner, as far as they can be read.
+/// The reservations of one owner.
 pub(super) struct Reserved {
-    /// The addresses whose files say so.
+    /// The addresses whose files name the owner.
     pub(super) addresses: Vec<IpAddr>,
-    /// Why the others could not be read.
+    /// One error for each file that cannot be read, of which the index says that it names the
+    /// owner.
     pub(super) errors: Vec<Error>,
 }
 
 impl Reserved {
-    /// All of them, or why that is not known.
+    /// Returns the addresses.
+    ///
+    /// # Errors
+    /// A file could not be read, so the addresses may be incomplete.
     pub(super) fn all(self) -> Result<Vec<IpAddr>> {
         Error::join(self.errors).map(|()| self.addresses)
     }
@@ -53,64 +58,72 @@ impl Locked {
         index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
     }
 
-    /// Whether files that this index could not read can be read by now. Notes those that still
-    /// cannot be read. Of many files only some are tried: a broken disk takes long for each, and
-    /// other processes wait for the lock. GC tries all.
+    /// Whether a file that was unreadable when the index was built can be read now. If not, writes
+    /// a note once. Of many such files only [`MAX_RETRIED`] are tried, because a broken disk takes
+    /// long for each and other processes wait for the lock. GC tries all.
     pub(super) fn could_read_more(&mut self, index: &Index) -> Result<bool, Trouble> {
         let mut unread = index.unread().map_err(TableError::Io)?;
         let all = unread.len();
-        if all > TRIES {
-            // Others every time.
+        if all > MAX_RETRIED {
+            // A selection that depends on the process ID, so that each call tries other files.
             unread.rotate_left(std::process::id() as usize % all);
-            unread.truncate(TRIES);
+            unread.truncate(MAX_RETRIED);
         }
-        let (mut first, began) = (None, Instant::now());
+        let (mut first_error, began) = (None, Instant::now());
         for address in unread {
             match self.read(address) {
                 Ok(_) => return Ok(true),
-                Err(error) => first = first.or(Some(error)),
+                Err(error) => first_error = first_error.or(Some(error)),
             }
-            if began.elapsed() > PATIENCE {
+            if began.elapsed() > RETRY_TIME {
                 break;
             }
         }
-        if let (Some(first), Told::NotYet) = (first, self.told) {
-            self.told = Told::Once;
-            let others = if all == 1 { String::new() } else { format!(", like {} others", all - 1) };
-            self.store.options.notes.note(format_args!("{first}{others}; its owner is unknown, so no DEL releases it"));
+        if let (Some(first_error), Noted::No) = (first_error, self.unread_noted) {
+            self.unread_noted = Noted::Yes;
+            let others = if all == 1 { String::new() } else { format!(" (and {} other files)", all - 1) };
+            self.store
+                .options
+                .notes
+                .note(format_args!("{first_error}{others}; its owner is unknown, so no DEL releases it"));
         }
         Ok(false)
     }
 
-    /// The addresses whose files have the content that `hash` is of, each read and compared.
+    /// Returns the addresses whose files have this content. `hash` is the content's hash, by which
+    /// the index finds them; each file is read and compared.
+    ///
+    /// # Errors
+    /// [`Trouble::Stale`] if a file has another content than the index says and the folder may have
+    /// changed since the index was built.
     pub(super) fn held(&mut self, hash: u64, content: &[u8]) -> Result<Reserved, Trouble> {
         let mut listed = self.index()?.held(hash)?;
         listed.sort_unstable();
-        let exact = self.index()?.is_exact();
-        let mut held = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
+        let is_exact = self.index()?.is_exact();
+        let mut reserved = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
         for address in listed {
             match self.read(address) {
-                Ok(Content::Text(text)) if text == content => held.addresses.push(address),
-                // Two contents with one hash, or a file that was edited in place.
-                Ok(_) if exact => {}
+                Ok(Content::Text(text)) if text == content => reserved.addresses.push(address),
+                // Two contents have the same hash, or the file was edited in place.
+                Ok(_) if is_exact => {}
                 Ok(_) => return Err(Trouble::Stale),
-                Err(error) => held.errors.push(error),
+                Err(error) => reserved.errors.push(error),
             }
         }
-        Ok(held)
+        Ok(reserved)
     }
 
-    /// Returns the reservations of `owner`: those of the exact form or, if there are none, those of
-    /// its ID alone.
+    /// Returns the reservations of `owner`: those that name the container and the interface or, if
+    /// there are none, those that name only the container, as very old plugins wrote them.
     pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
-        let [exact, old] = owner.hashes();
-        let held = self.held(exact, owner.content().trim().as_bytes())?;
-        let none = held.addresses.is_empty() && held.errors.is_empty();
-        if none { self.held(old, owner.id.as_bytes()) } else { Ok(held) }
+        let [full_hash, id_hash] = owner.hashes();
+        let reserved = self.held(full_hash, owner.content().trim().as_bytes())?;
+        let has_none = reserved.addresses.is_empty() && reserved.errors.is_empty();
+        if has_none { self.held(id_hash, owner.id.as_bytes()) } else { Ok(reserved) }
     }
 
-    /// The addresses that `owner` holds: reservations of the exact form, or, if there are none, of
-    /// its ID alone.
+    /// Returns the addresses that are reserved for `owner`: those that name the container and the
+    /// interface or, if there are none, those that name only the container.
     ///
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
@@ -118,7 +131,7 @@ impl Locked {
         self.attempt(|locked| locked.held_by_owner(owner))?.all()
     }
 
-    /// Every reservation. Reads all of them.
+    /// Returns all reservations. Reads every file.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
@@ -145,7 +158,8 @@ impl Locked {
         Ok(listed)
     }
 
-    /// Returns the holder of an address as text for messages: `10.0.0.2 is held by <id> <ifname>`.
+    /// Returns a text about the holder of an address for messages: `10.0.0.2 is held by <id>
+    /// <ifname>`.
     pub(super) fn describe(&self, address: IpAddr) -> String {
         match self.read(address) {
             Ok(Content::Text(text)) => Reservation::of(&self.folder, address, &text).to_string(),

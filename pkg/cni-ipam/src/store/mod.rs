@@ -1,9 +1,10 @@
-//! The store of reservations: one folder per network, byte for byte Go's, behind one lock per verb.
+//! The store of reservations: one folder for each network, in the format of the Go plugin, and a
+//! lock that each verb takes once.
 //!
-//! A reservation is a file named as its address that holds `<containerID>\r\n<ifname>` (very old
-//! ones the container ID alone). The index and other files of these plugins are in
-//! `<dataDir>/.cni/<network>/` and may be deleted at any time. The store has no ranges of its own:
-//! the caller passes them, and DEL, GC and CHECK need none.
+//! A reservation is a file with the address as its name and `<containerID>\r\n<ifname>` as its
+//! content (in very old ones the container ID alone). The index and other files of these plugins
+//! are in `<dataDir>/.cni/<network>/`, the sidecar, and may be deleted at any time. The store does
+//! not know the ranges: ADD and STATUS pass them, and DEL, GC and CHECK need none.
 //!
 //! Other programs use the folder too (Go's plugin, operators, scripts). So an operation reads a
 //! reservation's file before it allocates or releases the address. A name that is not an address,
@@ -46,7 +47,7 @@ pub use release::Collected;
 pub use reserve::{Lease, NewReservation, RepeatPolicy};
 pub use status::Usage;
 
-/// Where the folders of all networks lie unless the configuration says otherwise.
+/// The default folder for the folders of all networks.
 pub const DEFAULT_DATA_DIR: &str = "/var/lib/cni/networks";
 
 /// The owner of a reservation: one interface of one container.
@@ -57,26 +58,28 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// The container's ID is trimmed, as Go trims it.
+    /// Returns the owner with this container ID, which is trimmed as in Go, and interface.
     pub fn new(id: &str, ifname: &str) -> Owner {
         Owner { id: id.trim().to_owned(), ifname: ifname.to_owned() }
     }
 
-    /// The container's ID.
+    /// Returns the container's ID.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// The interface's name in the container.
+    /// Returns the interface's name in the container.
     pub fn ifname(&self) -> &str {
         &self.ifname
     }
 
+    /// Returns the content of the owner's reservation files.
     fn content(&self) -> String {
         format!("{}\r\n{}", self.id, self.ifname)
     }
 
-    /// The hashes under which the index lists this owner's addresses: exact, and of the old form.
+    /// Returns the hashes by which the index finds this owner's addresses: of the content with
+    /// container ID and interface, and of the old content with the container ID alone.
     fn hashes(&self) -> [u64; 2] {
         [index::hash(self.content().trim().as_bytes()), index::hash(self.id.as_bytes())]
     }
@@ -88,20 +91,21 @@ impl fmt::Debug for Owner {
     }
 }
 
-/// One reservation, as its file has it.
+/// A reservation as its file has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reservation {
     /// The address.
     pub address: IpAddr,
-    /// The container's ID, or whatever else the file's first line says.
+    /// The first line of the file, which is the container's ID.
     pub id: String,
-    /// The interface; `None` in a reservation of the old form.
+    /// The interface, or `None` in a very old reservation that has the container's ID alone.
     pub ifname: Option<String>,
-    /// When the file was made.
+    /// The time when the file was created.
     pub since: Option<SystemTime>,
 }
 
 impl Reservation {
+    /// Returns the reservation of an address whose file has this content.
     fn of(folder: &Folder, address: IpAddr, content: &[u8]) -> Reservation {
         let text = String::from_utf8_lossy(content);
         let (id, ifname) = match text.split_once("\r\n") {
@@ -125,75 +129,79 @@ impl fmt::Display for Reservation {
 /// The settings of a store.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where remarks go: an index that cannot be written.
+    /// Receives remarks for the operator.
     pub notes: Notes,
     /// The machine and boot, which are recorded with a new reservation.
     pub host: Host,
     /// The treatment of reservations that these plugins made before the machine was booted.
     pub earlier: RebootPolicy,
-    /// The reaction to an ADD for an attachment that has addresses already.
+    /// What ADD does for an attachment that has addresses already.
     pub again: RepeatPolicy,
 }
 
 impl Options {
-    /// Nothing is reclaimed and nothing is given twice.
+    /// Returns the options that keep reservations of an earlier boot and refuse a repeated ADD.
     pub fn new(notes: Notes, host: Host) -> Options {
         Options { notes, host, earlier: RebootPolicy::Keep, again: RepeatPolicy::Refuse }
     }
 }
 
-/// The store of one network. Opening it does nothing yet.
+/// The store of one network.
 #[derive(Clone, Debug)]
 pub struct Store {
+    /// The folder of reservations.
     path: PathBuf,
+    /// The folder of these plugins' own files: `<dataDir>/.cni/<network>`.
     sidecar: PathBuf,
     options: Options,
-    told: Rc<Cell<Told>>,
+    /// Whether the note about an unusable index has been written.
+    index_noted: Rc<Cell<Noted>>,
 }
 
 /// Whether a note that is written at most once has been written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Told {
+enum Noted {
     #[default]
-    NotYet,
-    Once,
+    No,
+    Yes,
 }
 
-/// The store while its lock is held. Dropping unlocks.
+/// The store while this process holds its lock. Dropping it releases the lock.
 #[derive(Debug)]
 pub struct Locked {
     folder: Folder,
     _lock: File,
     store: Store,
+    /// The index, once it was needed.
     index: Option<Index>,
     trust: Trust,
-    /// The range sets of an ADD: a new index counts them from the start, and finds their oldest
-    /// holders.
-    asking: Option<RangeSets>,
-    /// Whether the files that cannot be read have been noted.
-    told: Told,
+    /// The range sets of an ADD. If the index has to be rebuilt, it counts their used addresses and
+    /// finds their oldest reservations.
+    range_sets: Option<RangeSets>,
+    /// Whether the note about unreadable files has been written.
+    unread_noted: Noted,
 }
 
-/// How far the files of the sidecar are believed; each disappointment leads one step down.
+/// How much of the index file is trusted. Each inconsistency lowers the level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Trust {
-    /// They cannot be used: the index of this verb lives in memory.
+    /// The file cannot be used: this verb has an index in memory.
     None,
-    /// They can be written, but what is in them is damaged.
+    /// The file can be written, but its content is damaged.
     Place,
-    /// The records of single files, where inode and times agree.
+    /// The record of a reservation, if inode and times of its file are the same.
     Records,
-    /// The whole index, if its stamp agrees.
+    /// The whole index, if the folder has the mtime that was set with it.
     Index,
 }
 
-/// Why one attempt at an operation came to nothing.
+/// The failure of one attempt of an operation.
 enum Trouble {
-    /// The folder is not as the index says: read it again.
+    /// The folder is not as the index says, so it must be read again.
     Stale,
     /// The index is damaged or cannot be used.
     Index(TableError),
-    /// The operation is refused or failed.
+    /// The operation is refused or has failed, and another attempt would not help.
     Final(Error),
 }
 
@@ -209,11 +217,11 @@ impl From<Error> for Trouble {
     }
 }
 
-/// The networks that have a folder of reservations below `data_dir`, by name. A missing `data_dir`
-/// has none.
+/// Returns the names of the networks that have a folder of reservations in `data_dir`, sorted.
+/// Returns none if `data_dir` does not exist.
 ///
 /// # Errors
-/// Code 5 if it cannot be read.
+/// Code 5 if `data_dir` cannot be read.
 pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", data_dir.display()), error);
     let entries = match std::fs::read_dir(data_dir) {
@@ -224,7 +232,7 @@ pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in entries {
         let entry = entry.map_err(failed)?;
-        // `.cni` is ours; no network can have such a name.
+        // `.cni`, which has the sidecars, is not a valid network name.
         if let Some(name) = entry.file_name().to_str()
             && cni::ident::check_network_name(name).is_ok()
             && entry.path().is_dir()
@@ -237,40 +245,40 @@ pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
 }
 
 impl Store {
-    /// The store of `network` below `data_dir`. The network's name must be a valid one: it becomes
-    /// a folder's name.
+    /// Returns the store of `network` in `data_dir`. It need not exist yet. The network's name must
+    /// be valid, because it becomes a folder's name.
     pub fn open(data_dir: &Path, network: &str, options: Options) -> Store {
         Store {
             path: data_dir.join(network),
             sidecar: data_dir.join(".cni").join(network),
             options,
-            told: Rc::default(),
+            index_noted: Rc::default(),
         }
     }
 
-    /// The folder of reservations.
+    /// Returns the folder of reservations.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The network's name, which is the folder's.
+    /// Returns the network's name, which is the folder's name.
     fn network(&self) -> std::borrow::Cow<'_, str> {
         self.path.file_name().unwrap_or_default().to_string_lossy()
     }
 
-    /// Locks the store, and makes its folder if it is missing.
+    /// Locks the store, and creates its folder if it does not exist.
     ///
     /// # Errors
-    /// Code 11 if the lock is not to be had within `limit` or SIGTERM arrives; the message names
-    /// the holder. Code 5 if the folder or its lock cannot be made or opened.
+    /// Code 11 after `limit` or a signal, with the process that holds the lock. Code 5 if the
+    /// folder or the lock file cannot be created or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
         match self.acquire(MissingFolder::Create, OnSigterm::Kill, limit, machine)? {
             Some(locked) => Ok(locked),
-            None => Err(Error::new(Code::INTERNAL, format!("{} was neither found nor made", self.path.display()))),
+            None => Err(Error::new(Code::INTERNAL, format!("{} was neither found nor created", self.path.display()))),
         }
     }
 
-    /// Locks the store if it exists. Makes no folder.
+    /// Locks the store. Returns `None` if its folder does not exist.
     ///
     /// # Errors
     /// As [`lock`](Store::lock).
@@ -278,18 +286,20 @@ impl Store {
         self.acquire(MissingFolder::Leave, OnSigterm::Kill, limit, machine)
     }
 
-    /// Takes back what an ADD has reserved, under the lock, which SIGTERM does not keep it from
-    /// waiting for: only files that are still those, unchanged.
+    /// Locks the store and removes the reservations that an ADD created, except files that have
+    /// been replaced or changed since. A signal does not end the wait for the lock, because it may
+    /// have caused this undo.
     ///
     /// # Errors
-    /// As [`lock`](Store::lock), and code 5 after trying all of them.
-    pub fn undo(&self, made: &[NewReservation], limit: Duration, machine: &dyn Machine) -> Result<()> {
+    /// Code 11 after `limit`; code 5, after all have been tried.
+    pub fn undo(&self, reservations: &[NewReservation], limit: Duration, machine: &dyn Machine) -> Result<()> {
         match self.acquire(MissingFolder::Leave, OnSigterm::Finish, limit, machine)? {
-            Some(mut locked) => locked.undo(made),
+            Some(mut locked) => locked.undo(reservations),
             None => Ok(()),
         }
     }
 
+    /// Locks the store; see [`lock::acquire`].
     fn acquire(
         &self,
         missing: MissingFolder,
@@ -300,41 +310,50 @@ impl Store {
         let locked = lock::acquire(&self.path, missing, on_sigterm, limit, machine)?;
         let Some(Guard { lock, folder }) = locked else { return Ok(None) };
         let folder = Folder { file: folder, path: self.path.clone(), sidecar: self.sidecar.clone() };
-        let (store, told) = (self.clone(), Told::NotYet);
-        Ok(Some(Locked { folder, _lock: lock, store, index: None, trust: Trust::Index, asking: None, told }))
+        Ok(Some(Locked {
+            folder,
+            _lock: lock,
+            store: self.clone(),
+            index: None,
+            trust: Trust::Index,
+            range_sets: None,
+            unread_noted: Noted::No,
+        }))
     }
 
-    fn io(&self, doing: &str, error: std::io::Error) -> Error {
+    /// Returns the error, code 5, of an action on the folder.
+    fn io_error(&self, doing: &str, error: std::io::Error) -> Error {
         Error::caused(Code::IO, format_args!("failed to {doing} {}", self.path.display()), error)
     }
 
+    /// Returns the path of the index file.
     fn index_path(&self) -> PathBuf {
         self.sidecar.join("index")
     }
 
-    /// Notes the addresses that files other than reservations occupy, in one line.
+    /// Writes a note with the addresses whose files are not reservations, if there are any.
     fn note_foreign(&self, foreign: &mut [IpAddr]) {
-        const NAMED: usize = 8;
+        const MAX_LISTED: usize = 8;
         foreign.sort_unstable();
-        let named: Vec<String> = foreign.iter().take(NAMED).map(ToString::to_string).collect();
-        let others = match foreign.len().saturating_sub(NAMED) {
+        let listed: Vec<String> = foreign.iter().take(MAX_LISTED).map(ToString::to_string).collect();
+        let others = match foreign.len().saturating_sub(MAX_LISTED) {
             0 => String::new(),
             others => format!(" and {others} others"),
         };
-        if !named.is_empty() {
+        if !listed.is_empty() {
             self.options.notes.note(format_args!(
                 "{} in {}{others}: not a reservation, so no DEL and no GC frees the address; remove it if no container uses it",
-                named.join(", "),
+                listed.join(", "),
                 self.path.display()
             ));
         }
     }
 
-    /// Says once that the index cannot be kept; everything works without it.
-    fn tell(&self, error: impl fmt::Display) {
-        if self.told.replace(Told::Once) == Told::NotYet {
+    /// Writes a note, once, that the index file cannot be used. Everything works without it.
+    fn note_unusable_index(&self, error: impl fmt::Display) {
+        if self.index_noted.replace(Noted::Yes) == Noted::No {
             self.options.notes.note(format_args!(
-                "the index {} cannot be kept, so every operation reads the whole folder: {error}",
+                "the index file {} cannot be used, so every operation reads the whole folder: {error}",
                 self.index_path().display()
             ));
         }
@@ -342,18 +361,21 @@ impl Store {
 }
 
 impl Locked {
-    /// Runs an attempt until it succeeds or fails for good. Each failure makes the next attempt
-    /// trust less.
+    /// Runs `operation` until it succeeds or returns a final error. After each failure that is
+    /// about the index, the next attempt trusts less of it.
+    ///
+    /// # Errors
+    /// The final error of `operation`; code 11 if the folder keeps changing.
     fn attempt<T>(&mut self, mut operation: impl FnMut(&mut Locked) -> Result<T, Trouble>) -> Result<T> {
         for _ in 0..5 {
             match operation(self) {
-                Ok(done) => return Ok(done),
+                Ok(value) => return Ok(value),
                 Err(Trouble::Final(error)) => return Err(error),
                 Err(Trouble::Stale) => self.distrust(Trust::Records),
                 Err(Trouble::Index(TableError::Corrupt)) if self.trust == Trust::Place => self.distrust(Trust::None),
                 Err(Trouble::Index(TableError::Corrupt)) => self.distrust(Trust::Place),
                 Err(Trouble::Index(TableError::Io(error))) => {
-                    self.store.tell(error);
+                    self.store.note_unusable_index(error);
                     self.distrust(Trust::None);
                 }
             }
@@ -362,7 +384,7 @@ impl Locked {
         Err(Error::new(Code::TRY_AGAIN, msg))
     }
 
-    /// The index, true for the folder: the one on disk if it is, else a new one.
+    /// Returns an index that is true for the folder: the one on disk, or else a new one.
     fn index(&mut self) -> Result<&mut Index, Trouble> {
         if self.index.is_none() {
             let found = if self.trust == Trust::Index { self.open_index()? } else { None };
@@ -370,65 +392,70 @@ impl Locked {
                 Some(index) => index,
                 None => self.rebuild()?,
             };
-            // A file that could not be read when the folder was may be the very one that is looked
-            // for.
+            // A file that was unreadable when the index was built may be the wanted one, so if it
+            // can be read now, the index is built again.
             self.index = Some(if self.could_read_more(&index)? { self.rebuild()? } else { index });
         }
-        // Just set.
+        // It is `Some` now.
         self.index.as_mut().ok_or(Trouble::Stale)
     }
 
+    /// Opens the index on disk. Returns `None` if there is none, or it is not true for the folder.
     fn open_index(&self) -> Result<Option<Index>, Trouble> {
-        let metadata = self.folder.file.metadata().map_err(|error| self.store.io("read", error))?;
+        let metadata = self.folder.file.metadata().map_err(|error| self.store.io_error("read", error))?;
         Ok(index::open(&self.store.index_path(), &Stamp::of(&metadata), &self.store.options.host))
     }
 
+    /// Drops the index and lowers the level of trust to `trust`, if it is higher.
     fn distrust(&mut self, trust: Trust) {
         self.index = None;
         self.trust = self.trust.min(trust);
     }
 
-    /// Reads the folder and writes a new index, or keeps it in memory if that cannot be.
+    /// Reads the folder, and writes a new index to the disk or, if that fails, keeps it in memory.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
         let path = self.store.index_path();
-        // Marked before it is read: a change meanwhile makes the mark untrue.
-        let mark = match self.trust {
+        // The folder gets its new mtime before it is read. A change during the reading then changes
+        // the mtime, so the index will not be used.
+        let stamp = match self.trust {
             Trust::None => None,
             _ => match self.prepare() {
                 Ok(stamp) => Some(stamp),
                 Err(error) => {
-                    self.store.tell(error);
+                    self.store.note_unusable_index(error);
                     None
                 }
             },
         };
         let host = &self.store.options.host;
-        let (known, mut former) = match self.trust {
+        let (known, mut old_header) = match self.trust {
             Trust::None | Trust::Place => Default::default(),
             Trust::Records | Trust::Index => index::old_records(&path, host),
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
-        let records = scanned.map_err(|error| self.store.io("read", error))?;
-        for range in self.asking.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
-            former.start_counting(range);
+        let records = scanned.map_err(|error| self.store.io_error("read", error))?;
+        for range in self.range_sets.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
+            old_header.start_counting(range);
         }
-        let mut index = Index::of(&records, &former, host)?;
-        if let Some(asking) = &self.asking {
-            index.find_oldest(asking, &records)?;
+        let mut index = Index::of(&records, &old_header, host)?;
+        if let Some(range_sets) = &self.range_sets {
+            index.find_oldest(range_sets, &records)?;
         }
         index.set_earlier(self.earlier_in(&records));
         if !reboot::is_local(&self.folder.file) {
             index.set_shared();
         }
-        if let Some(stamp) = mark {
+        if let Some(stamp) = stamp {
             index.marked_as(stamp);
             if let Err(error) = index.save(&path) {
-                self.store.tell(error);
+                self.store.note_unusable_index(error);
             }
         }
         Ok(index)
     }
 
+    /// Creates the sidecar, removes temporary files in it, and sets the folder's mtime for a new
+    /// index.
     fn prepare(&self) -> std::io::Result<Stamp> {
         folder::create_sidecar(&self.folder.sidecar)?;
         folder::sweep(&self.folder.sidecar);

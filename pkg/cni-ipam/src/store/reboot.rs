@@ -1,15 +1,14 @@
-//! Releases reservations of an earlier boot that these plugins made: no container survives a
-//! reboot.
+//! Releases reservations that these plugins created in an earlier boot, because no container
+//! survives a reboot.
 //!
-//! It decides by proof, never by likelihood: our record of a reservation must match inode and times
-//! of its file exactly, the record must be of this machine and of another boot, the file older than
-//! this boot, and the folder on a file system that no other machine can be using. A reservation
-//! that lacks any of this proof stays: files that Go made, changed files, copies of a disk, a
-//! machine without an ID.
+//! A reservation is released only if all of this is certain: inode and times of its file are those
+//! in the index, the record is of this machine and of another boot, the file is older than this
+//! boot, and the folder is on a file system that no other machine can be using. So files that the
+//! Go plugin created, changed files, copies of a disk, and everything on a machine without an ID
+//! stay.
 //!
-//! On a tmpfs nothing can be of an earlier boot, so there a different boot ID proves that the boot
-//! ID was replaced. The file system below an overlay is not visible, so an overlay counts as
-//! shared.
+//! A tmpfs is empty after a boot, so there another boot ID means that the ID was replaced. The file
+//! system below an overlay is not visible, so an overlay counts as shared with other machines.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -29,15 +28,15 @@ use crate::index::{self, Record};
 pub enum RebootPolicy {
     /// The first ADD or GC of a boot releases them.
     Reclaim,
-    /// They stay until a DEL or GC releases them.
+    /// They stay until a DEL or GC of their owner's network releases them.
     Keep,
 }
 
-/// File systems that one kernel at a time uses, and that outlive a reboot. ext2 and ext3 have
-/// ext4's number.
+/// The file systems that only one kernel at a time uses, and that outlive a reboot. ext2 and ext3
+/// have the number of ext4.
 const LOCAL: [FsType; 6] = [
     EXT4_SUPER_MAGIC,
-    // Has no name in nix where the C library is musl, which the release is built for.
+    // nix has no name for it with musl, with which the release is built.
     FsType(0x5846_5342 /* XFS */),
     BTRFS_SUPER_MAGIC,
     F2FS_SUPER_MAGIC,
@@ -45,47 +44,51 @@ const LOCAL: [FsType; 6] = [
     FsType(0x2fc1_2fc1 /* ZFS */),
 ];
 
+/// Whether no other machine can be using the folder's file system.
 pub(super) fn is_local(folder: &File) -> bool {
     fstatfs(folder.as_fd()).is_ok_and(|stat| LOCAL.contains(&stat.filesystem_type()))
 }
 
+/// Returns the ctime of the oldest record, or `None` without records.
 fn oldest<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Timestamp> {
     records.map(|record| record.ctime).min()
 }
 
 impl Locked {
-    /// Returns the time from which on some of these records can be reclaimed. A new index stores
-    /// it, so that no verb has to search for it again.
+    /// Returns the ctime of the oldest of these records that can be reclaimed, or `None` if there
+    /// is none. A new index stores it, so that no verb has to search all records for it.
     pub(super) fn earlier_in(&self, records: &[Record]) -> Option<Timestamp> {
         let host = &self.store.options.host;
         let oldest = oldest(records.iter().filter(|record| record.is_of_earlier_boot(host)));
         oldest.filter(|_| is_local(&self.folder.file))
     }
 
-    /// Takes away what is dead since a reboot. Costs nothing where no reservation is of an earlier
-    /// boot.
+    /// Releases reservations of an earlier boot, with a note, unless the options say
+    /// [`RebootPolicy::Keep`].
     ///
     /// # Errors
-    /// Code 5 if the folder cannot be read. What cannot be removed is noted, and stays.
+    /// Code 5 if the folder cannot be read. A reservation that cannot be removed is only noted.
     pub(super) fn reclaim(&mut self) -> Result<()> {
         if self.store.options.earlier == RebootPolicy::Keep {
             return Ok(());
         }
         let dead = self.attempt(|locked| {
             let Some(earlier) = locked.index()?.earlier() else { return Ok(Vec::new()) };
-            // Another boot ID, but nothing older than this boot: the clock is not set yet, or the
-            // ID is not the kernel's.
+            // If no reservation is older than this boot although its boot ID differs, the clock is
+            // not set yet or the ID was replaced.
             let Some(booted) = locked.store.options.host.booted().filter(|booted| earlier < *booted) else {
                 return Ok(Vec::new());
             };
             let host = locked.store.options.host.clone();
             let records = locked.index()?.records().map_err(TableError::Io)?;
-            let earlier = records.into_iter().filter(|record| record.is_of_earlier_boot(&host));
-            let (mut dead, rest): (Vec<Record>, Vec<Record>) = earlier.partition(|record| record.ctime < booted);
-            let before = dead.len();
+            let of_earlier_boot = records.into_iter().filter(|record| record.is_of_earlier_boot(&host));
+            let (mut dead, rest): (Vec<Record>, Vec<Record>) =
+                of_earlier_boot.partition(|record| record.ctime < booted);
+            let count = dead.len();
             dead.retain(|record| index::is_unchanged(&locked.folder.file, record));
-            // Touched without the folder's being changed: reading it again finds out.
-            if dead.len() < before && locked.trust == Trust::Index {
+            // A file was changed in place, which does not change the folder's mtime, so the folder
+            // is read again.
+            if dead.len() < count && locked.trust == Trust::Index {
                 return Err(Trouble::Stale);
             }
             locked.index()?.set_earlier(oldest(rest.iter()));
@@ -111,8 +114,7 @@ impl Locked {
 }
 
 impl Store {
-    /// Returns the addresses that the next ADD would reclaim. Works without the lock, for STATUS:
-    /// half-made changes are not counted.
+    /// Returns the addresses that the next ADD would reclaim. Takes no lock.
     pub(super) fn reclaimable(&self) -> Vec<IpAddr> {
         let find = || -> Option<Vec<IpAddr>> {
             let (host, path) = (&self.options.host, self.index_path());

@@ -1,8 +1,9 @@
-//! DEL, GC and rollback: releasing reservations.
+//! Releases reservations, for DEL, GC and rollback.
 //!
-//! Every file is read before it goes, and only regular files named as addresses go. Ranges are not
-//! used, because the configuration may have changed since ADD. A reservation of the old form (the
-//! container's ID alone) is released only if there is none of the exact form, as in Go.
+//! Every file is read before it is removed, and only regular files whose names are addresses are
+//! removed. The ranges are not used, because the configuration may have changed since ADD. As in
+//! Go, a very old reservation that has the container's ID alone is released only if there is none
+//! with the interface.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -14,25 +15,26 @@ use super::{Locked, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
 use crate::index::{Content, Holder, Index, Record, hash};
 
-/// Above this many changes a new index is cheaper and simpler than that many changes in place.
-const MANY: usize = 32;
+/// With more removals than these, building a new index is faster than changing it for each.
+const MAX_CHANGES_IN_PLACE: usize = 32;
 
 /// The outcome of GC.
 #[derive(Debug)]
 pub struct Collected {
-    /// The reservations that it removed, in the order of the addresses.
+    /// The removed reservations, sorted by address.
     pub removed: Vec<Reservation>,
-    /// How many reservations stay.
+    /// The number of remaining reservations.
     pub kept: usize,
-    /// The errors, if any; everything else was done.
+    /// All errors joined, if there are any. Everything else has been done.
     pub error: Option<Error>,
 }
 
 impl Locked {
-    /// Removes what `owner` holds; nothing is fine. Returns what was removed.
+    /// Removes the reservations of `owner` and returns their addresses. It is not an error if there
+    /// are none.
     ///
     /// # Errors
-    /// Code 5, after trying everything.
+    /// Code 5, after all have been tried.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
         let Reserved { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
         let (removed, error) = self.remove(&addresses);
@@ -40,31 +42,31 @@ impl Locked {
         Error::join(errors).map(|()| removed)
     }
 
-    /// Removes every reservation whose owner is not in `valid`. One of the old form stays if its ID
-    /// is in `valid` with any interface. What is not a reservation stays and is noted. What an
-    /// earlier boot has left goes before that, valid or not, as the options say.
+    /// Removes all reservations whose owner is not in `valid`. A very old reservation, which has
+    /// the container's ID alone, stays if `valid` has that ID with any interface. A file that is
+    /// not a reservation stays, with a note. If the options ask for it, reservations of an earlier
+    /// boot are removed first, even those of valid owners.
     ///
     /// # Errors
-    /// Code 5 if the folder cannot be read; what fails later is part of the answer.
+    /// Code 5 if the folder cannot be read. Later errors are part of the result.
     pub fn collect(&mut self, valid: &[Owner]) -> Result<Collected> {
         self.reclaim()?;
         let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
-        let held = self.attempt(|locked| {
+        let occupied = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
-            // In an older build's index, reservations whose files are too long have no known owner.
-            let held = |record: &Record| record.holder != Holder::Free;
-            Ok(records.into_iter().filter(held).collect::<Vec<_>>())
+            let is_occupied = |record: &Record| record.holder != Holder::Free;
+            Ok(records.into_iter().filter(is_occupied).collect::<Vec<_>>())
         })?;
-        let (mut doomed, mut foreign) = (Vec::new(), Vec::new());
+        let (mut invalid, mut foreign) = (Vec::new(), Vec::new());
         let mut errors = Vec::new();
-        for record in &held {
+        for record in &occupied {
             if matches!(record.holder, Holder::Content(hash) if valid.contains(&hash)) {
                 continue;
             }
             match self.read(record.address) {
-                // Judged by what the file says, not by what the index remembers.
+                // The content of the file decides, not the index.
                 Ok(Content::Text(text)) if !valid.contains(&hash(&text)) => {
-                    doomed.push(Reservation::of(&self.folder, record.address, &text));
+                    invalid.push(Reservation::of(&self.folder, record.address, &text));
                 }
                 Ok(Content::Foreign) => foreign.push(record.address),
                 Ok(_) => {}
@@ -72,24 +74,24 @@ impl Locked {
             }
         }
         self.store.note_foreign(&mut foreign);
-        doomed.sort_unstable_by_key(|reservation| reservation.address);
-        let addresses: Vec<IpAddr> = doomed.iter().map(|reservation| reservation.address).collect();
+        invalid.sort_unstable_by_key(|reservation| reservation.address);
+        let addresses: Vec<IpAddr> = invalid.iter().map(|reservation| reservation.address).collect();
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
         let removed: HashSet<IpAddr> = removed.into_iter().collect();
-        doomed.retain(|reservation| removed.contains(&reservation.address));
+        invalid.retain(|reservation| removed.contains(&reservation.address));
         Ok(Collected {
-            kept: held.len() - foreign.len() - doomed.len(),
-            removed: doomed,
+            kept: occupied.len() - foreign.len() - invalid.len(),
+            removed: invalid,
             error: Error::join(errors).err(),
         })
     }
 
-    /// Removes reservations that the caller has chosen out of [`list`](Locked::list), under the
-    /// lock that it still holds. One that has changed since stays. Returns what was removed.
+    /// Removes reservations that the caller has chosen from [`list`](Locked::list), and returns
+    /// their addresses. Leaves those that have changed since.
     ///
     /// # Errors
-    /// Code 5, after trying everything.
+    /// Code 5, after all have been tried.
     pub fn release_chosen(&mut self, chosen: &[Reservation]) -> Result<Vec<IpAddr>> {
         let (mut unchanged, mut errors) = (Vec::with_capacity(chosen.len()), Vec::new());
         for reservation in chosen {
@@ -106,14 +108,14 @@ impl Locked {
         Error::join(errors).map(|()| removed)
     }
 
-    /// Unlinks these reservations, which the caller has just read, and updates the index. Continues
-    /// after errors.
+    /// Removes the files of these addresses, which the caller has just read, and updates the index.
+    /// Continues after errors. Returns the removed addresses and all errors joined.
     pub(super) fn remove(&mut self, addresses: &[IpAddr]) -> (Vec<IpAddr>, Option<Error>) {
         if addresses.is_empty() {
             return (Vec::new(), None);
         }
-        // If the folder differs from the index, the next reader must rebuild the index. The files
-        // are removed regardless.
+        // If the folder is not as the index says, the index must be rebuilt, but the files are
+        // removed in any case.
         if !matches!(self.begin(), Ok(true)) {
             self.distrust(super::Trust::Records);
         }
@@ -128,9 +130,9 @@ impl Locked {
                 }
             }
         }
-        if removed.len() > MANY {
+        if removed.len() > MAX_CHANGES_IN_PLACE {
             self.distrust(super::Trust::Records);
-            // Errors here cost time later, nothing else.
+            // An error here only means that the next verb has to build the index.
             let _ = self.attempt(|locked| locked.index().map(|_| ()));
         } else {
             self.settle(|index| removed.iter().try_for_each(|address| index.remove(*address)));
@@ -138,7 +140,8 @@ impl Locked {
         (removed, Error::join(errors).err())
     }
 
-    /// Step 1 of a change of the folder: `false` if the index is not true any more.
+    /// Step 1 of a change of the folder (see the head of the module `index`). Returns `false` if
+    /// the index is not true for the folder any more.
     pub(super) fn begin(&mut self) -> Result<bool, Trouble> {
         self.index()?;
         match &mut self.index {
@@ -147,22 +150,22 @@ impl Locked {
         }
     }
 
-    /// Steps 3 to 5: the folder has been changed; `change` updates the index. If that fails, the
-    /// index stays dirty, so the next verb rebuilds it.
+    /// Steps 3 to 5 after the folder has been changed: `change` updates the index. If that fails,
+    /// the index file stays marked as dirty, so the next verb rebuilds it.
     pub(super) fn settle(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
-        let settled = (|| {
+        let outcome = (|| {
             if index.is_on_disk() {
                 index.mark(&self.folder.file)?;
             }
             change(&mut index)?;
             index.finish()
         })();
-        match settled {
+        match outcome {
             Ok(()) => self.index = Some(index),
             Err(TableError::Corrupt) => self.distrust(super::Trust::Place),
             Err(TableError::Io(error)) => {
-                self.store.tell(error);
+                self.store.note_unusable_index(error);
                 self.distrust(super::Trust::None);
             }
         }

@@ -1,8 +1,8 @@
-//! ADD: one address of each range set, all of them or none.
+//! ADD: reserves one address of each range set, or none at all.
 //!
-//! Everything is decided before the first file is created, so a refusal changes nothing. Undoing an
-//! ADD releases only the files that this ADD created, not all reservations of the container: a
-//! repeated ADD that fails must leave the running container its addresses.
+//! All addresses are chosen before the first file is created, so a refusal changes nothing. Undoing
+//! an ADD removes only the files that this ADD created, not all reservations of the attachment: if
+//! a repeated ADD fails, the running container must keep its addresses.
 
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -16,24 +16,24 @@ use crate::index::table::TableError;
 use crate::index::{Content, Index, Record};
 use crate::ranges::{Range, RangeSet, RangeSets};
 
-/// The reaction to an ADD for an attachment that has addresses already.
+/// What ADD does for an attachment that has addresses already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RepeatPolicy {
-    /// It is refused, as the specification has it: an attachment is added once.
+    /// Fails, because the specification says that an attachment is added once.
     Refuse,
-    /// It gets the same addresses.
+    /// Returns the same addresses.
     Reuse,
 }
 
-/// The addresses that an ADD gets, in the order of the range sets.
+/// The addresses that an ADD got, in the order of the range sets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
-    /// The range that each address is of, and the address.
+    /// The addresses, each with its range.
     pub addresses: Vec<(Range, IpAddr)>,
-    made: Vec<NewReservation>,
+    new_reservations: Vec<NewReservation>,
 }
 
-/// A reservation made by this process: enough to take back this one and no other.
+/// A reservation that this ADD created, with what is needed to recognise its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewReservation {
     address: IpAddr,
@@ -42,25 +42,27 @@ pub struct NewReservation {
 }
 
 impl Lease {
-    /// The reservations that this ADD made, for [`Store::undo`](super::Store::undo): none that it
-    /// found.
-    pub fn made(&self) -> Vec<NewReservation> {
-        self.made.clone()
+    /// Returns the reservations that this ADD created, for [`Store::undo`](super::Store::undo).
+    /// Those that existed before are not among them.
+    pub fn new_reservations(&self) -> Vec<NewReservation> {
+        self.new_reservations.clone()
     }
 }
 
-/// The address that one set gives, and whether the owner has it already.
-struct Pick {
+/// The address chosen from one set.
+struct Choice {
     address: IpAddr,
-    held: bool,
+    /// Whether the owner has it already.
+    is_reused: bool,
 }
 
-/// How many addresses a message names.
-const NAMED: usize = 8;
+/// How many addresses an error message lists.
+const MAX_LISTED: usize = 8;
 
-struct Asking<'a>(&'a Index);
+/// The occupied addresses according to an index.
+struct IndexedAddresses<'a>(&'a Index);
 
-impl Occupied for Asking<'_> {
+impl Occupied for IndexedAddresses<'_> {
     type Error = Trouble;
 
     fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Trouble> {
@@ -69,68 +71,78 @@ impl Occupied for Asking<'_> {
 }
 
 impl Locked {
-    /// Reserves one address of each set for `owner`: the requested one, or the next in turn. What
-    /// an earlier boot has left is taken away first, as the options say; and with
-    /// [`RepeatPolicy::Reuse`] what the owner has of a set is its address.
+    /// Reserves one address of each set for `owner`: the requested one, or the next of the round
+    /// robin. With [`RepeatPolicy::Reuse`], an address of the set that the owner has already is
+    /// used again. First releases reservations of an earlier boot, if the options ask for that.
     ///
     /// # Errors
-    /// Nothing is reserved then. Code 11: a set has no free address; 102: the owner already has an
-    /// address of a set, or a requested address is held, and the message names the holder; 7: what
-    /// is requested is a gateway or in no set; 5: a file could not be made. The messages begin with
+    /// Nothing has been reserved. Code 11: a set has no free address. Code 102: the owner has an
+    /// address of a set already, or another owner has the requested address. Code 7: the requested
+    /// address is a gateway or in no set. Code 5: a file cannot be created. The messages begin with
     /// Go's texts.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
-        self.asking = Some(sets.clone());
+        self.range_sets = Some(sets.clone());
         self.reclaim()?;
         self.attempt(|locked| {
-            let mut picked = Vec::with_capacity(requested.len());
+            let mut choices = Vec::with_capacity(requested.len());
             for (position, (set, requested)) in sets.sets().iter().zip(&requested).enumerate() {
-                let address = locked.pick(owner, position, set, *requested).map_err(|trouble| match trouble {
+                let choice = locked.choose(owner, position, set, *requested).map_err(|trouble| match trouble {
                     Trouble::Final(error) => {
                         Trouble::Final(error.context(format_args!("failed to allocate for range {position}")))
                     }
                     other => other,
                 })?;
-                picked.push(address);
+                choices.push(choice);
             }
             for range in sets.sets().iter().flat_map(RangeSet::ranges) {
-                // STATUS answers from these counters.
+                // Adds a counter for the range, from which STATUS answers.
                 locked.index()?.count(range)?;
             }
-            let new: Vec<(usize, IpAddr)> = picked
-                .iter()
-                .enumerate()
-                .filter(|(_, pick)| !pick.held)
-                .map(|(set, pick)| (set, pick.address))
-                .collect();
-            let records = if new.is_empty() { Vec::new() } else { locked.carry_out(owner, &new)? };
-            let made = |record: Record| NewReservation {
+            let mut addresses = Vec::with_capacity(choices.len());
+            // The addresses to reserve, each with the position of its set.
+            let mut new: Vec<(usize, IpAddr)> = Vec::new();
+            for (position, (set, choice)) in sets.sets().iter().zip(&choices).enumerate() {
+                addresses.extend(set.find(choice.address).map(|range| (range.clone(), choice.address)));
+                if !choice.is_reused {
+                    new.push((position, choice.address));
+                }
+            }
+            let records = if new.is_empty() { Vec::new() } else { locked.create_all(owner, &new)? };
+            let new_reservation = |record: Record| NewReservation {
                 address: record.address,
                 inode: record.inode,
                 content: owner.content(),
             };
-            let addresses = sets.sets().iter().zip(&picked);
-            let addresses = addresses.filter_map(|(set, pick)| Some((set.find(pick.address)?.clone(), pick.address)));
-            Ok(Lease { addresses: addresses.collect(), made: records.into_iter().map(made).collect() })
+            Ok(Lease { addresses, new_reservations: records.into_iter().map(new_reservation).collect() })
         })
     }
 
-    fn pick(
+    /// Chooses the address that `owner` gets from `set`, which has this position in the
+    /// configuration.
+    ///
+    /// # Errors
+    /// Those of [`reserve`](Locked::reserve); [`Trouble::Stale`] if the folder has to be read again
+    /// first.
+    fn choose(
         &mut self,
         owner: &Owner,
         position: usize,
         set: &RangeSet,
         requested: Option<IpAddr>,
-    ) -> Result<Pick, Trouble> {
-        let [exact, old] = owner.hashes();
-        let mut held = self.held(exact, owner.content().trim().as_bytes())?.all()?;
+    ) -> Result<Choice, Trouble> {
+        // A reservation names the container and the interface. Very old ones name only the
+        // container.
+        let [full_hash, id_hash] = owner.hashes();
+        let mut reserved = self.held(full_hash, owner.content().trim().as_bytes())?.all()?;
         if self.store.options.again == RepeatPolicy::Reuse {
-            // Only reservations of the exact form: one with the container's ID alone may be another
-            // interface's.
-            let wanted = |address: &IpAddr| requested.is_none_or(|requested| requested == *address);
-            let usable = |address: &IpAddr| set.find(*address).is_some() && !set.is_gateway(*address);
-            if let Some(address) = held.iter().copied().find(|address| wanted(address) && usable(address)) {
-                return Ok(Pick { address, held: true });
+            // A reservation that names only the container is not used again, because it may belong
+            // to another interface.
+            for address in &reserved {
+                let is_requested = requested.is_none_or(|requested| requested == *address);
+                if is_requested && set.find(*address).is_some() && !set.is_gateway(*address) {
+                    return Ok(Choice { address: *address, is_reused: true });
+                }
             }
         }
         if let Some(address) = requested {
@@ -143,52 +155,49 @@ impl Locked {
                 return Err(Error::new(Code::CONFLICT, msg).into());
             }
         }
-        // Both forms: an owner that has an address of the set in either form gets no second one.
-        held.extend(self.held(old, owner.id().as_bytes())?.all()?);
-        if let Some(address) = held.iter().find(|address| set.find(**address).is_some()) {
+        reserved.extend(self.held(id_hash, owner.id().as_bytes())?.all()?);
+        if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
             let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
-            let held: Vec<String> = held.iter().take(NAMED).map(|address| self.describe(*address)).collect();
+            let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
             let advice = match self.store.options.again {
                 RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
                 RepeatPolicy::Reuse => {
-                    "run DEL to release it; \"reuse\" returns no other address, no gateway, and no address recorded without an interface name"
+                    "run DEL to release it; \"reuse\" does not return another address than the requested one, a gateway, or an address that was reserved without an interface name"
                 }
             };
-            let details = format!("{}; {advice}", held.join(", "));
+            let details = format!("{}; {advice}", listed.join(", "));
             return Err(Error::new(Code::CONFLICT, msg).with_details(details).into());
         }
         if let Some(address) = requested {
-            return Ok(Pick { address, held: false });
+            return Ok(Choice { address, is_reused: false });
         }
         let last = self.folder.last_reserved(position);
-        match allocator::next(set, last, &mut Asking(self.index()?))? {
-            Some(address) => Ok(Pick { address, held: false }),
-            // Something may have been removed without the lock and unseen; reading the folder once
-            // will tell.
+        match allocator::next(set, last, &mut IndexedAddresses(self.index()?))? {
+            Some(address) => Ok(Choice { address, is_reused: false }),
+            // Another program may have removed a reservation without taking the lock. Reading the
+            // folder again finds that out.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }
     }
 
-    /// The error that says that a set is used up, by how many and by whom.
+    /// Returns the error, code 11, for a set without a free address. It names the oldest holders.
     fn exhausted(&mut self, set: &RangeSet) -> Result<Error, Trouble> {
         let total = set.capacity();
         let mut error = Error::new(
             Code::TRY_AGAIN,
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
-        // The oldest holders need not be the next in the round robin: an address that was freed and
-        // taken again has kept its place there.
         let mut oldest = self.index()?.oldest(set)?;
         if oldest.is_empty() && total > 0 {
-            // The folder was read for another set, or for none.
+            // The index stores the oldest holders only for the sets of the call that rebuilt it.
             oldest = self.index()?.search_oldest(set)?;
         }
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
         if !oldest.is_empty() {
             error = error.with_details(format!(
-                "held longest: {}; if these containers are gone, DEL or GC frees their addresses, \
-                 and `cnitool ipam gc {} --unknown` what no runtime remembers; else the network needs a larger range",
+                "oldest reservations: {}; if these containers do not exist any more, run DEL or GC, \
+                 or `cnitool ipam gc {} --unknown` for containers that no runtime knows; otherwise configure a larger range",
                 oldest.join(", "),
                 self.store.network(),
             ));
@@ -196,36 +205,43 @@ impl Locked {
         Ok(error)
     }
 
+    /// Returns the holder of an address as [`describe`](Locked::describe) does, and since when.
     fn describe_with_age(&self, address: IpAddr) -> String {
         let age = self.folder.made_at(address).and_then(|made| SystemTime::now().duration_since(made).ok());
         match age.map(|age| age.as_secs()) {
-            Some(seconds) => format!("{} since {}", self.describe(address), in_words(seconds)),
+            Some(seconds) => format!("{} for {}", self.describe(address), duration_text(seconds)),
             None => self.describe(address),
         }
     }
 
-    /// Creates the files, then updates the index, in the order that the head of `index` explains.
-    fn carry_out(&mut self, owner: &Owner, picked: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
+    /// Creates a reservation for each address, which comes with the position of its set, and
+    /// updates the index in the order that the head of the module `index` explains. Returns the
+    /// records.
+    ///
+    /// # Errors
+    /// A file cannot be created; the others have been removed again. [`Trouble::Stale`] if the
+    /// folder has changed.
+    fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
         if !self.begin()? {
             return Err(Trouble::Stale);
         }
-        let mut made: Vec<Record> = Vec::with_capacity(picked.len());
-        let mut announced = Ok(());
-        for (position, address) in picked {
-            match self.create(owner, *address, &mut announced) {
-                Ok(LinkOutcome::NewReservation(record)) => made.push(record),
+        let mut created: Vec<Record> = Vec::with_capacity(addresses.len());
+        let mut index_outcome = Ok(());
+        for (position, address) in addresses {
+            match self.create(owner, *address, &mut index_outcome) {
+                Ok(LinkOutcome::NewReservation(record)) => created.push(record),
                 outcome => {
                     let name = |address: &IpAddr| format!("{}/{address}", self.folder.path.display());
-                    for record in &made {
+                    for record in &created {
                         if let Err(error) = self.folder.unlink(&record.address.to_string()) {
                             let name = name(&record.address);
                             self.store
                                 .options
                                 .notes
-                                .note(format_args!("failed to undo the reservation of {name}: {error}"));
+                                .note(format_args!("failed to remove the new reservation {name}: {error}"));
                         }
                     }
-                    // The header is dirty, so the next process reads the folder.
+                    // The index file stays marked as dirty, so the next process rebuilds it.
                     self.index = None;
                     return Err(match outcome {
                         Err(error) => {
@@ -238,9 +254,9 @@ impl Locked {
                 }
             }
         }
-        for (position, address) in picked {
+        for (position, address) in addresses {
             if let Err(error) = self.folder.set_last_reserved(*position, *address) {
-                // This loses only the starting point of the next allocation.
+                // Only the next allocation then starts at another address.
                 let path = self.folder.path.display();
                 self.store
                     .options
@@ -248,65 +264,71 @@ impl Locked {
                     .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
             }
         }
-        self.settle(|index| announced.and_then(|()| made.iter().try_for_each(|record| index.put(record))));
-        Ok(made)
+        self.settle(|index| {
+            index_outcome?;
+            created.iter().try_for_each(|record| index.put(record))
+        });
+        Ok(created)
     }
 
-    /// Makes one reservation; a blank file of that name is replaced. What became of telling the
-    /// index beforehand is `announced`: no reason not to go on, for an index in doubt is given up
-    /// at the end.
+    /// Creates one reservation. Replaces a blank file of that name.
+    ///
+    /// Just before the file gets its name, a preliminary record is written to the index. If that
+    /// fails, the error is stored in `index_outcome`, and the reservation is created even so: the
+    /// caller then discards the index.
     pub(super) fn create(
         &mut self,
         owner: &Owner,
         address: IpAddr,
-        announced: &mut Result<(), TableError>,
+        index_outcome: &mut Result<(), TableError>,
     ) -> std::io::Result<LinkOutcome> {
-        // A reservation on a shared disk survives a reboot of the machine with the disk, even if
-        // that machine has the same ID.
+        // On a disk that another machine may also use, a different boot ID does not prove that the
+        // container is gone, so the record gets no boot ID.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
         let (content, boot) = (owner.content(), if is_shared { 0 } else { self.store.options.host.boot() });
         let index = &mut self.index;
-        let mut announce = |record: &Record| {
-            // One in memory dies with us.
-            if let Some(index) = index.as_mut().filter(|index| index.is_on_disk() && announced.is_ok()) {
-                *announced = index.put(record);
+        let mut before_link = |record: &Record| {
+            // An index in memory does not outlive this process, so it needs no preliminary record.
+            if let Some(index) = index.as_mut().filter(|index| index.is_on_disk() && index_outcome.is_ok()) {
+                *index_outcome = index.put(record);
             }
         };
-        match self.folder.create(address, &content, boot, &mut announce)? {
+        match self.folder.create(address, &content, boot, &mut before_link)? {
             LinkOutcome::Exists if crate::index::read(&self.folder.file, address)? == Content::Blank => {
                 self.folder.unlink(&address.to_string())?;
-                self.folder.create(address, &content, boot, &mut announce)
+                self.folder.create(address, &content, boot, &mut before_link)
             }
             outcome => Ok(outcome),
         }
     }
 
-    /// Takes back what [`reserve`](Locked::reserve) made: only files that are still those,
-    /// unchanged.
+    /// Removes the reservations that [`reserve`](Locked::reserve) created. Leaves files that have
+    /// been replaced or changed since.
     ///
     /// # Errors
-    /// Code 5, after trying all of them.
-    pub fn undo(&mut self, made: &[NewReservation]) -> Result<()> {
+    /// Code 5, after all have been tried.
+    pub fn undo(&mut self, reservations: &[NewReservation]) -> Result<()> {
         use std::os::unix::fs::MetadataExt;
-        let (mut still, mut errors) = (Vec::new(), Vec::new());
-        for made in made {
-            let path = self.folder.path.join(made.address.to_string());
-            let same = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == made.inode);
-            if !same {
+        let (mut unchanged, mut errors) = (Vec::new(), Vec::new());
+        for NewReservation { address, inode, content } in reservations {
+            let path = self.folder.path.join(address.to_string());
+            let is_same_file = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == *inode);
+            if !is_same_file {
                 continue;
             }
-            match self.read(made.address) {
-                Ok(Content::Text(text)) if text == made.content.trim().as_bytes() => still.push(made.address),
+            match self.read(*address) {
+                Ok(Content::Text(text)) if text == content.trim().as_bytes() => unchanged.push(*address),
                 Ok(_) => {}
                 Err(error) => errors.push(error),
             }
         }
-        errors.extend(self.remove(&still).1);
+        errors.extend(self.remove(&unchanged).1);
         Error::join(errors)
     }
 }
 
-fn in_words(seconds: u64) -> String {
+/// Formats a duration in its largest sensible unit: `90 s`, `15 min`, `3 h`, `12 days`.
+fn duration_text(seconds: u64) -> String {
     match seconds {
         0..120 => format!("{seconds} s"),
         120..7200 => format!("{} min", seconds / 60),

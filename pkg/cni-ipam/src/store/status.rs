@@ -1,9 +1,8 @@
-//! STATUS: how many addresses are used, without the lock and without waiting.
+//! STATUS: counts the used addresses, without the lock and without waiting.
 //!
-//! It writes nothing and rebuilds nothing. With an index that is true and stays so while it is
-//! read, the answer costs a few reads; else the names in the folder are counted. A name may be that
-//! of a blank file, whose address is free, so where the names alone mean "full" the files are read
-//! too.
+//! It writes nothing. If the index is true for the folder before and after reading it, a few reads
+//! are enough. Otherwise the names in the folder are counted. The address of a blank file is free,
+//! so if the names alone mean that a set is exhausted, the files are read too.
 
 use std::fmt;
 use std::fs::File;
@@ -19,19 +18,19 @@ use crate::index::header::Stamp;
 use crate::index::{self, Index, Record};
 use crate::ranges::{RangeSet, RangeSets};
 
-/// How full a range set is.
+/// The number of used addresses of a range set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// The set, as messages name it.
+    /// The set as text.
     pub set: String,
-    /// Addresses taken, by whomever.
+    /// The number of used addresses.
     pub used: u128,
-    /// Addresses that can be given out at all: the gateways are not among them.
+    /// The number of addresses that can be allocated, without the gateways.
     pub total: u128,
 }
 
 impl Usage {
-    /// Whether the next ADD fails.
+    /// Whether no address is free.
     pub fn is_exhausted(&self) -> bool {
         self.used >= self.total
     }
@@ -44,38 +43,39 @@ impl fmt::Display for Usage {
 }
 
 impl Store {
-    /// How full each set is. Takes no lock, never waits, changes nothing.
+    /// Returns the usage of each set. Takes no lock and changes nothing.
     ///
     /// # Errors
-    /// Code 5 if the folder is there but cannot be read.
+    /// Code 5 if the folder exists but cannot be read.
     pub fn usage(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
-        let in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
+        let is_in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
         let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
-        let peeked = index::peek(&self.index_path(), stamp, |index| {
+        let from_index = index::peek(&self.index_path(), stamp, |index| {
             let counts = sets.sets().iter().map(|set| used(index, set));
             counts.collect::<Result<Option<Vec<u128>>, _>>()
         });
-        let usage = |counts: Vec<u128>| -> Vec<Usage> {
+        let to_usage = |counts: Vec<u128>| -> Vec<Usage> {
             let usage = |(set, used): (&RangeSet, u128)| Usage { set: set.to_string(), used, total: set.capacity() };
             sets.sets().iter().zip(counts).map(usage).collect()
         };
-        let counted = |taken: Vec<IpAddr>| {
-            let count = |set| taken.iter().filter(|address| in_set(set, address)).count() as u128;
-            usage(sets.sets().iter().map(count).collect())
+        let count = |addresses: Vec<IpAddr>| {
+            let count_in = |set| addresses.iter().filter(|address| is_in_set(set, address)).count() as u128;
+            to_usage(sets.sets().iter().map(count_in).collect())
         };
-        let mut usage = match peeked {
-            Some(counts) => usage(counts),
+        let mut usage = match from_index {
+            Some(counts) => to_usage(counts),
             None => {
-                let named = counted(self.names()?);
-                let occupied = if named.iter().any(Usage::is_exhausted) { self.occupied() } else { None };
-                occupied.map_or(named, counted)
+                let by_names = count(self.names()?);
+                let occupied = if by_names.iter().any(Usage::is_exhausted) { self.occupied() } else { None };
+                occupied.map_or(by_names, count)
             }
         };
-        // After a reboot the next ADD reclaims the reservations.
+        // Reservations of an earlier boot do not count, because the next ADD releases them.
         if usage.iter().any(Usage::is_exhausted) {
-            let dead = self.reclaimable();
+            let reclaimable = self.reclaimable();
             for (usage, set) in usage.iter_mut().zip(sets.sets()) {
-                usage.used = usage.used.saturating_sub(dead.iter().filter(|dead| in_set(set, dead)).count() as u128);
+                let free = reclaimable.iter().filter(|address| is_in_set(set, address)).count();
+                usage.used = usage.used.saturating_sub(free as u128);
             }
         }
         Ok(usage)
@@ -83,25 +83,25 @@ impl Store {
 }
 
 impl Store {
-    /// Notes the addresses that files other than reservations occupy, as far as the index knows.
-    /// Takes no lock.
+    /// Writes a note with the addresses whose files are not reservations, as far as the index knows
+    /// them. Takes no lock.
     pub fn report_foreign(&self) {
         let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
         let foreign = index::peek(&self.index_path(), stamp, |index| Ok(Some(index.foreign()?)));
         self.note_foreign(&mut foreign.unwrap_or_default());
     }
 
-    /// How many names in the folder are addresses. Takes no lock and opens no file; a missing
-    /// folder has none.
+    /// Returns the number of names in the folder that are addresses, 0 if the folder does not
+    /// exist. Takes no lock and opens no file.
     ///
     /// # Errors
-    /// Code 5 if the folder is there but cannot be read.
+    /// Code 5 if the folder exists but cannot be read.
     pub fn count(&self) -> Result<usize> {
         self.names().map(|names| names.len())
     }
 
-    /// Returns the addresses whose files are not blank. Only files that the index, true or not,
-    /// does not know are read. `None` if the folder cannot be read.
+    /// Returns the addresses whose files are not blank, or `None` if the folder cannot be read.
+    /// Reads only files for which even an outdated index has no record.
     fn occupied(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
         let (known, _) = index::old_records(&self.index_path(), &self.options.host);
@@ -109,6 +109,7 @@ impl Store {
         Some(records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect())
     }
 
+    /// Returns the names in the folder that are addresses.
     fn names(&self) -> Result<Vec<IpAddr>> {
         match index::names_in(self.path()) {
             Ok(names) => Ok(names.into_iter().collect()),
@@ -120,13 +121,12 @@ impl Store {
         }
     }
 
-    /// Returns the shortage that keeps an ADD from writing here for now: a disk without free blocks
-    /// or inodes. The place is the network's folder or, where that is missing, the nearest folder
-    /// above it.
+    /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest
+    /// existing folder above it. Returns an error in `Some` if the disk has no free blocks or
+    /// inodes, which may pass by itself.
     ///
     /// # Errors
-    /// Code 5, with the path, if the place cannot be written to until an operator repairs
-    /// something.
+    /// Code 5 if the folder cannot be written until an operator repairs something.
     pub fn check_writable(&self) -> Result<Option<Error>> {
         for path in self.path().ancestors() {
             let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
@@ -134,14 +134,15 @@ impl Store {
             match std::fs::metadata(path) {
                 Ok(metadata) if metadata.is_dir() => {
                     access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
-                    let room = statfs(path).map_err(|errno| failed(errno.into()))?;
-                    // File systems that do not count inodes or blocks report 0 of 0.
-                    let blocks = room.blocks() > 0 && room.blocks_free() == 0;
-                    let files = room.files() > 0 && room.files_free() == 0;
-                    return Ok((blocks || files).then(|| failed(std::io::ErrorKind::StorageFull.into())));
+                    let stat = statfs(path).map_err(|errno| failed(errno.into()))?;
+                    // A file system that does not count blocks or inodes reports a total of 0.
+                    let has_no_blocks = stat.blocks() > 0 && stat.blocks_free() == 0;
+                    let has_no_inodes = stat.files() > 0 && stat.files_free() == 0;
+                    let is_full = has_no_blocks || has_no_inodes;
+                    return Ok(if is_full { Some(failed(std::io::ErrorKind::StorageFull.into())) } else { None });
                 }
                 Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
-                // A dangling link prevents ADD from making the folder.
+                // With a dangling symbolic link, ADD could not create the folder.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.is_symlink() => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -150,8 +151,8 @@ impl Store {
     }
 }
 
-/// Returns the index's count of a set's taken addresses; `None` if one of its ranges is not
-/// counted.
+/// Returns the number of used addresses of a set according to the index's counters, or `None` if
+/// one of its ranges has no counter.
 fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
     let mut sum: u128 = 0;
     for range in set.ranges() {
@@ -159,7 +160,7 @@ fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::Tab
         sum += u128::from(used);
     }
     for gateway in set.inner_gateways() {
-        // Never below 0, even if the counter is damaged.
+        // Saturating, in case the counter is damaged.
         sum = sum.saturating_sub(u128::from(index.is_occupied(gateway)?));
     }
     Ok(Some(sum))

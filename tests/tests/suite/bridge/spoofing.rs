@@ -93,7 +93,7 @@ fn a_del_of_another_network_leaves_the_spoof_rules() {
     let outcome = other.del();
     outcome.success();
     assert_eq!(node.ruleset(), before);
-    let named = outcome.stderr.contains("spoof rules were not removed: they are those of cni:net1/");
+    let named = outcome.stderr.contains("spoof rules were not removed: they belong to cni:net1/");
     assert!(named, "{}", outcome.report());
     assert!(pings(&container, "-w10"));
     attachment.del_with(&result).success();

@@ -19,7 +19,7 @@ fn the_error_says_how_full_who_and_what_to_do() {
         "failed to allocate for range 0: no IP addresses available in range set: 10.1.0.1-10.1.0.6; 5 of 5 are used",
     );
     let oldest =
-        ["held longest: 10.1.0.2 is held by container-0 eth0 since", "10.1.0.4 is held by", "10.1.0.5 is held by"];
+        ["oldest reservations: 10.1.0.2 is held by container-0 eth0 for", "10.1.0.4 is held by", "10.1.0.5 is held by"];
     let mut said = failure.details.as_str();
     for words in oldest.into_iter().chain(["DEL or GC", "cnitool ipam gc net1", "a larger range"]) {
         let Some((_, rest)) = said.split_once(words) else { panic!("{words:?} in {failure:?}") };

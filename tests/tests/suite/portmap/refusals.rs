@@ -74,7 +74,7 @@ fn conditions_in_iptables_words_need_its_programs() {
     let add = pod.invocation(&cni_testkit::bin_dir(), "ADD", &config, Some(&pod.result)).env("PATH", "/usr/sbin").run();
     add.fails_with(
         2,
-        "\"backend\": \"iptables\" cannot be had on this host: failed to find the programs of iptables-nft",
+        "\"backend\": \"iptables\" cannot be used on this host: failed to find the programs of iptables-nft",
     );
     pod.leave();
 }

@@ -7,7 +7,7 @@ use super::*;
 const NONE: [&str; 0] = [];
 
 fn c1() -> AttachmentId {
-    mark("c1", "eth0")
+    attachment("c1", "eth0")
 }
 
 fn chain() -> String {
@@ -85,7 +85,7 @@ fn two(rig: &Rig, by_go: bool) -> Option<[Go; 2]> {
         go.iter().for_each(|go| go.add(rig));
     } else {
         rig.ensure(&c1(), &[NET4]);
-        rig.ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
+        rig.ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
     }
     Some(go)
 }
@@ -106,10 +106,10 @@ fn two_interfaces_on_one_network_go_one_after_the_other() {
             assert_eq!(rig.saved_as_go().len(), 5, "two jumps, the chain, its two rules: {:#?}", rig.saved());
             let address = first.1.split('/').next().unwrap();
             let addresses = if known { vec![address] } else { vec![] };
-            rig.purge(&mark("c1", first.0), &addresses);
-            assert_eq!(rig.missing(&mark("c1", second.0), &[second.1]), NONE, "{first:?} took it away");
+            rig.purge(&attachment("c1", first.0), &addresses);
+            assert_eq!(rig.missing(&attachment("c1", second.0), &[second.1]), NONE, "{first:?} took it away");
             assert!(!rig.saved().iter().any(|line| line.contains(address)), "{:#?}", rig.saved());
-            rig.purge(&mark("c1", second.0), &[]);
+            rig.purge(&attachment("c1", second.0), &[]);
             assert_eq!(rig.saved(), NONE);
             shell("ip link del br0 2>/dev/null || true");
         }
@@ -120,11 +120,11 @@ fn two_interfaces_on_one_network_go_one_after_the_other() {
 fn an_interface_without_rules_takes_none_of_anothers() {
     with_each(|rig| {
         rig.ensure(&c1(), &[NET4]);
-        rig.purge(&mark("c1", "eth1"), &[]);
-        rig.purge(&mark("c1", "eth1"), &["10.88.0.3"]);
+        rig.purge(&attachment("c1", "eth1"), &[]);
+        rig.purge(&attachment("c1", "eth1"), &["10.88.0.3"]);
         assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
         // Nor rules that the address does not distinguish from it.
-        rig.purge(&mark("c1", "eth1"), &["10.88.0.2"]);
+        rig.purge(&attachment("c1", "eth1"), &["10.88.0.2"]);
         assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
     });
 }
@@ -136,8 +136,8 @@ fn purge_with_own_rules_removes_none_of_gos() {
         go.add(rig);
         rig.ensure(&c1(), &[NET4]);
         rig.purge(&c1(), &[]);
-        assert_eq!(rig.missing(&mark("c1", "eth1"), &["10.88.0.3/24"]), NONE, "{:#?}", rig.saved());
-        rig.purge(&mark("c1", "eth1"), &[]);
+        assert_eq!(rig.missing(&attachment("c1", "eth1"), &["10.88.0.3/24"]), NONE, "{:#?}", rig.saved());
+        rig.purge(&attachment("c1", "eth1"), &[]);
         assert_eq!(rig.saved(), NONE);
     });
 }
@@ -145,7 +145,7 @@ fn purge_with_own_rules_removes_none_of_gos() {
 #[test]
 fn deleting_an_interface_removes_only_its_own_rules() {
     with_each(|rig| {
-        let eth1 = mark("c1", "eth1");
+        let eth1 = attachment("c1", "eth1");
         rig.ensure(&c1(), &[NET4]);
         rig.ensure(&eth1, &["10.99.0.2/24"]);
         rig.iptables(&format!(
@@ -167,8 +167,8 @@ fn after_go_has_flushed_the_chain_of_two_the_rest_still_goes() {
         let Some([go, _other]) = two(rig, false) else { return };
         go.pretend();
         assert!(!go.run(rig, "DEL"), "a known limit of Go's: its DEL of one fails, and has emptied the chain of both");
-        assert!(!rig.missing(&mark("c1", "eth1"), &["10.88.0.3/24"]).is_empty());
-        rig.purge(&mark("c1", "eth1"), &[]);
+        assert!(!rig.missing(&attachment("c1", "eth1"), &["10.88.0.3/24"]).is_empty());
+        rig.purge(&attachment("c1", "eth1"), &[]);
         assert_eq!(rig.saved(), NONE);
     });
 }
@@ -187,7 +187,7 @@ fn two_networks_of_one_container_do_not_touch_each_other() {
 #[test]
 fn networks_with_one_hash_do_not_touch_each_other() {
     with_each(|rig| {
-        // Go joins both names without a mark between them.
+        // Go joins both names without a separator between them.
         let (one, other) = (AttachmentId::new("ab", "c", "eth0"), AttachmentId::new("a", "bc", "eth0"));
         assert_eq!(iptables::chain_name("ab", "c"), iptables::chain_name("a", "bc"));
         rig.ensure(&one, &[NET4]);
@@ -259,7 +259,7 @@ fn missing_rules_are_reported_and_restored() {
             assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
         }
         assert!(!rig.missing(&c1(), &["10.88.0.9/24"]).is_empty());
-        assert!(!rig.missing(&mark("c2", "eth0"), &[NET4]).is_empty());
+        assert!(!rig.missing(&attachment("c2", "eth0"), &[NET4]).is_empty());
     });
 }
 
@@ -271,8 +271,8 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         go.add(rig);
         gone.add(rig);
         rig.ensure(&c1(), &[NET4]);
-        rig.ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
-        rig.ensure(&mark("c2", "eth0"), &["10.88.0.4/24", NET6]);
+        rig.ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
+        rig.ensure(&attachment("c2", "eth0"), &["10.88.0.4/24", NET6]);
         rig.ensure(&AttachmentId::new("net2", "c2", "eth0"), &["10.99.0.2/24"]);
         rig.iptables("-t nat -N CNI-0123456789abcdef01234567");
         rig.iptables("-t nat -A POSTROUTING -s 10.7.7.7 -j CNI-0123456789abcdef01234567");
@@ -284,7 +284,7 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
             .map(|line| line.split('/').next().unwrap())
             .collect();
         assert_eq!(jumps, ["10.88.0.20", "10.88.0.3", "10.99.0.2", "10.7.7.7"], "{saved:#?}");
-        assert_eq!(rig.missing(&mark("c1", "eth1"), &["10.88.0.3/24"]), NONE);
+        assert_eq!(rig.missing(&attachment("c1", "eth1"), &["10.88.0.3/24"]), NONE);
         assert!(!saved.iter().any(|line| line.contains("cni:net/c1/eth0")));
         rig.gc(&[]);
         assert_eq!(
@@ -302,15 +302,17 @@ fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
         let all = |work: &(dyn Fn(&AttachmentId, &str) + Sync)| {
             thread::scope(|scope| {
                 for number in 0..crowd {
-                    scope.spawn(move || work(&mark(&format!("c{number}"), "eth0"), &format!("10.88.1.{number}/16")));
+                    scope.spawn(move || {
+                        work(&attachment(&format!("c{number}"), "eth0"), &format!("10.88.1.{number}/16"))
+                    });
                 }
             });
         };
-        all(&|mark, address| rig.ensure(mark, &[address]));
+        all(&|attachment, address| rig.ensure(attachment, &[address]));
         let saved = rig.saved();
         assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), crowd);
         assert_eq!(saved.len(), crowd * 5);
-        all(&|mark, _| rig.purge(mark, &[]));
+        all(&|attachment, _| rig.purge(attachment, &[]));
         assert_eq!(rig.saved(), NONE);
     });
 }
@@ -330,7 +332,7 @@ fn programs_are_started_only_where_something_is_wanted_or_found() {
         assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), written);
         assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), read, "again");
         assert_eq!(rig.programs_of(|| drop(rig.missing(&c1(), &[NET4]))), read, "CHECK");
-        let second = rig.programs_of(|| rig.ensure(&mark("c2", "eth0"), &["10.88.0.3/24"]));
+        let second = rig.programs_of(|| rig.ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]));
         assert_eq!(second, both, "beside another");
         assert_eq!(rig.programs_of(|| rig.purge(&c1(), &[])), both, "DEL");
         assert_eq!(nothing(), read, "DEL again");

@@ -7,12 +7,12 @@ use crate::testing::{nft, on_a_host, ruleset};
 
 const KEY: &str = "net, if: eth0, id: c1";
 
-fn ensure(mark: &AttachmentId, addresses: &[&str]) {
-    nftables::ensure(mark, &cidrs(addresses), &RefCell::default()).unwrap();
+fn ensure(attachment: &AttachmentId, addresses: &[&str]) {
+    nftables::ensure(attachment, &cidrs(addresses), &RefCell::default()).unwrap();
 }
 
-fn purge(mark: &AttachmentId) {
-    nftables::purge(&mut Nft::open().unwrap(), mark).unwrap();
+fn purge(attachment: &AttachmentId) {
+    nftables::purge(&mut Nft::open().unwrap(), attachment).unwrap();
 }
 
 fn rules() -> Vec<String> {
@@ -46,7 +46,7 @@ const ADDRESSES: [&str; 3] = [NET4, "10.90.0.2/20", NET6];
 #[test]
 fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
     on_a_host(|| {
-        ensure(&mark("c1", "eth0"), &ADDRESSES);
+        ensure(&attachment("c1", "eth0"), &ADDRESSES);
         let ours = (ruleset(), shell("nft --debug=netlink list ruleset"), shell("nft -j list ruleset"));
         nft("flush ruleset");
         let comment = ours.0.split("comment \"").find(|part| part.contains(KEY)).unwrap();
@@ -61,29 +61,29 @@ fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
         assert_eq!(ours.0, theirs.0);
         assert_eq!(unnumbered(&ours.1), unnumbered(&theirs.1));
         assert_eq!(ours.2.matches("\"masquerade\": null").count(), 3, "{}", ours.2);
-        assert_eq!(nftables::check(&mark("c1", "eth0"), &cidrs(&ADDRESSES)).unwrap(), Vec::<String>::new());
+        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&ADDRESSES)).unwrap(), Vec::<String>::new());
     });
 }
 
 #[test]
 fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
     on_a_host(|| {
-        ensure(&mark("c1", "eth0"), &[NET4, NET6]);
-        ensure(&mark("c1", "eth1"), &["10.88.0.3/24"]);
+        ensure(&attachment("c1", "eth0"), &[NET4, NET6]);
+        ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
         let before = rules();
         assert_eq!(before.len(), 3);
-        ensure(&mark("c1", "eth0"), &[NET4, NET6]);
+        ensure(&attachment("c1", "eth0"), &[NET4, NET6]);
         let sorted = |mut rules: Vec<String>| {
             rules.sort();
             rules
         };
         assert_eq!(sorted(rules()), sorted(before));
-        ensure(&mark("c1", "eth0"), &["10.88.0.9/24"]);
+        ensure(&attachment("c1", "eth0"), &["10.88.0.9/24"]);
         assert_eq!(rules().iter().filter(|rule| rule.contains("if: eth0")).count(), 1);
-        purge(&mark("c1", "eth0"));
+        purge(&attachment("c1", "eth0"));
         assert_eq!((rules().len(), rules()[0].contains("if: eth1")), (1, true));
-        purge(&mark("c1", "eth0"));
-        purge(&mark("c1", "eth1"));
+        purge(&attachment("c1", "eth0"));
+        purge(&attachment("c1", "eth1"));
         assert_eq!(rules(), Vec::<String>::new());
     });
 }
@@ -91,18 +91,18 @@ fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
 #[test]
 fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
     on_a_host(|| {
-        ensure(&mark("c1", "eth0"), &[NET4]);
+        ensure(&attachment("c1", "eth0"), &[NET4]);
         let shell_chain = || shell("nft -a list chain inet cni_plugins_masquerade postrouting");
         let before = shell_chain();
-        ensure(&mark("c2", "eth0"), &["10.88.0.3/24"]);
+        ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
         assert_eq!(shell_chain(), before, "handles included");
         nft("flush chain inet cni_plugins_masquerade postrouting");
-        let missing = nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap();
+        let missing = nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap();
         assert!(missing[0].contains("does not lead to masq_checks"), "{missing:?}");
-        ensure(&mark("c2", "eth0"), &["10.88.0.3/24"]);
-        assert_eq!(nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap(), Vec::<String>::new());
-        assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&["10.88.0.9/24"])).unwrap().is_empty());
-        assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&["10.88.0.2/16"])).unwrap().is_empty());
+        ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
+        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap(), Vec::<String>::new());
+        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.9/24"])).unwrap().is_empty());
+        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.2/16"])).unwrap().is_empty());
     });
 }
 
@@ -110,7 +110,7 @@ fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
 fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
     on_a_host(|| {
         for (container, ifname) in [("c1", "eth0"), ("c1", "eth1"), ("c2", "eth0")] {
-            ensure(&mark(container, ifname), &[NET4, NET6]);
+            ensure(&attachment(container, ifname), &[NET4, NET6]);
         }
         ensure(&AttachmentId::new("net2", "c2", "eth0"), &[NET4]);
         nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"foreign\"");
@@ -133,14 +133,14 @@ fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
     on_a_host(|| {
         thread::scope(|scope| {
             for number in 0..50 {
-                scope.spawn(move || ensure(&mark(&format!("c{number}"), "eth0"), &[NET4, NET6]));
+                scope.spawn(move || ensure(&attachment(&format!("c{number}"), "eth0"), &[NET4, NET6]));
             }
         });
         assert_eq!(rules().len(), 100);
         assert_eq!(ruleset().matches("goto masq_checks").count(), 1);
         thread::scope(|scope| {
             for number in 0..50 {
-                scope.spawn(move || purge(&mark(&format!("c{number}"), "eth0")));
+                scope.spawn(move || purge(&attachment(&format!("c{number}"), "eth0")));
             }
         });
         assert_eq!(rules(), Vec::<String>::new());
@@ -150,10 +150,10 @@ fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
 #[test]
 fn where_there_is_nothing_nothing_is_made() {
     on_a_host(|| {
-        purge(&mark("c1", "eth0"));
+        purge(&attachment("c1", "eth0"));
         nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
         nftables::probe().unwrap();
-        assert!(!nftables::check(&mark("c1", "eth0"), &cidrs(&[NET4])).unwrap().is_empty());
+        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap().is_empty());
         assert_eq!(ruleset(), "");
     });
 }

@@ -24,7 +24,7 @@ fn cidrs(texts: &[&str]) -> Vec<Cidr> {
     texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
-fn mark(container: &str, ifname: &str) -> AttachmentId {
+fn attachment(container: &str, ifname: &str) -> AttachmentId {
     AttachmentId::new("net", container, ifname)
 }
 
@@ -97,21 +97,21 @@ impl Rig {
     }
 
     #[track_caller]
-    fn ensure(&self, mark: &AttachmentId, addresses: &[&str]) {
+    fn ensure(&self, attachment: &AttachmentId, addresses: &[&str]) {
         self.masquerade(|masquerade| {
-            masquerade.ensure(mark, None, &cidrs(addresses), &PreviousRules::default()).unwrap()
+            masquerade.ensure(attachment, None, &cidrs(addresses), &PreviousRules::default()).unwrap()
         });
     }
 
     #[track_caller]
-    fn purge(&self, mark: &AttachmentId, addresses: &[&str]) {
+    fn purge(&self, attachment: &AttachmentId, addresses: &[&str]) {
         let addresses: Vec<IpAddr> = addresses.iter().map(|address| address.parse().unwrap()).collect();
-        self.masquerade(|masquerade| masquerade.purge(mark, &addresses).unwrap());
+        self.masquerade(|masquerade| masquerade.purge(attachment, &addresses).unwrap());
     }
 
     #[track_caller]
-    fn missing(&self, mark: &AttachmentId, addresses: &[&str]) -> Vec<String> {
-        self.masquerade(|masquerade| masquerade.check(mark, &cidrs(addresses)).unwrap())
+    fn missing(&self, attachment: &AttachmentId, addresses: &[&str]) -> Vec<String> {
+        self.masquerade(|masquerade| masquerade.check(attachment, &cidrs(addresses)).unwrap())
     }
 
     #[track_caller]
@@ -219,10 +219,10 @@ fn a_host_without_iptables_is_served_by_nftables() {
         let rig = Rig::bare();
         rig.masquerade(|masquerade| masquerade.probe(None).unwrap());
         rig.masquerade(|masquerade| masquerade.probe(Some(Backend::Iptables)).unwrap());
-        rig.ensure(&mark("c1", "eth0"), &[NET4, NET6]);
+        rig.ensure(&attachment("c1", "eth0"), &[NET4, NET6]);
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 2);
-        assert_eq!(rig.missing(&mark("c1", "eth0"), &[NET4, NET6]), Vec::<String>::new());
-        rig.purge(&mark("c1", "eth0"), &[]);
+        assert_eq!(rig.missing(&attachment("c1", "eth0"), &[NET4, NET6]), Vec::<String>::new());
+        rig.purge(&attachment("c1", "eth0"), &[]);
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 0);
     });
 }
@@ -234,18 +234,18 @@ fn a_broken_iptables_is_skipped_unless_it_was_requested() {
         let script = rig.folder.path().join("iptables-legacy-script");
         program::script(&script, "#!/bin/sh\necho 'no such table' >&2; exit 3\n");
         symlink(&script, rig.folder.path().join("iptables-restore")).unwrap();
-        rig.ensure(&mark("c1", "eth0"), &[NET4]);
+        rig.ensure(&attachment("c1", "eth0"), &[NET4]);
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 1);
         let explicit = |masquerade: &Masquerade<'_>| {
             masquerade
-                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &PreviousRules::default())
+                .ensure(&attachment("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &PreviousRules::default())
                 .unwrap_err()
         };
         let error = rig.masquerade(explicit).to_string();
         assert!(error.contains("iptables-restore --noflush") && error.contains("no such table"), "{error}");
         rig.masquerade(|masquerade| {
             masquerade
-                .ensure(&mark("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &PreviousRules::default())
+                .ensure(&attachment("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &PreviousRules::default())
                 .expect("without a program the rules are those of iptables-nft");
         });
     });
@@ -257,12 +257,12 @@ fn rules_of_the_other_backend_are_checked_and_removed_too() {
         for backend in [Backend::Iptables, Backend::Nftables] {
             rig.masquerade(|masquerade| {
                 masquerade
-                    .ensure(&mark("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &PreviousRules::default())
+                    .ensure(&attachment("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &PreviousRules::default())
                     .unwrap()
             });
-            assert_eq!(rig.missing(&mark("c1", "eth0"), &[NET4]), Vec::<String>::new(), "{backend}");
-            rig.purge(&mark("c1", "eth0"), &[]);
-            assert!(!rig.missing(&mark("c1", "eth0"), &[NET4]).is_empty(), "{backend}");
+            assert_eq!(rig.missing(&attachment("c1", "eth0"), &[NET4]), Vec::<String>::new(), "{backend}");
+            rig.purge(&attachment("c1", "eth0"), &[]);
+            assert!(!rig.missing(&attachment("c1", "eth0"), &[NET4]).is_empty(), "{backend}");
             assert_eq!(rig.saved(), Vec::<String>::new());
             assert!(!shell("nft list ruleset").contains("id: c1"));
         }
@@ -273,13 +273,13 @@ fn rules_of_the_other_backend_are_checked_and_removed_too() {
 fn a_missing_program_of_the_legacy_variant_fails_no_removal() {
     in_new_netns(|| {
         let rig = Rig::new(Variant::Legacy);
-        rig.ensure(&mark("c1", "eth0"), &[NET4]);
+        rig.ensure(&attachment("c1", "eth0"), &[NET4]);
         let (told, bare) = (std::rc::Rc::new(std::cell::RefCell::new(String::new())), Rig::bare());
         let sink = std::rc::Rc::clone(&told);
         let notes = Notes::new(move |line| sink.borrow_mut().push_str(line));
-        Masquerade::with_folders(&machine(), notes, bare.folders()).purge(&mark("c1", "eth0"), &[]).unwrap();
+        Masquerade::with_folders(&machine(), notes, bare.folders()).purge(&attachment("c1", "eth0"), &[]).unwrap();
         assert!(told.borrow().contains("iptables-legacy"), "{}", told.borrow());
-        rig.purge(&mark("c1", "eth0"), &[]);
+        rig.purge(&attachment("c1", "eth0"), &[]);
         assert_eq!(rig.saved(), Vec::<String>::new());
     });
 }

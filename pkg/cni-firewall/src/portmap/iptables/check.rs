@@ -13,14 +13,14 @@ impl IptablesPortMap<'_> {
     /// writes; empty if all is well. Accepts Go's rules, doubled too. Does not compare conditions,
     /// because the kernel prints them in its own spelling.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
-        let chain = shape::chain(&wanted.mark);
+        let chain = shape::chain(&wanted.attachment);
         let mut differences = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let mut best: Option<Vec<String>> = None;
-            for variant in self.iptables.holders(family, &[&chain])? {
+            for variant in self.iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = self.iptables.read(family, variant)?;
-                if !nat.has(&chain)? {
+                if !nat.has_chain(&chain)? {
                     continue;
                 }
                 let found = differences_of(&mut nat, wanted, container, &claims)?;
@@ -43,13 +43,13 @@ fn differences_of(
     claims: &[ClaimedPort],
 ) -> Result<Vec<String>> {
     let mut differences = Vec::new();
-    let chain = shape::chain(&wanted.mark);
+    let chain = shape::chain(&wanted.attachment);
     for (chain, words) in shared_rules(wanted) {
         if !nat.rules(chain)?.iter().any(|rule| rule.matches(&words)) {
             differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
         }
     }
-    let jumps = nat.leading_to(DNAT, &chain)?;
+    let jumps = nat.rules_leading_to(DNAT, &chain)?;
     let there = nat.rules(&chain)?;
     let sections = shape::sections(there);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));

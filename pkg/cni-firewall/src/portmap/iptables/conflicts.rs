@@ -31,8 +31,8 @@ impl IptablesPortMap<'_> {
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
             let is_unread = unread == UnreadTables::Both || claims.is_empty();
-            let seen = if is_unread { None } else { self.iptables.chosen(family)? };
-            for variant in self.iptables.holders(family, &[DNAT])? {
+            let seen = if is_unread { None } else { self.iptables.chosen_variant(family)? };
+            for variant in self.iptables.variants_to_search(family, &[DNAT])? {
                 // Most containers map no port: they must not cost a process.
                 if Some(variant) == seen || (variant == Variant::Legacy && claims.is_empty()) {
                     continue;
@@ -81,7 +81,7 @@ impl IptablesPortMap<'_> {
                         last
                     }
                 };
-                conflicts.dead |= !plan.edit.is_empty();
+                conflicts.found_dead |= !plan.edit.is_empty();
                 conflicts.remarks.extend(plan.remarks.into_iter().map(|remark| format!("{remark} ({name}-{variant})")));
                 if plan.held.is_some() {
                     return Ok(Conflicts { held: plan.held, ..conflicts });

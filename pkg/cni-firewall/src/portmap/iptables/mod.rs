@@ -62,7 +62,7 @@ impl<'m> IptablesPortMap<'m> {
     /// What the program said, and what kept the former state from being put back.
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
         let mut judge = LivenessProbe::default();
-        let link = judge.bearer(&wanted.mark)?;
+        let link = judge.find_host_link(&wanted.attachment)?;
         let mut families = Vec::new();
         for (container, _) in wanted.families() {
             let family = Family::of(container.address());
@@ -128,7 +128,7 @@ impl<'m> IptablesPortMap<'m> {
     ) -> Result<()> {
         for (container, _) in wanted.every_family().filter(|(_, claims)| claims.is_empty()) {
             let family = Family::of(container.address());
-            let Some(variant) = self.iptables.for_new_rules(family)? else { continue };
+            let Some(variant) = self.iptables.variant_for_new_rules(family)? else { continue };
             let name = if family == Family::V4 { "iptables" } else { "ip6tables" };
             let mut judge = LivenessProbe::default();
             let (mut last, mut writes) = (Vec::new(), false);
@@ -154,7 +154,7 @@ impl<'m> IptablesPortMap<'m> {
 
     /// The variant in which new rules are made.
     fn variant(&mut self, family: Family) -> Result<Variant> {
-        self.iptables.for_new_rules(family)?.ok_or_else(|| {
+        self.iptables.variant_for_new_rules(family)?.ok_or_else(|| {
             let name = if family == Family::V4 { "iptables-restore" } else { "ip6tables-restore" };
             Error::new(format_args!("failed to find {name}"), Cause::text("it is neither in PATH nor in /usr/sbin"))
         })
@@ -164,14 +164,14 @@ impl<'m> IptablesPortMap<'m> {
     /// `addresses` are the container's as far as they are known; they decide on rules that name the
     /// container alone, which without an address of their family all go. No process where nothing
     /// is found by netlink and there is no legacy table.
-    pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
-        let (chain, old) = (shape::chain(mark), shape::snat_chain(mark));
+    pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
+        let (chain, old) = (shape::chain(attachment), shape::snat_chain(attachment));
         self.everywhere(&[&chain, &old], |nat, edit| {
             let family = nat.family();
             let known: Vec<&IpAddr> = addresses.iter().filter(|address| Family::of(**address) == family).collect();
             let claims = plan_removal(nat, edit, &chain, |section, named| {
                 let is_known = || known.is_empty() || section.address().is_none_or(|address| known.contains(&&address));
-                belongs(section, named, mark) && (section.alias().is_some() || is_known())
+                belongs(section, named, attachment) && (section.alias().is_some() || is_known())
             })?;
             if let Some(there) = nat.chain(&old)?.cloned() {
                 for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&old)) {
@@ -190,7 +190,7 @@ impl<'m> IptablesPortMap<'m> {
         let prefix = AttachmentId::network_prefix(network);
         self.everywhere(&[DNAT], |nat, edit| {
             let mut claims = Vec::new();
-            for chain in nat.names(shape::PREFIX)? {
+            for chain in nat.chain_names(shape::PREFIX)? {
                 claims.extend(plan_removal(nat, edit, &chain, |section, named| match section.alias() {
                     Some(alias) => alias.starts_with(&prefix) && !aliases.iter().any(|valid| valid == alias),
                     None => named.as_ref().is_some_and(|named| {
@@ -203,11 +203,11 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// Whether there is anything of the attachment.
-    pub fn holds(&mut self, mark: &AttachmentId) -> Result<bool> {
-        let chain = shape::chain(mark);
+    pub fn holds(&mut self, attachment: &AttachmentId) -> Result<bool> {
+        let chain = shape::chain(attachment);
         for family in FAMILIES {
-            for variant in self.iptables.holders(family, &[&chain])? {
-                if variant == Variant::Nft || self.iptables.read(family, variant)?.has(&chain)? {
+            for variant in self.iptables.variants_to_search(family, &[&chain])? {
+                if variant == Variant::Nft || self.iptables.read(family, variant)?.has_chain(&chain)? {
                     return Ok(true);
                 }
             }
@@ -222,7 +222,7 @@ impl<'m> IptablesPortMap<'m> {
     ) -> Removal {
         let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
         for family in FAMILIES {
-            let variants = self.iptables.holders(family, chains).unwrap_or_else(|error| {
+            let variants = self.iptables.variants_to_search(family, chains).unwrap_or_else(|error| {
                 results.push(Err(error));
                 // Where iptables-legacy has no table this finds nothing and starts no program.
                 vec![Variant::Legacy]
@@ -260,14 +260,14 @@ impl<'m> IptablesPortMap<'m> {
 type Named = Option<Vec<(String, String)>>;
 
 /// Whether a section is the attachment's, or could be.
-fn belongs(section: &Section, named: &Named, mark: &AttachmentId) -> bool {
+fn belongs(section: &Section, named: &Named, attachment: &AttachmentId) -> bool {
     match section.alias() {
-        Some(alias) => alias == mark.alias(),
+        Some(alias) => alias == attachment.alias(),
         // Without a separator in the key two containers can share a chain; a way that names another
         // is proof.
-        None => named
-            .as_ref()
-            .is_none_or(|named| named.iter().any(|(network, id)| *network == mark.network && *id == mark.container_id)),
+        None => named.as_ref().is_none_or(|named| {
+            named.iter().any(|(network, id)| *network == attachment.network && *id == attachment.container_id)
+        }),
     }
 }
 
@@ -280,7 +280,7 @@ fn plan_removal(
     choose: impl Fn(&Section, &Named) -> bool,
 ) -> Result<Vec<ClaimedPort>> {
     let Some(there) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
-    let jumps = nat.leading_to(DNAT, chain)?;
+    let jumps = nat.rules_leading_to(DNAT, chain)?;
     let comments = jumps.iter().filter_map(|rule| shape::read_comment(rule.comment()?));
     let named: Vec<(String, String)> = comments.map(|(network, id)| (network.to_owned(), id.to_owned())).collect();
     let named = Some(named).filter(|named| !named.is_empty());
@@ -373,7 +373,7 @@ fn shared(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<
     let rules = shared_rules(wanted);
     for chain in [SETMARK, MASQ, DNAT] {
         let needed = chain == DNAT || rules.iter().any(|(name, _)| *name == chain);
-        if needed && !nat.has(chain)? {
+        if needed && !nat.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
@@ -401,7 +401,7 @@ fn own(
     link: Option<&str>,
     plan: &mut Plan,
 ) -> Result<()> {
-    let (mark, edit) = (&wanted.mark, &mut plan.edit);
+    let (mark, edit) = (&wanted.attachment, &mut plan.edit);
     let chain = shape::chain(mark);
     let mut new = vec![shape::marker(mark, link)];
     new.extend(claims.iter().flat_map(|claim| shape::forward(wanted, container, claim)));
@@ -450,5 +450,5 @@ fn own(
 /// chain.
 fn ways(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    nat.rules_mentioning(DNAT, &ports, &shape::chain(&wanted.mark))
+    nat.rules_mentioning(DNAT, &ports, &shape::chain(&wanted.attachment))
 }

@@ -26,7 +26,7 @@ pub(super) fn displace(
 ) -> Result<()> {
     let serves = |jump: &Jump| claims.iter().any(|claim| jump.serves(claim));
     // An administrator may lead from there to a chain of his own.
-    let is_theirs = |chain: &String| chain.starts_with(shape::PREFIX) && *chain != shape::chain(&wanted.mark);
+    let is_theirs = |chain: &String| chain.starts_with(shape::PREFIX) && *chain != shape::chain(&wanted.attachment);
     let about: BTreeSet<String> =
         ways.iter().filter_map(Jump::of).filter(serves).map(|jump| jump.chain).filter(is_theirs).collect();
     for chain in &about {
@@ -58,7 +58,7 @@ fn displace_of(
     chain: &str,
     (judge, plan): (&mut LivenessProbe, &mut Plan),
 ) -> Result<()> {
-    let jumps = nat.leading_to(DNAT, chain)?;
+    let jumps = nat.rules_leading_to(DNAT, chain)?;
     let Some(there) = nat.chain(chain)?.cloned() else { return Ok(()) };
     let theirs = Theirs::new(chain, wanted, container.address(), &jumps);
     let (mut gone, mut left): (Vec<&Rule>, Vec<&Group>) = (Vec::new(), Vec::new());
@@ -68,19 +68,19 @@ fn displace_of(
         for group in &section.groups {
             let holder = theirs.holder(section, group, claims);
             let is_wanted = |holder: &Holder| claims.iter().any(|claim| claim.overlaps(&holder.claim));
-            let fate = holder.as_ref().map(|holder| judge.fate(wanted, holder)).transpose()?;
+            let fate = holder.as_ref().map(|holder| judge.liveness_of(wanted, holder)).transpose()?;
             match (holder, fate) {
                 (Some(holder), Some(Liveness::Alive)) if is_wanted(&holder) => {
                     plan.held = Some(holder);
                     return Ok(());
                 }
                 (Some(holder), Some(Liveness::Dead)) => {
-                    remarks.push(holder.removal(wanted));
+                    remarks.push(holder.removal_note(wanted));
                     gone.extend(&group.rules);
                     continue;
                 }
-                (Some(holder), Some(Liveness::Unknown)) if is_wanted(&holder) => remarks.push(holder.rivalry()),
-                (Some(holder), Some(Liveness::Unknown)) => remarks.push(holder.doubt()),
+                (Some(holder), Some(Liveness::Unknown)) if is_wanted(&holder) => remarks.push(holder.port_taken_note()),
+                (Some(holder), Some(Liveness::Unknown)) => remarks.push(holder.unknown_owner_note()),
                 _ => {}
             }
             left.push(group);
@@ -124,7 +124,7 @@ impl<'t> Theirs<'t> {
         let plain = wanted.conditions(cni_linux::route::Family::of(address)).is_empty()
             && jumps.iter().filter_map(Jump::of).all(|jump| jump.plain);
         let named = jumps.iter().find_map(|jump| shape::read_comment(jump.comment()?));
-        Theirs { chain, mark: &wanted.mark, address, named, plain }
+        Theirs { chain, mark: &wanted.attachment, address, named, plain }
     }
 
     /// The other container whose mapping this is, if it claims what is wanted or leads to this
@@ -146,8 +146,8 @@ impl<'t> Theirs<'t> {
             container: container.map_or_else(|| format!("(chain {})", self.chain), str::to_owned),
             network: network.map(str::to_owned),
             alias: section.alias().map(str::to_owned),
-            witnessed: section.is_witnessed(),
-            apart: !self.plain,
+            had_link: section.had_link(),
+            conditions_differ: !self.plain,
             claim,
         })
     }

@@ -34,12 +34,12 @@ impl PreviousRules {
         if self.families.iter().any(|had| had.family == family) {
             return Ok(());
         }
-        let chain = shape::chain(&wanted.mark);
+        let chain = shape::chain(&wanted.attachment);
         let sections = shape::sections(nat.rules(&chain)?);
         let own = sections.iter().filter(|section| is_own(section, wanted));
         let rules: Vec<Rule> = own.flat_map(Section::rules).cloned().collect();
         // Without a rule in it no attachment of this name has had the chain.
-        let jumps = if rules.is_empty() { Vec::new() } else { nat.leading_to(DNAT, &chain)? };
+        let jumps = if rules.is_empty() { Vec::new() } else { nat.rules_leading_to(DNAT, &chain)? };
         self.families.push(FamilyRules { family, variant, rules, jumps });
         Ok(())
     }
@@ -64,7 +64,7 @@ impl PreviousRules {
 /// container's address are an earlier ADD's, by Go.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
-        Some(alias) => alias == wanted.mark.alias(),
+        Some(alias) => alias == wanted.attachment.alias(),
         None => section.groups.iter().all(|g| g.claim.is_some_and(|c| wanted.is_container(c.container.ip()))),
     }
 }
@@ -95,7 +95,7 @@ impl IptablesPortMap<'_> {
 
 impl FamilyRules {
     fn plan(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
-        let chain = shape::chain(&wanted.mark);
+        let chain = shape::chain(&wanted.attachment);
         if self.rules.is_empty() {
             return plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted)).map(drop);
         }
@@ -103,14 +103,14 @@ impl FamilyRules {
         let (own, others): (Vec<&Section>, Vec<&Section>) =
             sections.iter().partition(|section| is_own(section, wanted));
         let still: Vec<_> = others.iter().flat_map(|section| section.claims()).collect();
-        if !nat.has(&chain)? {
+        if !nat.has_chain(&chain)? {
             edit.create_chain(&chain);
         }
         if !own.iter().flat_map(|section| section.rules()).eq(&self.rules) {
             own.iter().for_each(|section| delete_section(edit, &chain, section, &still));
             self.rules.iter().for_each(|rule| edit.put_back(&chain, rule));
         }
-        let jumps = nat.leading_to(DNAT, &chain)?;
+        let jumps = nat.rules_leading_to(DNAT, &chain)?;
         for jump in jumps.iter().filter(|jump| !self.jumps.contains(jump) && !is_needed(jump, &still)) {
             edit.delete(DNAT, jump);
         }

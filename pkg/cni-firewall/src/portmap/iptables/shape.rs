@@ -45,20 +45,20 @@ fn words<const N: usize>(words: [&str; N]) -> RuleWords {
     words.map(str::to_owned).to_vec()
 }
 
-fn name(prefix: &str, mark: &AttachmentId) -> String {
+fn name(prefix: &str, attachment: &AttachmentId) -> String {
     const LEN: usize = 28;
     let digits = LEN.saturating_sub(prefix.len());
-    format!("{prefix}{}", sha512_hex(&[mark.network.as_bytes(), mark.container_id.as_bytes()], digits))
+    format!("{prefix}{}", sha512_hex(&[attachment.network.as_bytes(), attachment.container_id.as_bytes()], digits))
 }
 
 /// The container's own chain.
-pub(super) fn chain(mark: &AttachmentId) -> String {
-    name(PREFIX, mark)
+pub(super) fn chain(attachment: &AttachmentId) -> String {
+    name(PREFIX, attachment)
 }
 
 /// The name of the chain that very old releases of Go also made.
-pub(super) fn snat_chain(mark: &AttachmentId) -> String {
-    name("CNI-SN-", mark)
+pub(super) fn snat_chain(attachment: &AttachmentId) -> String {
+    name("CNI-SN-", attachment)
 }
 
 /// The rule by which a base chain leads to [`DNAT`].
@@ -87,8 +87,8 @@ pub(super) fn set_mark(mark_bit: u8) -> RuleWords {
 }
 
 /// The comment of a container's rules in [`DNAT`].
-pub(crate) fn comment(mark: &AttachmentId) -> String {
-    let mut comment = format!("dnat name: \"{}\" id: \"{}\"", mark.network, mark.container_id);
+pub(crate) fn comment(attachment: &AttachmentId) -> String {
+    let mut comment = format!("dnat name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
     if comment.len() > COMMENT_MAX {
         // Go puts three dots, of which this is what the kernel keeps, and its CHECK compares.
         comment = comment.chars().take(COMMENT_MAX - 2).collect::<String>() + "..";
@@ -107,7 +107,7 @@ pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
         by_protocol.entry(*protocol).or_default().push(*host_port);
     }
-    let (comment, chain) = (comment(&wanted.mark), chain(&wanted.mark));
+    let (comment, chain) = (comment(&wanted.attachment), chain(&wanted.attachment));
     let mut jumps = Vec::new();
     for (protocol, ports) in by_protocol {
         for ports in ports.chunks(PORTS) {
@@ -154,9 +154,9 @@ impl Jump {
 
 /// The rule that names the attachment of the rules after it. `link` is the host's end that has the
 /// mark, if there is one.
-pub(super) fn marker(mark: &AttachmentId, link: Option<&str>) -> RuleWords {
+pub(super) fn marker(attachment: &AttachmentId, link: Option<&str>) -> RuleWords {
     let mut marker = link.map(|link| words(["-i", link])).unwrap_or_default();
-    marker.extend(words(["-m", "comment", "--comment", &mark.alias()]));
+    marker.extend(words(["-m", "comment", "--comment", &attachment.alias()]));
     marker
 }
 
@@ -238,7 +238,7 @@ impl Section {
     }
 
     /// Whether a link had the mark when the section was written.
-    pub(super) fn is_witnessed(&self) -> bool {
+    pub(super) fn had_link(&self) -> bool {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }
 

@@ -59,7 +59,7 @@ fn a_chain_is_read_as_the_sections_of_its_attachments() {
     let expected =
         [(None, vec![8082, 8082]), (Some("cni:net/c/eth0"), vec![8080]), (Some("cni:net/c/eth1"), vec![8081, 8083])];
     assert_eq!(summary(&found), expected);
-    assert!(found[1].is_witnessed() && !found[2].is_witnessed() && !found[0].is_witnessed());
+    assert!(found[1].had_link() && !found[2].had_link() && !found[0].had_link());
     assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
 }
 
@@ -120,7 +120,7 @@ fn with_legacy(body: impl FnOnce() + Send) {
 
 fn forwarding() -> Forwarding {
     Forwarding {
-        mark: AttachmentId::new("net", "c", "eth0"),
+        attachment: AttachmentId::new("net", "c", "eth0"),
         containers: vec!["10.9.0.2/16".parse().unwrap()],
         mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: 8080, container_port: 80 }],
         snat: Snat::Hairpin,
@@ -142,7 +142,7 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
         let EnsureOutcome::Done { previous: Some(previous), .. } = backend.ensure(&wanted).unwrap() else {
             panic!("nothing has changed")
         };
-        assert!(backend.holds(&wanted.mark).unwrap());
+        assert!(backend.holds(&wanted.attachment).unwrap());
         let lock = NetnsLock::acquire(&machine, OnSigterm::Kill, locks.path(), Duration::from_secs(30)).unwrap();
         nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), nix::sys::signal::Signal::SIGTERM).unwrap();
         assert!(machine.terminated());
@@ -153,7 +153,7 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
             });
             backend.put_back(&wanted, &previous).unwrap();
         });
-        assert!(!backend.holds(&wanted.mark).unwrap());
+        assert!(!backend.holds(&wanted.attachment).unwrap());
     });
 }
 
@@ -170,7 +170,7 @@ fn add_only_notes_that_a_legacy_program_it_reads_with_failed() {
         let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
         let conflicts = backend.conflicts(&forwarding(), UnreadTables::Both, ConflictAction::Keep).unwrap();
-        assert!(conflicts.held.is_none() && !conflicts.dead);
+        assert!(conflicts.held.is_none() && !conflicts.found_dead);
         let [remark] = &conflicts.remarks[..] else { panic!("{:?}", conflicts.remarks) };
         for words in ["iptables-legacy has a table nat", "libip4tc.so.2", "who has ports in it is not known"] {
             assert!(remark.contains(words), "it should say `{words}`: {remark}");
@@ -197,7 +197,7 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
             let iptables = Iptables::open(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill).unwrap();
             IptablesPortMap::new(iptables).conflicts(&wanted, UnreadTables::Both, ConflictAction::Keep).unwrap()
         };
-        assert!(look().dead);
+        assert!(look().found_dead);
         let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
         let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
@@ -215,7 +215,7 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
             let begun = Instant::now();
             for _ in 0..5 {
                 let found = look();
-                assert!(found.dead || found.remarks[0].contains("changed under it"), "{:?}", found.remarks);
+                assert!(found.found_dead || found.remarks[0].contains("changed the rules"), "{:?}", found.remarks);
             }
             let (took, changes) = (begun.elapsed(), changes.load(Ordering::Relaxed));
             // Five times 512 readings of all chains take several times as long.

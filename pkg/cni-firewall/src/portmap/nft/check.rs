@@ -12,7 +12,7 @@ impl NftPortMap {
     /// writes; empty if all is well. Accepts Go's rules, with its conditions in the shared chains,
     /// and doubled ones.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
-        let identity = Identity::new(&wanted.mark);
+        let identity = Identity::new(&wanted.attachment);
         let addresses = wanted.addresses();
         let mut differences = Vec::new();
         for (container, claims) in wanted.families() {

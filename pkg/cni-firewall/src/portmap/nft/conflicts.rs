@@ -27,7 +27,8 @@ impl NftPortMap {
         then: ConflictAction,
         judge: &mut LivenessProbe,
     ) -> Result<Conflicts> {
-        let (identity, mut conflicts, mut batch) = (Identity::new(&wanted.mark), Conflicts::default(), Batch::new());
+        let (identity, mut conflicts, mut batch) =
+            (Identity::new(&wanted.attachment), Conflicts::default(), Batch::new());
         batch.only_at(self.nft.wait_for_generation()?);
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
@@ -40,7 +41,7 @@ impl NftPortMap {
             if judged.held.is_some() {
                 return Ok(Conflicts { held: judged.held, ..conflicts });
             }
-            conflicts.dead |= !judged.displaced.is_empty();
+            conflicts.found_dead |= !judged.displaced.is_empty();
             let table = shape::table(family);
             judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
             conflicts.remarks.extend(judged.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));

@@ -128,7 +128,7 @@ impl NftPortMap {
 
     fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
         let mut judge = LivenessProbe::default();
-        let witnessed = if judge.bearer(&wanted.mark)?.is_some() { LinkMark::Yes } else { LinkMark::No };
+        let witnessed = if judge.find_host_link(&wanted.attachment)?.is_some() { LinkMark::Yes } else { LinkMark::No };
         repeat(|| self.attempt(wanted, stage, witnessed, &mut judge))
     }
 
@@ -139,7 +139,7 @@ impl NftPortMap {
         witnessed: LinkMark,
         judge: &mut LivenessProbe,
     ) -> Result<EnsureOutcome<PreviousRules>> {
-        let identity = Identity::new(&wanted.mark);
+        let identity = Identity::new(&wanted.attachment);
         let mut batch = Batch::new();
         batch.only_at(self.nft.wait_for_generation()?);
         let (mut previous, mut remarks) = (PreviousRules::default(), Vec::new());
@@ -220,8 +220,8 @@ impl NftPortMap {
     /// `addresses` are the container's as far as they are known; they decide on rules that name the
     /// container alone, which without an address of their family all go. Nothing there, or a kernel
     /// without nf_tables: that is fine.
-    pub fn purge(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Removal {
-        let identity = Identity::new(mark);
+    pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
+        let identity = Identity::new(attachment);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
         // A rule that names no attachment and leads elsewhere shows that the container has another
         // attachment. Then such rules stay in a family without a known address.
@@ -300,8 +300,8 @@ impl NftPortMap {
     }
 
     /// Whether there is any rule of the attachment.
-    pub fn holds(&mut self, mark: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
-        let identity = Identity::new(mark);
+    pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
+        let identity = Identity::new(attachment);
         for family in FAMILIES {
             for chain in CONTAINERS {
                 let rules = match self.nft.rules_commented(shape::table(family), chain, &identity.comment) {

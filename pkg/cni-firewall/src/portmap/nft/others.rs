@@ -43,18 +43,18 @@ impl Others<'_> {
         for (chain, listed) in state.listed().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder(&listed.rule) else { continue };
             let is_wanted = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
-            match judge.fate(wanted, &holder)? {
+            match judge.liveness_of(wanted, &holder)? {
                 Liveness::Alive if is_wanted => return Ok(HolderDecision { held: Some(holder), ..judged }),
                 Liveness::Alive => {}
                 Liveness::Dead => {
                     judged.displaced.push((chain, listed.handle));
-                    judged.remarks.push(holder.removal(wanted));
+                    judged.remarks.push(holder.removal_note(wanted));
                     if shape::container(&listed.rule) == Some(self.container.address()) {
                         stale.push(&listed.rule);
                     }
                 }
-                Liveness::Unknown if is_wanted => judged.remarks.push(holder.rivalry()),
-                Liveness::Unknown => judged.remarks.push(holder.doubt()),
+                Liveness::Unknown if is_wanted => judged.remarks.push(holder.port_taken_note()),
+                Liveness::Unknown => judged.remarks.push(holder.unknown_owner_note()),
             }
         }
         // The stale owner's masquerading for this address is removed with its mappings.
@@ -81,8 +81,8 @@ impl Others<'_> {
             container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
             network: identity::network(rule),
             alias: identity::alias(rule),
-            witnessed: identity::is_witnessed(rule),
-            apart: self.plain.is_none() || rule.exprs.get(..prefix) != self.plain,
+            had_link: identity::had_link(rule),
+            conditions_differ: self.plain.is_none() || rule.exprs.get(..prefix) != self.plain,
             claim,
         })
     }

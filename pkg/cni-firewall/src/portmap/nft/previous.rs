@@ -37,7 +37,7 @@ impl NftPortMap {
     /// Rules with sets in them, which only the program `nft` can write, do not come back: that is
     /// the error when all else is done.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
-        let identity = Identity::new(&wanted.mark);
+        let identity = Identity::new(&wanted.attachment);
         let lost = repeat(|| {
             let (mut batch, mut lost) = (Batch::new(), 0);
             batch.only_at(self.nft.wait_for_generation()?);

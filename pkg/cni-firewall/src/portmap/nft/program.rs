@@ -68,7 +68,7 @@ impl Written {
                 let why = "it is beyond what this plugin compiles itself, and there is no program nft on this host";
                 return Err(Refusal::Condition { token, why: why.to_owned() });
             };
-            let text = text(family, conditions, &claims, &Identity::new(&wanted.mark).comment);
+            let text = text(family, conditions, &claims, &Identity::new(&wanted.attachment).comment);
             all.push(Written { family, claims, text, token, program, fresh: Some(Vec::new()) });
         }
         Ok(all)
@@ -118,7 +118,7 @@ impl NftPortMap {
         wanted: &Forwarding,
         all: &mut [Written],
     ) -> Result<(), Refusal> {
-        let identity = Identity::new(&wanted.mark);
+        let identity = Identity::new(&wanted.attachment);
         let done = all.iter_mut().try_for_each(|written| self.write_one(machine, &identity, written));
         if done.is_err() {
             self.discard(all)?;

@@ -8,7 +8,7 @@ use crate::testing::{nft, on_a_host, ruleset};
 fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwarding {
     let cidr = |text: String| text.parse().unwrap();
     Forwarding {
-        mark: AttachmentId::new("net", container, ifname),
+        attachment: AttachmentId::new("net", container, ifname),
         containers: vec![cidr(format!("10.9.0.{number}/16")), cidr(format!("fd00:9::{number}/64"))],
         mappings: vec![Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: port, container_port: 80 }],
         snat: Snat::Hairpin,
@@ -76,7 +76,7 @@ fn thirty_concurrent_adds_leave_thirty_mappings_once_each() {
         // The same attachment from all sides is there once.
         all(&|_| drop(ensure(&wanted(1))));
         assert_eq!(ruleset().matches("dnat to").count(), 60);
-        all(&|number| drop(claims(NftPortMap::open().unwrap().purge(&wanted(number).mark, &[]))));
+        all(&|number| drop(claims(NftPortMap::open().unwrap().purge(&wanted(number).attachment, &[]))));
         assert!(!ruleset().contains("comment \"c"), "{}", ruleset());
     });
 }
@@ -151,10 +151,10 @@ fn rules_that_have_lost_their_tags_go_by_their_address() {
         let addresses: Vec<IpAddr> = one.containers.iter().map(|container| container.address()).collect();
         let mut backend = NftPortMap::open().unwrap();
         assert_eq!(backend.check(&one).unwrap(), Vec::<String>::new());
-        assert_eq!(claims(backend.purge(&one.mark, &addresses)).len(), 2);
+        assert_eq!(claims(backend.purge(&one.attachment, &addresses)).len(), 2);
         assert!(!ruleset().contains("8080") && ruleset().contains("8081"), "{}", ruleset());
         // Without an address, as Go: all of the container.
-        assert_eq!(claims(backend.purge(&one.mark, &[])).len(), 2);
+        assert_eq!(claims(backend.purge(&one.attachment, &[])).len(), 2);
         assert!(!ruleset().contains("comment \"c\""), "{}", ruleset());
     });
 }
@@ -168,7 +168,7 @@ fn a_long_container_id_works() {
             assert!(is_changed(ensure(&wanted)));
             let mut backend = NftPortMap::open().unwrap();
             assert_eq!(backend.check(&wanted).unwrap(), Vec::<String>::new(), "{len}");
-            assert_eq!(claims(backend.collect_garbage("net", std::slice::from_ref(&wanted.mark))), []);
+            assert_eq!(claims(backend.collect_garbage("net", std::slice::from_ref(&wanted.attachment))), []);
             assert_eq!(claims(backend.collect_garbage("ne", &[])), []);
             assert_eq!(claims(backend.collect_garbage("net", &[])).len(), 2);
             assert!(!ruleset().contains("xxx"), "{}", ruleset());

@@ -23,7 +23,7 @@ fn a_shared_chain_with_another_hook_is_an_error_and_unchanged() {
             nft(&format!("flush ruleset\ntable bridge nat {{ chain PREROUTING {{ type filter {elsewhere} }}; }}"));
             let before = ruleset();
             let mut spoof = SpoofCheck::open().unwrap();
-            for error in [spoof.ensure(&mark("c1"), "veth0", MAC).unwrap_err(), spoof.probe().unwrap_err()] {
+            for error in [spoof.ensure(&attachment("c1"), "veth0", MAC).unwrap_err(), spoof.probe().unwrap_err()] {
                 let text = error.to_string();
                 assert!(text.starts_with("failed to add nft base chain bridge nat PREROUTING: File exists"), "{text}");
                 assert!(!error.is_unsupported());
@@ -33,14 +33,14 @@ fn a_shared_chain_with_another_hook_is_an_error_and_unchanged() {
             purge("c1");
         }
         nft("flush ruleset\ntable bridge nat { chain PREROUTING { }; }");
-        assert!(SpoofCheck::open().unwrap().ensure(&mark("c1"), "veth0", MAC).unwrap_err().is_exists());
+        assert!(SpoofCheck::open().unwrap().ensure(&attachment("c1"), "veth0", MAC).unwrap_err().is_exists());
     });
 }
 
 #[test]
 fn an_impossible_interface_name_is_refused_before_any_change() {
     on_a_host(|| {
-        let error = SpoofCheck::open().unwrap().ensure(&mark("c1"), "sixteen_bytes_xx", MAC).unwrap_err();
+        let error = SpoofCheck::open().unwrap().ensure(&attachment("c1"), "sixteen_bytes_xx", MAC).unwrap_err();
         assert_eq!(error.to_string(), "failed to match interface sixteen_bytes_xx: the name is too long");
         assert_eq!(ruleset(), "");
     });

@@ -73,7 +73,7 @@ fn exhaustion_is_code_11_and_is_remembered_by_the_index() {
         error.msg(),
         "failed to allocate for range 0: no IP addresses available in range set: 10.0.0.1-10.0.0.6; 5 of 5 are used"
     );
-    let told = |age| error.details().contains(&format!("10.0.0.2 is held by a eth0 since {age} s"));
+    let told = |age| error.details().contains(&format!("10.0.0.2 is held by a eth0 for {age} s"));
     assert!((youngest..=oldest).any(told), "{youngest} to {oldest} s: {}", error.details());
     let before = fs::read(net.index()).unwrap();
     net.add("f", &pool).unwrap_err();
@@ -96,7 +96,7 @@ fn two_full_sets_do_not_have_the_folder_read_for_one_another() {
     let before = fs::metadata(net.index()).unwrap().ino();
     for (number, pool) in [1, 0, 1].map(|number| (number, &pools[number])) {
         let error = net.add("f", pool).unwrap_err();
-        let oldest = format!("held longest: 10.{number}.0.2 is held by a eth0 since");
+        let oldest = format!("oldest reservations: 10.{number}.0.2 is held by a eth0 for");
         assert!(error.details().starts_with(&oldest), "{}", error.details());
         assert_eq!(fs::metadata(net.index()).unwrap().ino(), before, "set {number}");
     }
@@ -127,7 +127,7 @@ fn exhaustion_names_the_longest_holders() {
     assert_eq!(net.del("b"), ["10.0.0.3"]);
     assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.3"]);
     let error = net.add("g", &pool).unwrap_err();
-    assert!(error.details().starts_with("held longest: 10.0.0.2 is held by a eth0 since"), "{}", error.details());
+    assert!(error.details().starts_with("oldest reservations: 10.0.0.2 is held by a eth0 for"), "{}", error.details());
     assert_eq!(error.details().matches(" is held by ").count(), 3, "{}", error.details());
 }
 
@@ -148,7 +148,7 @@ fn undoing_tries_every_address_and_reports_every_failure() {
     let net = Net::new();
     let mut locked = net.lock();
     let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
-    let made = locked.reserve(&owner("a"), &pools, &Requested::none()).unwrap().made();
+    let made = locked.reserve(&owner("a"), &pools, &Requested::none()).unwrap().new_reservations();
     // No folder any more, so that nothing in it can be read.
     locked.folder.file = File::open(net.path("lock")).unwrap();
     let error = locked.undo(&made).unwrap_err();
@@ -161,7 +161,7 @@ fn undoing_an_add_frees_what_it_made_and_nothing_else() {
     let net = Net::new();
     let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
     net.write("10.5.0.1", "a\r\neth0");
-    let made = net.lock().reserve(&owner("a"), &pools, &Requested::none()).unwrap().made();
+    let made = net.lock().reserve(&owner("a"), &pools, &Requested::none()).unwrap().new_reservations();
     // Meanwhile the second address was released, and another container got it.
     fs::remove_file(net.path("10.1.0.2")).unwrap();
     net.write("10.1.0.2", "b\r\neth0");
@@ -173,7 +173,7 @@ fn undoing_an_add_frees_what_it_made_and_nothing_else() {
 #[test]
 fn undoing_an_add_keeps_a_later_reservation_of_the_owner() {
     let net = Net::new();
-    let made = net.lock().reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap().made();
+    let made = net.lock().reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap().new_reservations();
     // The inode stays in use, so that the new file cannot get it.
     fs::hard_link(net.path("10.0.0.2"), net.data.path().join("old")).unwrap();
     replace(&net, "10.0.0.2", "a\r\neth0");
@@ -245,7 +245,7 @@ fn undoing_a_reuse_frees_what_it_added_alone() {
     let net = Net::new();
     net.add("a", &sets(&["10.1.0.0/24"])).unwrap();
     let lease = reusing(&net).reserve(&owner("a"), &sets(&["10.0.0.0/24", "10.1.0.0/24"]), &Requested::none()).unwrap();
-    assert_eq!((lease.addresses.len(), lease.made().len()), (2, 1));
-    net.lock().undo(&lease.made()).unwrap();
+    assert_eq!((lease.addresses.len(), lease.new_reservations().len()), (2, 1));
+    net.lock().undo(&lease.new_reservations()).unwrap();
     assert_eq!(net.names(), ["10.1.0.2", "last_reserved_ip.0", "lock"]);
 }

@@ -1,0 +1,235 @@
+//! Reads single fields of rules: structures of xtables matches and targets, and compared bytes.
+//!
+//! Every function returns `None` for bytes that are too short or that contain an option which CNI
+//! plugins do not write.
+
+use std::mem::offset_of;
+use std::net::IpAddr;
+
+use super::xt::{self, Addrtype, Conntrack, Mark, Multiport, NatV4, Range, Sctp, SetMark, Tcp, Udp};
+use cni_linux::route::Family;
+
+/// RTN_LOCAL as a bit of the sets of route types in an addrtype match.
+pub(super) const LOCAL: u16 = 1 << libc::RTN_LOCAL;
+/// The flag of an sctp match that compares the destination port.
+pub(super) const DESTINATION_PORTS: u32 = 2;
+/// The flag of a conntrack match that compares the state.
+pub(super) const STATE: u16 = 1;
+/// The bits of the states of connections, in the order in which iptables prints them.
+pub(super) const STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
+/// The flag of a NAT range that has addresses.
+pub(super) const MAP_IPS: u32 = 1;
+/// The flag of a NAT range that has ports.
+pub(super) const PROTO_SPECIFIED: u32 = 2;
+
+/// Reads a number in the machine's byte order.
+fn u16_at(bytes: &[u8], offset: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(offset..offset + 2)?.try_into().ok()?))
+}
+
+/// Reads a number in the machine's byte order.
+fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(offset..offset + 4)?.try_into().ok()?))
+}
+
+/// Reads a number in network byte order.
+fn be16_at(bytes: &[u8], offset: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(bytes.get(offset..offset + 2)?.try_into().ok()?))
+}
+
+/// Reads the first and the last port of a range.
+fn port_range_at(info: &[u8], offset: usize) -> Option<(u16, u16)> {
+    Some((u16_at(info, offset)?, u16_at(info, offset + 2)?))
+}
+
+/// Reads four bytes as a number in the machine's byte order.
+pub(super) fn number(bytes: &[u8]) -> Option<u32> {
+    bytes.try_into().ok().map(u32::from_ne_bytes)
+}
+
+/// Returns a mark as iptables prints it: `0x2000/0x3000`, or `0x2000` if the mask has all bits.
+pub(super) fn masked(value: u32, mask: u32) -> String {
+    if mask == u32::MAX { format!("{value:#x}") } else { format!("{value:#x}/{mask:#x}") }
+}
+
+/// Returns the prefix (`10.1.0.0/16`) that a comparison of an address with `data` stands for. Its
+/// length is that of `mask`, or, without a mask, that of `data`: nf_tables can compare the first
+/// bytes of an address alone. `None` for a mask with holes.
+pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
+    let address_len = if family == Family::V4 { 4 } else { 16 };
+    if data.is_empty() || data.len() > address_len {
+        return None;
+    }
+    let prefix_len = match mask {
+        None => data.len() * 8,
+        Some(mask) => {
+            let full_bytes = mask.iter().take_while(|byte| **byte == 0xff).count();
+            let partial_bits = mask.get(full_bytes).map_or(0, |byte| byte.leading_ones() as usize);
+            let leading_bits = full_bytes * 8 + partial_bits;
+            let all_bits: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
+            if mask.len() != data.len() || all_bits as usize != leading_bits {
+                return None;
+            }
+            leading_bits
+        }
+    };
+    let mut bytes = data.to_vec();
+    bytes.resize(address_len, 0);
+    Some(format!("{}/{prefix_len}", ip_address(&bytes)?))
+}
+
+/// Reads an address of 4 or 16 bytes.
+fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
+    match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
+        16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
+        _ => None,
+    }
+}
+
+/// Returns the interface name that a comparison with `data` stands for. If the NUL at the end of
+/// the name is not compared too, every name that begins so matches, which iptables prints as
+/// `eth+`.
+pub(super) fn interface(data: &[u8]) -> String {
+    let end = data.iter().position(|byte| *byte == 0);
+    let name = String::from_utf8_lossy(&data[..end.unwrap_or(data.len())]).into_owned();
+    if end.is_some() { name } else { name + "+" }
+}
+
+/// Returns the protocol as iptables prints it: a name, or the number if CNI plugins do not use it.
+pub(super) fn protocol_name(number: u8) -> String {
+    match i32::from(number) {
+        libc::IPPROTO_TCP => "tcp".into(),
+        libc::IPPROTO_UDP => "udp".into(),
+        libc::IPPROTO_SCTP => "sctp".into(),
+        libc::IPPROTO_ICMP => "icmp".into(),
+        libc::IPPROTO_ICMPV6 => "ipv6-icmp".into(),
+        other => other.to_string(),
+    }
+}
+
+/// Returns the number of a protocol that [`protocol_name`] prints so; `None` for any other name.
+pub(super) fn protocol_number(name: &str) -> Option<u8> {
+    name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol_name(*number) == name))
+}
+
+/// Reads a multiport match: its option and the ports, `("--dports", "80,8000:8010")`. `None` if it
+/// is negated.
+pub(super) fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
+    const RANGE_FLAGS: usize = offset_of!(Multiport, begins_range);
+    let option = match info.get(offset_of!(Multiport, kind))? {
+        0 => "--sports",
+        1 => "--dports",
+        2 => "--ports",
+        _ => return None,
+    };
+    let count = usize::from(*info.get(offset_of!(Multiport, count))?);
+    let range_flags = info.get(RANGE_FLAGS..RANGE_FLAGS + xt::PORTS)?;
+    if count > xt::PORTS || *info.get(offset_of!(Multiport, invert))? != 0 {
+        return None;
+    }
+    let mut text = String::new();
+    for (index, begins_range) in range_flags.iter().enumerate().take(count) {
+        text += &u16_at(info, offset_of!(Multiport, ports) + 2 * index)?.to_string();
+        if index + 1 < count {
+            text.push(if *begins_range == 0 { ',' } else { ':' });
+        }
+    }
+    Some((option, text))
+}
+
+/// Whether an addrtype match is exactly `--dst-type LOCAL`.
+pub(super) fn is_local_destination(info: &[u8]) -> bool {
+    u16_at(info, offset_of!(Addrtype, source)) == Some(0)
+        && u16_at(info, offset_of!(Addrtype, destination)) == Some(LOCAL)
+        && u32_at(info, offset_of!(Addrtype, flags)) == Some(0)
+}
+
+/// Reads a mark match: value and mask. `None` if it is negated.
+pub(super) fn mark(info: &[u8]) -> Option<(u32, u32)> {
+    if *info.get(offset_of!(Mark, invert))? != 0 {
+        return None;
+    }
+    Some((u32_at(info, offset_of!(Mark, value))?, u32_at(info, offset_of!(Mark, mask))?))
+}
+
+/// Reads the states of a conntrack match, `RELATED,ESTABLISHED`. `None` if it compares anything
+/// else, is negated, or has other states than [`STATES`].
+pub(super) fn conntrack_states(info: &[u8]) -> Option<String> {
+    let matched = u16_at(info, offset_of!(Conntrack, matched))?;
+    let inverted = u16_at(info, offset_of!(Conntrack, inverted))?;
+    let states = u16_at(info, offset_of!(Conntrack, states))?;
+    let known = STATES.iter().fold(0, |all, (bit, _)| all | bit);
+    if matched != STATE || inverted != 0 || states & !known != 0 {
+        return None;
+    }
+    let names: Vec<&str> = STATES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
+    Some(names.join(","))
+}
+
+/// Reads the destination port of a match of `tcp`, `udp` or `sctp`. `None` if it is a range, if the
+/// match is negated, or if it compares anything else.
+pub(super) fn destination_port(protocol: &str, info: &[u8]) -> Option<u16> {
+    let (first, last) = if protocol == "sctp" {
+        if u32_at(info, offset_of!(Sctp, matched))? != DESTINATION_PORTS || u32_at(info, offset_of!(Sctp, invert))? != 0
+        {
+            return None;
+        }
+        port_range_at(info, offset_of!(Sctp, ports))?
+    } else {
+        // The structures of tcp and udp have the ports at the same offsets, and other options after
+        // them.
+        let options = if protocol == "tcp" {
+            info.get(offset_of!(Tcp, option)..=offset_of!(Tcp, invert))?
+        } else {
+            info.get(offset_of!(Udp, invert)..=offset_of!(Udp, invert))?
+        };
+        let source_ports = port_range_at(info, offset_of!(Tcp, source_ports))?;
+        if source_ports != (0, u16::MAX) || options.iter().any(|byte| *byte != 0) {
+            return None;
+        }
+        port_range_at(info, offset_of!(Tcp, ports))?
+    };
+    if first == last { Some(first) } else { None }
+}
+
+/// Whether a MASQUERADE target has ports or flags. Too short a structure has none.
+pub(super) fn has_masquerade_options(family: Family, info: &[u8]) -> bool {
+    let offset = if family == Family::V4 { offset_of!(NatV4, flags) } else { offset_of!(Range, flags) };
+    u32_at(info, offset).is_some_and(|flags| flags != 0)
+}
+
+/// Reads a MARK target: value and mask.
+pub(super) fn set_mark(info: &[u8]) -> Option<(u32, u32)> {
+    Some((u32_at(info, offset_of!(SetMark, value))?, u32_at(info, offset_of!(SetMark, mask))?))
+}
+
+/// Reads the destination of a DNAT target: `10.0.0.2`, `10.0.0.2:80`, `[fd00::2]:80`. `None` if it
+/// has several addresses or ports, or another option. Revision 0 in IPv4 has a structure of its
+/// own.
+pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Option<String> {
+    let address_len = if family == Family::V4 { 4 } else { 16 };
+    let (flags_at, first_at, last_at, ports_at) = if revision == 0 && family == Family::V4 {
+        if u32_at(info, offset_of!(NatV4, count))? != 1 {
+            return None;
+        }
+        (offset_of!(NatV4, flags), offset_of!(NatV4, first), offset_of!(NatV4, last), offset_of!(NatV4, first_port))
+    } else {
+        (offset_of!(Range, flags), offset_of!(Range, first), offset_of!(Range, last), offset_of!(Range, first_port))
+    };
+    let flags = u32_at(info, flags_at)?;
+    let first_address = info.get(first_at..first_at + address_len)?;
+    let last_address = info.get(last_at..last_at + address_len)?;
+    let (first_port, last_port) = (be16_at(info, ports_at)?, be16_at(info, ports_at + 2)?);
+    if flags & !(MAP_IPS | PROTO_SPECIFIED) != 0 || flags & MAP_IPS == 0 || first_address != last_address {
+        return None;
+    }
+    let address = ip_address(first_address)?;
+    if flags & PROTO_SPECIFIED == 0 {
+        return Some(address.to_string());
+    }
+    if first_port != last_port {
+        return None;
+    }
+    Some(std::net::SocketAddr::new(address, first_port).to_string())
+}
