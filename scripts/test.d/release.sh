@@ -229,6 +229,10 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         mkdir -p /plugins /host/opt/cni/bin
         cp "$work"/unpacked-amd64/* /plugins/
         cp /usr/lib/cni/* /host/opt/cni/bin/
+        # The program of another installer stays as it is.
+        printf "foreign\n" >/host/opt/cni/bin/foreign
+        mapfile -t plugins < <(sed "s/.*  //" /plugins/SHA256SUMS)
+        [ "${#plugins[@]}" = 18 ]
         bare=(setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs)
         mapfile -t arguments <"$work/arguments"
         mapfile -t probe <"$work/probe"
@@ -239,11 +243,17 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         pod=$!
         until grep -q "are now in" /tmp/said; do kill -0 "$pod"; read -rt 0.1 <> <(:) || true; done
         "${bare[@]}" "${probe[@]}"
-        cmp /plugins/bridge /host/opt/cni/bin/bridge
+        for plugin in "${plugins[@]}"; do
+            cmp "/plugins/$plugin" "/host/opt/cni/bin/$plugin"
+            CNI_COMMAND=VERSION "${bare[@]}" "/host/opt/cni/bin/$plugin" </dev/null | grep -q "\"1.1.0\""
+        done
+        [ "$(cat /host/opt/cni/bin/foreign)" = foreign ]
         kill "$pod"
         wait "$pod"
         "${bare[@]}" /plugins/cni-install rollback --dest /host/opt/cni/bin
         wait "$kubelet"
+        [ "$(cat /host/opt/cni/bin/foreign)" = foreign ]
+        rm /host/opt/cni/bin/foreign
         diff -r /usr/lib/cni /host/opt/cni/bin
     '
 )

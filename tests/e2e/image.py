@@ -41,7 +41,7 @@ def build():
     config = {
         "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
         "os": "linux",
-        "config": {"Entrypoint": ["/bin/serve"], "Env": ["PATH=/bin"]},
+        "config": {"Cmd": ["/bin/serve"], "Env": ["PATH=/bin"]},
         "rootfs": {"type": "layers", "diff_ids": ["sha256:" + hashlib.sha256(layer).hexdigest()]},
     }
     config = json.dumps(config).encode()

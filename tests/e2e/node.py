@@ -66,9 +66,9 @@ def read(path):
 
 
 def daemon(*words):
-    """Starts a program that lives as long as the node. What it says is the end of a report of failure."""
+    """Starts a program that lives as long as the node, and returns its process. What it says is the end of a report of failure."""
     with open(f"/run/{os.path.basename(words[0])}.log", "w", encoding="utf-8") as log:
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def wait(ready, name):
@@ -174,7 +174,8 @@ def become(scratch, packages, plugins, go, containerd2):
         delegate(root + own[0][0])
     os.makedirs(f"{root}/etc/cni/net.d")
     shutil.copytree(os.path.dirname(os.path.abspath(__file__)), f"{root}/opt/e2e")
-    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../Containerfile"), f"{root}/opt/e2e/")
+    for file in ["Containerfile", "README.md", "docs/recipes.md"]:
+        shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../..", file), f"{root}/opt/e2e/")
     sys.path.insert(0, "/opt/e2e")
     shutil.copytree(plugins, root + OURS)
     shutil.copytree(go, root + GO)

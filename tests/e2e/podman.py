@@ -44,11 +44,16 @@ def podman(*arguments):
     return sh("podman", *arguments).strip()
 
 
-def start(node, runtime):
-    """Podman with that OCI runtime, and the pod's image."""
+def prepare(runtime):
+    """The files of Podman, with that OCI runtime."""
     write("/etc/containers/containers.conf", CONTAINERS.format(runtime=runtime))
     write("/etc/containers/storage.conf", STORAGE)
     write("/etc/containers/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
+
+
+def start(node, runtime):
+    """Podman with that OCI runtime, and the pod's image."""
+    prepare(runtime)
     try:
         info = json.loads(sh("podman", "info", "--format", "json"))
         sh(runtime, "--version")

@@ -41,16 +41,21 @@ def outside(device="eth0"):
     sh(*ip, "address", "replace", BEHIND + "/32", "dev", "lo")
 
 
-def leases(node, device="eth0"):
-    """A DHCP server at the other end, and the daemon of the node."""
+def serve_leases(node, device, addresses):
+    """Starts a DHCP server at the other end, with these addresses (first, last)."""
     try:
         words = f"--port=0 --no-daemon --conf-file=/dev/null --interface={device} --bind-interfaces --dhcp-broadcast"
-        ours = f"--dhcp-range={POD},{POD},1h --dhcp-leasefile=/run/leases --pid-file= --user=root --dhcp-authoritative"
+        ours = f"--dhcp-range={addresses},1h --dhcp-leasefile=/run/leases --pid-file= --user=root --dhcp-authoritative"
         with node.client:
             daemon("dnsmasq", *words.split(), *ours.split())
     except FileNotFoundError as error:
         raise Skip(f"dnsmasq does not run here: {error}") from error
     wait(lambda: "sockets bound" in read("/run/dnsmasq.log"), "dnsmasq")
+
+
+def leases(node, device="eth0"):
+    """A DHCP server at the other end, and the daemon of the node."""
+    serve_leases(node, device, f"{POD},{POD}")
     daemon(f"{BIN}/dhcp", "daemon")
     wait(lambda: os.path.exists("/run/cni/dhcp.sock"), "dhcp's daemon")
     return {"type": "dhcp"}

@@ -1,12 +1,13 @@
 """A node whose plugin folder is replaced while its pods run: from the Go plugins to ours, and back."""
 
+import socket
 import subprocess
 
 import networks
 from containerd import Containerd
 from libcni import Libcni
-from node import CLIENT4, CLIENT6, GO, NODE4, NODE6, OURS, Pod, expect, sh
-from second import GATEWAY, needs, outside
+from node import BIN, CLIENT4, CLIENT6, GO, NODE4, NODE6, OURS, Pod, daemon, expect, hear, read, sh, wait
+from second import GATEWAY, needs, outside, serve_leases
 from traffic import Traffic
 from verbs import mapping, sandbox, unname
 
@@ -207,3 +208,102 @@ def scenario_pods_of_other_interfaces_from_go_to_ours_and_back(node):
         needs(*link)
     needs("link", "eth0", "type", "vlan", "id", "7")
     return many(node, Others)
+
+
+def address_is_leased(address):
+    """Whether the DHCP server has a lease of that address."""
+    return any(line.split()[2] == address for line in read("/run/leases").splitlines())
+
+
+class Leased:
+    """A pod of the runtime with an address of the DHCP server, and traffic from outside to that address."""
+
+    def __init__(self, node, runtime, name):
+        self.node, self.runtime, self.identifier = node, runtime, runtime.run_pod(name)
+        self.pod = runtime.pod(self.identifier)
+        (self.address,) = self.pod.addresses
+        # Go announces no leased address; a pod that had it before is still in this table.
+        sh("ip", "-n", "client", "neighbour", "flush", "dev", "eth0")
+        expect(hear(node.client, self.address, 80), name, f"{name} from outside")
+        expect(address_is_leased(self.address), True, f"the server has a lease of {self.address}")
+        self.traffic = Traffic(self.pod, [(node.client, self.address, 7)], pings=[(self.pod.netns, GATEWAY)])
+
+    def keeps_its_address(self):
+        out = sh("nsenter", f"--net={self.pod.netns.path}", "ip", "-4", "-o", "address", "show", "dev", "eth0")
+        expect(out.split()[3].split("/")[0], self.address, f"the address of {self.pod.name}")
+        expect(hear(self.node.client, self.address, 80), self.pod.name, f"{self.pod.name} from outside")
+
+    def remove(self, released):
+        """Removes the pod. `released` is whether the server then has its lease no more."""
+        wait(lambda: all(words.echoes for words in self.traffic.words), "the first echo")
+        came_back = self.traffic.end()
+        self.pod.close()
+        self.runtime.stop_pod(self.identifier)
+        self.runtime.remove_pod(self.identifier)
+        if released:
+            wait(lambda: not address_is_leased(self.address), f"the release of {self.address}")
+        else:
+            expect(address_is_leased(self.address), True, f"the server has a lease of {self.address}")
+        return came_back
+
+
+class Daemon:
+    """The daemon of dhcp whose plugins are in use."""
+
+    def __init__(self):
+        self.process = daemon(f"{BIN}/dhcp", "daemon")
+        wait(self.answers, "dhcp's daemon")
+
+    @staticmethod
+    def answers():
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect("/run/cni/dhcp.sock")
+            return True
+        except OSError:
+            return False
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait()
+
+
+def scenario_leases_from_go_to_ours_and_back(node):
+    """Each daemon takes over from the other, as docs/plugins/dhcp.md says; containers keep their addresses."""
+    outside()
+    serve_leases(node, "eth0", f"{GATEWAY[:-1]}10,{GATEWAY[:-1]}19")
+    node.configure("pods", {"type": "macvlan", "master": "eth0", "ipam": {"type": "dhcp"}})
+    node.use(GO)
+    running = Daemon()
+    runtime = Containerd()
+    old, removed_by_go = [Leased(node, runtime, name) for name in ("old0", "old1")]
+    # Go's release comes from 0.0.0.0, so the server keeps the lease.
+    came_back = removed_by_go.remove(released=False)
+
+    running.stop()
+    node.use(OURS)
+    running = Daemon()
+    # The socket exists before the adopted lease is confirmed.
+    wait(lambda: old.address in sh(f"{OURS}/cnitool", "ipam", "dhcp", "--json"), "the adopted lease")
+    old.keeps_its_address()
+    new, released = [Leased(node, runtime, name) for name in ("new0", "new1")]
+    came_back += old.remove(released=True) + released.remove(released=True)
+
+    running.stop()
+    node.use(GO)
+    running = Daemon()
+    new.keeps_its_address()
+    newest = Leased(node, runtime, "newest")
+    # Go's daemon does not know this lease.
+    came_back += new.remove(released=False)
+
+    running.stop()
+    node.use(OURS)
+    running = Daemon()
+    wait(lambda: newest.address in sh(f"{OURS}/cnitool", "ipam", "dhcp", "--json"), "the adopted lease")
+    newest.keeps_its_address()
+    came_back += newest.remove(released=True)
+    # Go's daemon did not know the lease of `new`, so its record was still there.
+    wait(lambda: not node.leftovers(), "the removal of the last record")
+    running.stop()
+    return f"nothing; {came_back} pings and words, none lost"

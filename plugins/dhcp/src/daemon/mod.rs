@@ -177,7 +177,9 @@ impl Daemon {
             // again.
             if let RecordedLease::Bound(lease) = &record.held {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
-                self.start(interface, record, session);
+                let handle = self.start(interface, record, session);
+                // No daemon watched the interfaces before this one.
+                drop(handle.orders.send(LeaseCommand::Look));
             }
         }
     }

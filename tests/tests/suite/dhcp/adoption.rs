@@ -8,17 +8,20 @@ use serde_json::{Value, json};
 
 use super::{Lan, Process, until};
 
-/// Writes what libcni remembers of an attachment to the node's cache.
-fn remember(lan: &Lan, container: &Container, config: &Value, result: &Value) {
+/// Writes what libcni remembers of an attachment to the node's cache. Before libcni 1.2 that has no
+/// namespace.
+fn remember(lan: &Lan, container: &Container, config: &Value, result: &Value, with_netns: bool) {
     let mut plugin = config.clone();
     let members = plugin.as_object_mut().unwrap();
     members.remove("name");
     members.remove("cniVersion");
     let list = json!({"cniVersion": VERSION, "name": "net1", "plugins": [plugin]});
     let list = lan.node.file("net1.conflist", list.to_string()).display().to_string();
-    let entry = json!({"kind": "cniCacheV1", "containerId": container.id, "ifName": "eth0", "networkName": "net1",
-                       "config": lan.node.exec(&["base64", "-w0", &list]).trim(), "netns": container.netns(),
-                       "result": result});
+    let mut entry = json!({"kind": "cniCacheV1", "containerId": container.id, "ifName": "eth0", "networkName": "net1",
+                           "config": lan.node.exec(&["base64", "-w0", &list]).trim(), "result": result});
+    if with_netns {
+        entry["netns"] = json!(container.netns());
+    }
     let entry = lan.node.file("entry", entry.to_string()).display().to_string();
     let path = format!("/var/lib/cni/results/net1-{}-eth0", container.id);
     lan.node.exec(&["mkdir", "-p", "/var/lib/cni/results"]);
@@ -32,7 +35,7 @@ fn del(lan: &Lan, attachment: &Attachment<'_>, container: &Container) {
 }
 
 /// A container with a lease that Go's plugins and Go's daemon have made. That daemon has ended.
-fn leased_by_go<'n>(lan: &'n Lan, container: &Container) -> (Attachment<'n>, Value) {
+fn leased_by_go<'n>(lan: &'n Lan, container: &Container, with_netns: bool) -> (Attachment<'n>, Value) {
     let ipam = json!({"type": "dhcp", "daemonSocketPath": lan.socket()});
     let config = json!({"cniVersion": VERSION, "name": "net1", "type": "bridge", "bridge": "lan", "ipam": ipam});
     let attachment = Attachment::new(&lan.node, container, config.clone());
@@ -42,7 +45,7 @@ fn leased_by_go<'n>(lan: &'n Lan, container: &Container) -> (Attachment<'n>, Val
     daemon.kill();
     // Go's daemon starts nowhere where a socket file is left.
     fs::remove_file(lan.socket()).unwrap();
-    remember(lan, container, &config, &result);
+    remember(lan, container, &config, &result, with_netns);
     (attachment, result)
 }
 
@@ -60,7 +63,7 @@ fn a_lease_of_the_go_daemon_is_adopted_and_released() {
     require!(probe::go_plugins());
     let lan = Lan::new(10, &["--dhcp-option=3,192.168.1.1"]);
     let container = lan.node.container();
-    let (attachment, result) = leased_by_go(&lan, &container);
+    let (attachment, result) = leased_by_go(&lan, &container, true);
     let (acks, before) = (lan.log().matches(" DHCPACK(lan) 192.168.1.5 ").count(), searches(&lan));
     let daemon = lan.daemon();
     until("the server has confirmed the lease", || lan.log().matches(" DHCPACK(lan) 192.168.1.5 ").count() > acks);
@@ -76,12 +79,25 @@ fn a_lease_of_the_go_daemon_is_adopted_and_released() {
 }
 
 #[test]
+fn a_lease_is_adopted_from_a_cache_without_namespaces() {
+    require!(probe::dnsmasq().map(drop));
+    require!(probe::go_plugins());
+    let lan = Lan::new(10, &[]);
+    let container = lan.node.container();
+    let (attachment, _) = leased_by_go(&lan, &container, false);
+    let _daemon = lan.daemon();
+    until("the lease is recorded", || is_adopted(&lan));
+    del(&lan, &attachment, &container);
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
 fn an_adopted_address_that_is_refused_is_replaced() {
     require!(probe::dnsmasq().map(drop));
     require!(probe::go_plugins());
     let lan = Lan::new(10, &[]);
     let container = lan.node.container();
-    let (attachment, _) = leased_by_go(&lan, &container);
+    let (attachment, _) = leased_by_go(&lan, &container, true);
     // The server has forgotten it, and has other addresses.
     fs::remove_file(lan.node.dir().join("leases")).unwrap();
     lan.serve_from(20);
@@ -97,7 +113,7 @@ fn what_another_daemon_keeps_is_not_adopted() {
     require!(probe::go_plugins());
     let lan = Lan::new(10, &[]);
     let container = lan.node.container();
-    let (attachment, _) = leased_by_go(&lan, &container);
+    let (attachment, _) = leased_by_go(&lan, &container, true);
     let program = bin_dir().join("dhcp").display().to_string();
     let other = lan.node.dir().join("other.sock");
     let argv = [&program, "daemon", "-socketpath", other.to_str().unwrap()];
