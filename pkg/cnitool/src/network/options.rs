@@ -75,7 +75,7 @@ pub(crate) struct Collect {
     /// Keep this attachment; can be repeated
     #[arg(long, value_name = "ID/IFNAME", value_parser = attachment)]
     keep: Vec<(String, String)>,
-    /// Even if that removes everything, or a file of the result cache cannot be read
+    /// Even if that removes everything, or a cache entry cannot be read
     #[arg(long)]
     all: bool,
     /// Print what would be removed, and change nothing
