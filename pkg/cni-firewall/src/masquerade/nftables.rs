@@ -219,7 +219,7 @@ pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec
         let expected = words(family, &masquerade_rule(*address));
         if !rules.iter().any(|listed| words(family, &listed.rule.exprs) == expected) {
             missing.push(format!(
-                "there is no rule that masquerades {} outside {}",
+                "nft chain {TABLE} {CHECKS} has no rule that masquerades packets from {} to addresses outside {}",
                 address.address(),
                 address.network()
             ));
